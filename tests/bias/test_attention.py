@@ -66,22 +66,6 @@ def test_what_softmax_cannot_see_gets_no_gradient_unless_a_sink_sees_it(backend,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_forgetting_transformers_gates_are_a_bias_on_keys(backend):
-    """sum of log f over l = j + 1 .. i is F_i - F_j, and softmax sees -F_j only (FoX)."""
-    call = Case(terms=(), dtype=torch.float64).build()
-    log_f = torch.nn.functional.logsigmoid(torch.randn(2, 4, 37, dtype=torch.float64))
-    gates = torch.zeros(2, 4, 37, 37, dtype=torch.float64)
-    for i in range(37):
-        for j in range(i + 1):
-            gates[:, :, i, j] = log_f[:, :, j + 1 : i + 1].sum(dim=-1)
-    dense = attention(call.query, call.key, call.value, [Dense(gates)], call.allow, backend=backend)[0]
-    keys = attention(call.query, call.key, call.value, [Additive(-log_f.cumsum(dim=-1))], call.allow, backend=backend)[
-        0
-    ]
-    torch.testing.assert_close(dense, keys, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask", ["padding", "holes", "heads"])
 def test_a_query_that_may_attend_to_nothing_gives_zero_and_gets_no_gradient(mask, backend):
     call = Case(terms=(("guidance", "kv"),), mask=mask, sinks=True).build()

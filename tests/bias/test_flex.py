@@ -1,4 +1,4 @@
-"""What FlexAttention refuses, and what it is given: score function and block mask, without compiling them."""
+"""What FlexAttention refuses, what it is given, and, compiled, that it agrees with the reference."""
 
 from dataclasses import replace
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from attnflow.bias import flex
-from attnflow.bias.attention import attention
+from attnflow.bias.attention import attention, reference
 from attnflow.bias.terms import per_head
-from tests.bias.cases import MASKS, TERMS, Case, cast
+from attnflow.testing import tolerance
+from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, plain
 
 
 def test_refuses_what_it_cannot_compute():
@@ -46,13 +47,42 @@ def check_score(call):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_block_mask_is_the_relation(mask, queries, keys):
     call = Case(terms=(), mask=mask, queries=queries, keys=keys, head_dim=4).build()
-    allowed, blocks = call.allow.dense(), flex.blocks_of(call.allow, torch.device("cpu"))
+    allowed, (blocks, empty) = call.allow.dense(), flex.form_of(call.allow, torch.device("cpu"))
     if allowed is None:
-        assert blocks is None
+        assert blocks is None is empty
         return
-    assert flex.blocks_of(call.allow, torch.device("cpu")) is blocks
+    assert flex.form_of(call.allow, torch.device("cpu"))[0] is blocks
+    assert torch.equal(empty, ~allowed.any(dim=-1, keepdim=True))
     grid = torch.meshgrid(*map(torch.arange, allowed.shape), indexing="ij")
     assert torch.equal(blocks.mask_mod(*grid), allowed)
     padded = torch.nn.functional.pad(allowed, (0, -keys % 128, 0, -queries % 128))
     count = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).sum(dim=(3, 5))
     assert torch.equal(blocks.to_dense().bool(), count > 0)
+
+
+CASES = [
+    Case(terms=(("guidance", "one"), ("additive", "kv"), ("offset", "heads")), mask="holes", queries=63, keys=127),
+    Case(terms=(("product", "kv"),), mask="padding", softcap=5.0, queries=130, keys=130),
+    Case(terms=(("dense", "one"),), mask="heads", num_heads=6, num_kv_heads=2, queries=1, keys=63),
+]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_forward_on_the_cpu(case):
+    call = case.build()
+    with torch.no_grad():
+        found = flex.run(call)
+        true = reference(cast(call, torch.float64, False)[0])[0]
+        limit = tolerance(plain(call), true)
+    assert found.dtype == call.value.dtype
+    assert float((found.double() - true).abs().max()) <= limit
+
+
+@pytest.mark.gpu
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_gradients_on_a_gpu(case, dtype):
+    check_against_float64(replace(case, device="cuda", dtype=dtype), "flex", rounded_bias=True)

@@ -4,23 +4,23 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from attnflow.bias import (
     AlibiConfig,
-    BilinearConfig,
     CumulativeConfig,
+    CustomConfig,
     DenseConfig,
-    DotConfig,
     GuidanceConfig,
-    KeyConfig,
-    LowRankConfig,
     RelativeConfig,
     attention,
 )
 from attnflow.bias.config import LayerShape, Vectors
 from attnflow.bias.hf.saving import KINDS
+from attnflow.bias.kind import LayerBias
 from attnflow.bias.positions import buckets, slopes
+from attnflow.bias.terms import Additive, Dense
 from tests.bias.cases import config_of
 
 SHAPE = LayerShape(index=0, num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=20, is_causal=True)
@@ -92,61 +92,36 @@ def network(module, g, hidden):
     return functional.gelu(normal) @ module.output_weight[g]
 
 
+def guidance(m, g, q, k):
+    first = torch.cat([m.query.weight[g], m.key.weight[g]], dim=1)  # on [q; k], as the paper writes it
+    return network(m, g, first @ torch.cat([q, k]) + m.hidden_bias[g]) + m.output_bias[g]
+
+
+def dot(m, g, q, k):
+    width = len(k)
+    if len(q) > width:  # full width: every query head with the key head that it uses
+        k = k.unflatten(0, (SHAPE.num_kv_heads, -1)).repeat_interleave(2, dim=0).flatten()
+    return m.gain[g] * (q @ k) / math.sqrt(width)
+
+
+DEFINITIONS = {
+    "guidance": guidance,
+    "key": lambda m, g, q, k: network(m, g, m.key.weight[g] @ k + m.hidden_bias[g]),
+    "lowrank": lambda m, g, q, k: (m.query.weight[g] @ q) @ (m.key.weight[g] @ k) / math.sqrt(3),
+    "bilinear": lambda m, g, q, k: k @ m.query.weight[g] @ q / math.sqrt(len(q) * len(k)),
+    "dot": dot,
+}
+
+
+@pytest.mark.parametrize("kind", DEFINITIONS)
 @pytest.mark.parametrize(("reference", "share"), SHARED)
-def test_guidance(reference, share):
-    config = GuidanceConfig(reference=reference, share_heads=share, hidden_dim=5, init="kaiming")
+def test_a_kind_is_its_definition_on_every_pair(kind, reference, share):
+    config = config_of(kind, start=True, reference=reference, share_heads=share, hidden_dim=5, rank=3)
     module = module_of(config)
-
-    def pair(g, head, q, k):
-        first = torch.cat([module.query.weight[g], module.key.weight[g]], dim=1)  # on [q; k], as the paper writes it
-        return network(module, g, first @ torch.cat([q, k]) + module.hidden_bias[g]) + module.output_bias[g]
-
-    assert_is(tile_of(module), naive(config, pair))
-
-
-@pytest.mark.parametrize(("reference", "share"), SHARED)
-def test_key(reference, share):
-    config = KeyConfig(reference=reference, share_heads=share, hidden_dim=5, init="kaiming")
-    module = module_of(config)
-    expected = naive(config, lambda g, h, q, k: network(module, g, module.key.weight[g] @ k + module.hidden_bias[g]))
-    assert_is(tile_of(module), expected)
-
-
-@pytest.mark.parametrize(("reference", "share"), SHARED)
-def test_low_rank(reference, share):
-    config = LowRankConfig(reference=reference, share_heads=share, rank=3, init="kaiming")
-    module = module_of(config)
-
-    def pair(g, head, q, k):
-        return (module.query.weight[g] @ q) @ (module.key.weight[g] @ k) / math.sqrt(3)
-
-    assert_is(tile_of(module), naive(config, pair))
-
-
-@pytest.mark.parametrize(("reference", "share"), SHARED)
-def test_bilinear(reference, share):
-    config = BilinearConfig(reference=reference, share_heads=share, init="kaiming")
-    module = module_of(config)
-
-    def pair(g, head, q, k):
-        return k @ module.query.weight[g] @ q / math.sqrt(len(q) * len(k))
-
-    assert_is(tile_of(module), naive(config, pair))
-
-
-@pytest.mark.parametrize(("reference", "share"), SHARED)
-def test_dot(reference, share):
-    config = DotConfig(reference=reference, share_heads=share, gain=1.0)
-    module = module_of(config)
-    torch.nn.init.normal_(module.gain)
-
-    def pair(g, head, q, k):
-        width = len(k)
-        if len(q) > width:  # full width: every query head with the key head that it uses
-            k = k.unflatten(0, (SHAPE.num_kv_heads, -1)).repeat_interleave(2, dim=0).flatten()
-        return module.gain[g] * (q @ k) / math.sqrt(width)
-
-    assert_is(tile_of(module), naive(config, pair))
+    if kind == "dot":
+        torch.nn.init.normal_(module.gain)
+    assert not module.is_zero()
+    assert_is(tile_of(module), naive(config, lambda g, head, q, k: DEFINITIONS[kind](module, g, q, k)))
 
 
 @pytest.mark.parametrize(("reference", "share"), SHARED)
@@ -303,3 +278,72 @@ def test_gates_have_no_direction_in_a_layer_that_sees_both_ways():
 def test_vectors_that_were_not_asked_for():
     with pytest.raises(ValueError, match="not asked for its rotated vectors"):
         Vectors(None, None, None, POSITIONS).reference("rotated")
+
+
+EVERY = slice(0, TOKENS), slice(0, TOKENS)
+
+
+def layer_of(*modules):
+    return LayerBias(modules, SHAPE, ["unrotated", "per_head"])
+
+
+def terms_of(bias):
+    queries, keys = vectors()
+    return bias.terms(queries, bias.columns(keys), torch.arange(TOKENS))
+
+
+def test_kinds_are_summed():
+    modules = [
+        module_of(GuidanceConfig(hidden_dim=5, init="kaiming")),
+        module_of(CumulativeConfig(share_heads=False, gain=1.0)),
+        module_of(AlibiConfig(layers="every_other", rope="keep")),
+    ]
+    bias = layer_of(*modules)
+    assert bias.references == {"unrotated"}
+    for term, module in zip(terms_of(bias), modules, strict=True):
+        torch.testing.assert_close(term.tile(*EVERY), tile_of(module).expand_as(term.tile(*EVERY)))
+    assert {p for m in modules for p in m.parameters()} == set(bias.parameters())
+
+
+class Distance(nn.Module):
+    """A user's module with the methods of a kind."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(shape.num_heads, dtype=torch.float64))
+
+    def columns(self, keys):
+        return keys.positions[..., None].double()
+
+    def term(self, queries, columns, slots):
+        return Additive(columns.squeeze(-1)[:, None] * self.slope[:, None])
+
+    def is_zero(self):
+        return False
+
+
+class Similarity(nn.Module):
+    """A user's module on all pairs."""
+
+    def forward(self, query, key):
+        return torch.tanh(query[..., :12] @ key.mT)[:, None]
+
+
+def test_a_users_module():
+    shaped, simple = (
+        CustomConfig(Distance).module(SHAPE),
+        CustomConfig(lambda shape: Similarity(), layers="every").module(SHAPE),
+    )
+    positions, similarity = terms_of(layer_of(shaped, simple))
+    assert isinstance(similarity, Dense)
+    queries, keys = vectors()
+    torch.testing.assert_close(similarity.values[:, 0], torch.tanh(queries.unrotated[..., :12] @ keys.unrotated.mT))
+    query = torch.randn(2, 4, TOKENS, 6, dtype=torch.float64)
+    outputs = [
+        attention(query, query, query, [positions, similarity], backend=backend)[0]
+        for backend in ("reference", "tiled")
+    ]
+    torch.testing.assert_close(*outputs)
+    outputs[1].sum().backward()
+    assert shaped.slope.grad is not None
+    assert CustomConfig(Distance).layer_indices(3) == [0, 2]

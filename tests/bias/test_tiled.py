@@ -186,14 +186,6 @@ def test_dropout_is_the_same_forward_and_backward():
     assert (rise / (2 * step)).item() == pytest.approx((gradient * direction).sum().item(), rel=1e-6)
 
 
-def test_autocast_does_not_reach_inside():
-    call, _ = cast(Case(TWO, queries=100, keys=100).build())
-    expected = outcome(call, lambda c: tiled.run(c)).found
-    with torch.autocast("cpu", torch.bfloat16):
-        found = outcome(call, lambda c: tiled.run(c)).found
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def test_memory_grows_with_the_tokens_and_not_with_their_square():
     """In a process of its own: the peak of a training step at n = 4096, where one map of booleans takes 16 MB."""
     script = f"""

@@ -22,13 +22,7 @@ _CHUNK: Final = 256  # queries made at once where all of them are needed
 
 
 class Allow:
-    """`allow[q, k]`: query q attends to key k; a boolean relation for each batch element, and head if they differ.
-
-    Attributes:
-        num_queries: number of rows.
-        num_keys: number of columns.
-        batch: batch elements whose relations differ, or 1.
-    """
+    """`allow[q, k]`: query q attends to key k; a boolean relation for each batch element, and head if they differ."""
 
     def __init__(
         self, rows: Rows | None, num_queries: int, num_keys: int, *, batch: int = 1, dense: Tensor | None = None
@@ -40,14 +34,7 @@ class Allow:
 
     @classmethod
     def of(cls, allow: object, num_queries: int, num_keys: int, device: torch.device) -> Allow:
-        """The relation behind anything that a caller may pass.
-
-        Args:
-            allow: None (every pair), a `Mask`, a boolean tensor [queries, keys] or [batch or 1, heads or 1, queries,
-                keys], or an `Allow`.
-            num_queries: of the call.
-            num_keys: of the call.
-            device: where the call's tensors are.
+        """The relation behind anything that `attention` takes as a mask, for a call of this size on this device.
 
         Raises:
             TypeError: something else, or a tensor that is not boolean.
@@ -58,12 +45,11 @@ class Allow:
         elif allow is None:
             relation = cls(None, num_queries, num_keys)
         elif isinstance(allow, Mask):
-            mask = allow
 
             def rows(block: slice) -> Tensor:
-                return mask[block.start : block.stop, :].dense().to(device)[None, None]
+                return allow[block.start : block.stop, :].dense().to(device)[None, None]
 
-            relation = cls(rows, mask.num_queries, mask.num_keys)
+            relation = cls(rows, allow.num_queries, allow.num_keys)
         elif isinstance(allow, Tensor):
             relation = cls.from_dense(allow)
         else:
@@ -112,19 +98,7 @@ class Allow:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """softmax(scale * q k^T + sum of terms, over the allowed keys) v.
-
-    Attributes:
-        query: [batch, heads, queries, head_dim].
-        key: [batch, kv_heads, keys, head_dim]; query head h uses key-value head h // (heads // kv_heads).
-        value: [batch, kv_heads, keys, value_dim].
-        terms: summed into the scores.
-        allow: which pairs exist at all.
-        scale: of q k^T.
-        softcap: if set, q k^T becomes softcap * tanh(q k^T / softcap) before the bias (Gemma 2).
-        sinks: a score per head that takes weight without a value, [heads] (GPT-OSS).
-        dropout: probability with which a weight is dropped.
-    """
+    """softmax(scale * q k^T + sum of terms, over the allowed keys) v; what each field is, `attention` says."""
 
     query: Float[Tensor, "batch heads queries head_dim"]
     key: Float[Tensor, "batch kv_heads keys head_dim"]

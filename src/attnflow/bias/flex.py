@@ -53,9 +53,7 @@ def refuses(call: Call) -> str | None:
 def run(call: Call) -> Tensor:
     """The output, [batch, heads, queries, value_dim] in the type of the values."""
     device = call.query.device
-    # Kept with the relation for the layers to come.
-    form = call.allow.derived(("flex", str(device)), lambda: _form(call.allow, device))
-    blocks, empty = cast("tuple[BlockMask | None, Tensor | None]", form)
+    blocks, empty = form_of(call.allow, device)
     output: Tensor = _compiled(device.type)(
         *(call.query, call.key, call.value),
         score_mod=score_mod(call),
@@ -81,6 +79,12 @@ def score_mod(call: Call) -> ScoreMod:
         return score
 
     return modify
+
+
+def form_of(allow: Allow, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:
+    """(block mask, queries that may attend to nothing) of a relation; kept with it for the layers to come."""
+    form = allow.derived(("flex", str(device)), lambda: _form(allow, device))
+    return cast("tuple[BlockMask | None, Tensor | None]", form)
 
 
 def _lookup(term: Term, call: Call) -> Lookup:
@@ -123,7 +127,7 @@ def _element(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def _form(allow: Allow, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:
-    """(the block mask of a relation, queries that may attend to nothing); a bit a pair, made by rows of blocks."""
+    """`form_of`, made by rows of blocks; it holds a bit a pair, and nothing where every pair is allowed."""
     counts, bits, empty = list[Tensor](), list[Tensor](), list[Tensor]()
     for start in range(0, allow.num_queries, _BLOCK):
         rows = allow.rows(slice(start, min(start + _BLOCK, allow.num_queries)))

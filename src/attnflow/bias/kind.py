@@ -108,18 +108,7 @@ class Pairwise(nn.Module):
 
 
 class LayerBias(nn.Module):
-    """Lives as a child of an attention module, so that optimisers, checkpoints and parallel wrappers find it.
-
-    Attributes:
-        kinds: the summands.
-        shape: the layer's sizes.
-        references: names of the vectors that the summands read.
-        backend: what computes attention with it; see `attention`.
-        enabled: whether attention uses it.
-        observer: called with every attention call, before it runs, while something wants to look; without terms while
-            the bias is disabled.
-        hooks: what reads the vectors of the layer.
-    """
+    """Lives as a child of an attention module, so that optimisers, checkpoints and parallel wrappers find it."""
 
     def __init__(
         self, kinds: Sequence[nn.Module], shape: LayerShape, references: Sequence[str], backend: str = "auto"
@@ -127,11 +116,13 @@ class LayerBias(nn.Module):
         super().__init__()
         self.kinds = nn.ModuleList(kinds)
         self.shape = shape
+        # Names of the vectors that the summands read.
         self.references = frozenset("unrotated" if name == "per_head" else name for name in references)
         self.backend = backend
-        self.enabled = True
+        self.enabled = True  # whether attention uses it
+        # Called with every attention call, before it runs; the call is without our terms while the bias is disabled.
         self.observer: Callable[[Call], None] | None = None
-        self.hooks: Any = None
+        self.hooks: Any = None  # what reads the vectors of the layer
         self._trained = False
         self._widths: list[int] = []
 

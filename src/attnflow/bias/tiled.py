@@ -72,19 +72,12 @@ class _Tiled(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive queries and the range of keys that they may attend to.
-
-    Attributes:
-        rows: the queries.
-        columns: the keys from the first to the last that one of them may attend to.
-        allowed: which pairs of these exist, [batch or 1, heads or 1, rows, columns], or None for all.
-        empty: queries that may attend to nothing, [batch or 1, heads or 1, rows, 1], or None without any.
-    """
+    """Some consecutive queries and the range of keys that they may attend to."""
 
     rows: slice
-    columns: slice
-    allowed: Tensor | None
-    empty: Tensor | None
+    columns: slice  # from the first key to the last that one of the queries may attend to
+    allowed: Tensor | None  # which pairs of these exist, [batch or 1, heads or 1, rows, columns], or None for all
+    empty: Tensor | None  # queries that may attend to nothing, [batch or 1, heads or 1, rows, 1], or None without any
 
 
 def rows_at_once(call: Call) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import attnflow as af
 from attnflow.bias.hf.attach import handle_of
@@ -78,23 +78,6 @@ def padded(lengths: tuple[int, ...], side: str = "left") -> tuple[list[torch.Ten
         where = slice(size - row.shape[1], size) if side == "left" else slice(0, row.shape[1])
         ids[index, where], real[index, where] = row[0], 1
     return rows, {"input_ids": ids, "attention_mask": real}
-
-
-def windows_roll_back() -> bool:
-    """Whether sliding windows of this release of transformers can be rolled back, without any bias."""
-    model = family("Mistral")
-    cache = DynamicCache(config=model.config)
-    try:
-        with torch.no_grad():
-            model(tokens(1, 6), past_key_values=cache)
-            cache.activate_past_recording()
-            model(tokens(1, 4), past_key_values=cache)
-            cache.crop(-4)
-            model(tokens(1, 3), past_key_values=cache)
-            model(tokens(1, 3), past_key_values=cache)
-    except (RuntimeError, AttributeError):
-        return False
-    return True
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor] | None = None, *, base=None, config=None) -> None:

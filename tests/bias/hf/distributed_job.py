@@ -1,7 +1,4 @@
-"""Two processes train a tiny model with a bias; run by test_distributed.py, which compares with one process.
-
-accelerate launch ... distributed_job.py RESULT.json
-"""
+"""One process of several trains a tiny model with a bias; `test_distributed.py` compares with one process alone."""
 
 import json
 import sys
@@ -9,8 +6,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import attnflow as af
 from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, disturb, family, handle_of
@@ -28,9 +23,9 @@ def model_and_data():
     return model.train(), torch.randint(3, 50, (STEPS, BATCH, LENGTH))
 
 
-def train(model, optimizer, data, rank=0, world=1, accelerator=None):
+def train(model, data, rank=0, world=1, accelerator=None):
     """Losses of the whole batch, one per step."""
-    losses = []
+    losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.05)
     for batch in data:
         ids = batch[rank::world]
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -41,38 +36,17 @@ def train(model, optimizer, data, rank=0, world=1, accelerator=None):
     return losses
 
 
-def main(mode, target):
+def main(target):
     accelerator = Accelerator(cpu=True)
     model, data = model_and_data()
-    names = [name for name, _ in model.named_parameters()]
-    if mode == "fsdp2":
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trained = accelerator.prepare(model) if mode == "ddp" else model
-    losses = train(trained, optimizer, data, accelerator.process_index, accelerator.num_processes, accelerator)
-    summary = str(handle_of(model))
-    sharded = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "DTensor"]
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    refused = ""
-    if mode == "fsdp2":
-        try:
-            af.bias.save(model, Path(target).parent / "bias")
-        except ValueError as error:
-            refused = str(error)
+    trained = accelerator.prepare(model)
+    losses = train(trained, data, accelerator.process_index, accelerator.num_processes, accelerator)
     if accelerator.is_main_process:
-        result = {
-            "wrapper": type(trained).__name__,
-            "type": str(accelerator.distributed_type),
-            "processes": accelerator.num_processes,
-            "losses": losses,
-            "sharded": sharded == names,
-            "refused": refused,
-            "summary": summary,
-            "state": {name: state[name].double().flatten().tolist() for name in names},
-        }
-        Path(target).write_text(json.dumps(result))
+        state = {name: parameter.double().flatten().tolist() for name, parameter in model.named_parameters()}
+        about = {"wrapper": type(trained).__name__, "processes": accelerator.num_processes}
+        Path(target).write_text(
+            json.dumps({**about, "losses": losses, "summary": str(handle_of(trained)), "state": state})
+        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from tests.bias.hf.common import (
     handle_of,
     outputs,
     tokens,
-    windows_roll_back,
 )
 
 
@@ -87,8 +86,6 @@ def test_crop_reorder_repeat_and_select(kind):
 @pytest.mark.parametrize("kind", BIASES)
 def test_a_window_that_records_its_past_can_be_rolled_back(kind):
     model, ids = biased("Mistral", BIASES[kind]), tokens(1, 12)
-    if not windows_roll_back():
-        pytest.skip("this release of transformers cannot roll back a window itself")
     cache = DynamicCache(config=model.config)
     pieces(model, ids, [6], cache)
     cache.activate_past_recording()

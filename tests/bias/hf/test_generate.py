@@ -14,7 +14,6 @@ from tests.bias.hf.common import (
     outputs,
     padded,
     tokens,
-    windows_roll_back,
 )
 
 FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBartDecoder"]
@@ -88,8 +87,6 @@ def test_sampling_with_a_seed_and_beam_search(kind, cache):
 def test_assisted_decoding_is_greedy_decoding(name, kind):
     """Candidates that are turned down must be cropped from what the bias remembers, too."""
     model, ids = biased(name, BIASES[kind]), tokens(1, 6)
-    if name == "Mistral" and not windows_roll_back():
-        pytest.skip("this release of transformers cannot roll back a window itself")
     expected = generate(model, ids)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), expected)
     with_bias, without = biased(name, BIASES[kind]), family(name)

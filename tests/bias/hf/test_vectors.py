@@ -101,31 +101,3 @@ def test_unrotated_vectors_are_the_projections_of_the_modules_weights(name):
             ratio = after[:, 0] / before[:, 0]  # rotary embedding is the identity at position 0
             expected_ratio = torch.ones_like(ratio) if name not in SCALED else ratio[:1, :1].expand_as(ratio)
             torch.testing.assert_close(ratio, expected_ratio, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("share", [True, "kv", False])
-@pytest.mark.parametrize("reference", ["unrotated", "per_head"])
-def test_maps_serve_the_heads_that_they_are_made_for(share, reference):
-    """GQA: a map of a key-value head serves the query heads of that head, and no others."""
-    model = family("Llama")
-    af.bias.attach(model, af.bias.BilinearConfig(layers=[0], reference=reference, share_heads=share))
-    bias, calls = model.model.layers[0].self_attn.score_terms, []
-    kind = bias.kinds[0]
-    with torch.no_grad():
-        kind.query.weight.copy_(torch.randn_like(kind.query.weight))
-        bias.observer = calls.append
-        outputs(model, input_ids=tokens(1, 5))
-    (call,) = calls
-    groups = {True: 1, "kv": 2, False: 4}[share]
-    assert kind.query.weight.shape[0] == groups
-    tile = call.terms[0].tile(slice(0, 5), slice(0, 5))[0]
-    query, key = model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj
-    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(torch.zeros(1, 0, dtype=torch.int64)))
-    assert (query.out_features, key.out_features, hidden.shape[-1]) == (32, 16, 32)
-    for head in range(4):
-        weight = kind.query.weight[head * groups // 4]
-        mine = tile[head * tile.shape[0] // 4]
-        q0 = call.query[0, :, 0].flatten() if reference == "unrotated" else call.query[0, head, 0]
-        k0 = call.key[0, :, 0].flatten() if reference == "unrotated" else call.key[0, head // 2, 0]
-        scale = (weight.shape[0] * weight.shape[1]) ** 0.5
-        torch.testing.assert_close(mine[0, 0], (weight @ q0) @ k0 / scale, rtol=1e-5, atol=1e-6)

@@ -260,11 +260,6 @@ def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
             f"{name}: its queries and keys before rotation cannot be read: {layer.missing}. "
             "reference='rotated' or 'hidden' does without them"
         )
-    for path in (*(layer.query.paths if layer.query else ()), *(layer.key.paths if layer.key else ())):
-        try:
-            module.get_submodule(path)
-        except AttributeError as error:
-            raise UnsupportedArchitecture(f"{name} has no module {path!r} to read from") from error
     removes = any(config.rope == "remove" for config in chosen)
     if removes and "position_embeddings" not in signature(type(module).forward).parameters:
         raise UnsupportedArchitecture(f"{name} takes no rotary embedding from outside; use rope='keep'")

@@ -73,11 +73,6 @@ def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: 
     return step + (num_keys - new)
 
 
-def first_position(cache: Cache | None, layer: int, new: int) -> int | Tensor:
-    """How many tokens came before the new ones; call it after the cache took them."""
-    return 0 if cache is None else cast(Any, cache.layers[layer]).get_seq_length() - new
-
-
 def refuse_biased(cache: Cache | None, layer: int) -> None:
     """Refuse to go on without the bias where the cache was filled with it."""
     index = {} if cache is None else cast("dict[int, int]", cache.__dict__.get(_ATTRIBUTE, {}))

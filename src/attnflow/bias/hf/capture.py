@@ -125,16 +125,9 @@ class Observed(NamedTuple):
 def observe(
     call: Call, terms: int, queries: Sequence[int], heads: Sequence[int] | None = None, sequence: int = 0
 ) -> Observed:
-    """B and the weights for some queries of one sequence of a call, on the CPU in float32.
+    """B and the weights for some queries (ascending) of one sequence of a call, on the CPU in float32.
 
-    Args:
-        call: an attention call.
-        terms: how many of its terms, from the first, are the bias; the rest belongs to the scores without it.
-        queries: rows of the call, ascending.
-        heads: query heads to tell apart; None for the mean over all of them.
-        sequence: number in the batch.
-
-    Cost: memory O(queries x keys) for the result, and a few MB beside it; time O(queries x keys x head_dim x heads).
+    The first `terms` terms are the bias; the rest belongs to the scores without it. Memory: O(queries x keys).
     """
     blocks = [_block(call, terms, block, heads, sequence) for block in _blocks(call, queries)]
     return Observed(*(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))

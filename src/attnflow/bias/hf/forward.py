@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, cast
+from typing import Any, Final, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from attnflow.bias.attention import compute
 from attnflow.bias.call import Allow, Call, make_call
 from attnflow.bias.config import Vectors
-from attnflow.bias.hf.cache import extend, first_position, new_slots
+from attnflow.bias.hf.cache import extend, new_slots
 from attnflow.bias.hf.layers import CHILD, Hooks
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Dense, Term
@@ -83,7 +83,8 @@ def _terms(call: AttentionCall, bias: LayerBias, hooks: Hooks) -> tuple[Term, ..
     where = new_slots(hooks.cache, layer, new, num_keys, device)
     positions = hooks.positions
     if positions is None or positions.shape[1] != new:
-        positions = (torch.arange(new, device=device) + first_position(hooks.cache, layer, new))[None]
+        before = 0 if hooks.cache is None else cast(Any, hooks.cache.layers[layer]).get_seq_length() - new
+        positions = (torch.arange(new, device=device) + before)[None]
         left = None if call.request is None else call.request.pads()[1]
         positions = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
     positions = positions.expand(query.shape[0], -1)

@@ -26,23 +26,14 @@ CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One self-attention layer.
-
-    Attributes:
-        site: where it is.
-        shape: its sizes.
-        depth: layers of its stack, of whatever kind: as many as a key-value cache has.
-        query: what its queries are made of, before rotation; None if that cannot be told, with the reason in `missing`.
-        key: likewise of its keys.
-        missing: why not.
-    """
+    """One self-attention layer."""
 
     site: Site
     shape: LayerShape
-    depth: int
-    query: Columns | None
+    depth: int  # layers of its stack, of whatever kind: as many as a key-value cache has
+    query: Columns | None  # what its queries are made of, before rotation; None if that cannot be told
     key: Columns | None
-    missing: str = ""
+    missing: str  # why it cannot
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
