@@ -9,8 +9,7 @@ from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.report import figure, html, page
 from attnflow.report.bias import STRONGEST
 from attnflow.report.svg import encode
-from tests.bias.test_graph import BIAS, TRIANGLE, table
-from tests.bias.test_map import make
+from tests.bias.test_map import BIAS, TRIANGLE, make, table
 from tests.report.reading import parse_page, parse_svg, texts, with_class
 
 N = 6
