@@ -102,12 +102,11 @@ def capture(
         if (found := seen.get(number := bias.shape.index)) is not None
     )
     causal = all(not bool(one.allowed[:, i, row + 1 :].any()) for one in layers_seen for i, row in enumerate(rows))
-    names = [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
-    produced: tuple[str, ...] = ()
     if last is not None:
-        end = last[sequence].item()
-        after = [*names[1:], str(end) if tokenizer is None else str(tokenizer.decode([end]))]
-        produced = tuple(after[row] for row in rows)
+        ids.append(int(last[sequence]))
+    names = [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
+    produced = () if last is None else tuple(names[row + 1] for row in rows)
+    names = names if last is None else names[:-1]
     return BiasMap(model_name(model), tuple(names), tuple(rows), layers_seen, tuple(chosen or ()), causal, produced)
 
 

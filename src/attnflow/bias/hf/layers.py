@@ -154,7 +154,7 @@ class Hooks:
             refuse_biased(cache, getattr(module, "layer_idx", 0) or 0)
             return None
         self._hook(module)
-        if self.thread not in (None, here := _thread()):  # its tensors would be taken for ours
+        if (here := _thread()) and self.thread and self.thread != here:  # its tensors would be taken for ours
             raise RuntimeError(
                 "two threads run one model with a bias at the same time; give each a copy.deepcopy, or take turns"
             )
@@ -199,6 +199,7 @@ class Hooks:
 
 
 def _thread() -> int:
+    """The thread that runs; 0 under a compiler, which cannot ask."""
     return 0 if torch.compiler.is_compiling() else get_ident()
 
 
