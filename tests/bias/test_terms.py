@@ -1,7 +1,5 @@
 """Terms against brute force, one pair at a time, straight from their definitions."""
 
-import math
-
 import pytest
 import torch
 
@@ -40,18 +38,6 @@ def test_guidance_is_the_papers_network_on_the_concatenation():
     network = torch.nn.Sequential(first, norm, torch.nn.GELU(), last)
     expected = torch.stack([torch.cat([network(torch.cat([qi, kj])) for kj in k]) for qi in q])
     torch.testing.assert_close(term.tile(slice(0, queries), slice(0, keys))[0, 0], expected, atol=1e-14, rtol=1e-14)
-
-
-def test_guidance_by_its_equation():
-    t = term_of("guidance")
-
-    def one(b, g, i, j):
-        x = t.rows[b, g, i] + t.columns[b, g, j]
-        u = (x - x.mean()) / math.sqrt(x.var(correction=0) + 1e-5)
-        z = t.scale[g] * u + t.shift[g]
-        return (t.weight[g] * z * 0.5 * (1 + torch.erf(z / math.sqrt(2)))).sum() + t.offset[g]
-
-    torch.testing.assert_close(t.tile(*EVERY), pairs(one, 2, 2), atol=1e-13, rtol=1e-13)
 
 
 def test_product_additive_dense():

@@ -103,10 +103,6 @@ def test_a_quantised_cache_keeps_the_bias_exact(kind):
     except ValueError:
         pytest.skip("this release of transformers has no fp8 cache")
     found = pieces(model, ids, [6, 1, 3], cache)
-    error = (found - whole(model, ids)).abs().mean()
-    with disabled(model):
-        base = pieces(model, ids, [6, 1, 3], QuantizedCache("fp8", config=model.config)) - whole(model, ids)
-    assert error < 2 * base.abs().mean()
     exact = pieces(model, ids, [6, 1, 3], reference := DynamicCache(config=model.config))
     columns = [(ours.keys, theirs.keys) for ours, theirs in zip(cache.layers[2:], reference.layers[2:], strict=True)]
     assert len(columns) == 2

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.models.loaded import Loaded
 from tests.bias.hf.common import GUIDANCE, biased, disturb, family, handle_of, outputs, same_state, tokens
 
 
@@ -67,16 +66,6 @@ def test_the_model_keeps_it_through_wrappers_copies_and_pickles():
             assert not torch.equal(outputs(other, input_ids=ids), moved)
             assert torch.equal(outputs(model, input_ids=ids), moved), "the first model is untouched"
     assert handle.active
-
-
-def test_what_load_model_returns_will_do(tmp_path):
-    loaded, ids = Loaded(family("Llama"), None), tokens(1, 6)
-    handle = af.bias.attach(loaded, GUIDANCE)
-    disturb(loaded.model)
-    af.bias.save(loaded, tmp_path)
-    assert len(af.bias.capture(loaded, ids[0]).layers) == 2
-    handle.remove()
-    assert af.bias.load(loaded, tmp_path).num_parameters == handle.num_parameters
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -83,11 +83,6 @@ def test_dropout_acts_on_weights_and_only_in_training(name, implementation):
         torch.manual_seed(3)
         assert torch.equal(outputs(model, input_ids=ids), first)
         assert (first - second).abs().max() > 1e-3
-        many = torch.stack([outputs(model, input_ids=ids) for _ in range(60)])
-    spread = many.std(dim=0).mean()
-    with torch.no_grad(), disabled(model):
-        base = torch.stack([outputs(model, input_ids=ids) for _ in range(20)]).std(dim=0).mean()
-    assert 0.3 < spread / base < 3
 
 
 @pytest.mark.parametrize("zero", [True, False], ids=["new", "trained"])
