@@ -229,15 +229,20 @@ def test_replicas_of_data_parallel():
 
 
 def test_a_second_thread_is_refused_rather_than_mixed_up():
-    shared, inside, go_on, results = model(), threading.Event(), threading.Event(), []
-    expected = shared(tokens(1, 4)).logits
-    handle = shared.model.layers[1].self_attn.v_proj.register_forward_hook(lambda *_: inside.set() or go_on.wait(20))
-    other = threading.Thread(target=lambda: results.append(shared(tokens(1, 4)).logits))
+    shared, ids, inside, go_on, results = model(), tokens(1, 4), threading.Event(), threading.Event(), []
+    expected = shared(ids).logits
+
+    def wait(*_):
+        inside.set()
+        go_on.wait(20)
+
+    handle = shared.model.layers[1].self_attn.v_proj.register_forward_hook(wait)
+    other = threading.Thread(target=lambda: results.append(shared(ids).logits))
     other.start()
     assert inside.wait(20)
     handle.remove()
     with pytest.raises(RuntimeError, match="two threads run one model with a bias"):
-        shared(tokens(1, 4))
+        shared(ids)
     go_on.set()
     other.join(20)
     assert torch.equal(results[0], expected)  # the one that came first is unharmed
