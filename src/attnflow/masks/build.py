@@ -207,7 +207,8 @@ def computed_pairs(block_mask: BlockMask) -> Tensor:
         blocks = torch.as_tensor(_listed(counts, indices, block_mask.kv_indices.shape[-1]) > 0, device=device)
         return blocks.repeat_interleave(tall, 2).repeat_interleave(wide, 3)[..., :queries, :keys]
 
-    allow = create_mask(block_mask.mask_mod, *block_mask.shape[:2], queries, keys, str(device))
+    batch, heads, *_ = block_mask.shape
+    allow = create_mask(block_mask.mask_mod, batch, heads, queries, keys, str(device))
     allow = allow & listed(block_mask.kv_num_blocks, block_mask.kv_indices)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         allow = allow | listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
