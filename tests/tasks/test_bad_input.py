@@ -222,8 +222,6 @@ DECODING = [
     (lambda: write(mask_token=50), "mask_token must hold ids of the 50 entries"),
     (lambda: write(eos_token=-2), "eos_token must be at least -1"),
     (lambda: write(top_p=1.5), "top_p must be above 0 and at most 1"),
-    (lambda: write(torch.tensor([[3, 7, 5]]), attention_mask=torch.tensor([[1, 0, 1]])), "sequence 0 has pads between"),
-    (lambda: write(torch.tensor([[3, 7, 5]]), attention_mask=torch.tensor([[1, 1]])), "must have the shape of ids"),
     *((lambda name=name: write(name=name), "attention|cache|position_ids|encoder") for name in ("Jamba", "FalconH1")),
     *(
         (lambda name=name: write(name=name), "attention|cache|position_ids|encoder")

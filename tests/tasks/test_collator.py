@@ -83,13 +83,13 @@ def test_averaged_tokens_have_several_ids():
 
 
 def test_padding_attends_to_itself_and_is_attended_by_none():
-    batch = Collator(tasks.causal_lm, pad_token=9, pad_to_multiple_of=4)([[5, 6, 7, 8], [5, 6]])
+    batch = Collator(tasks.causal_lm, pad_to_multiple_of=4)([[5, 6, 7, 8], [5, 6]])
     allow = batch["attention_mask"][:, 0] == 0
     assert allow.shape == (2, 4, 4)
     assert torch.equal(allow[0, :3, :3], af.masks.causal(3).dense())
     assert allow[0, 3].tolist() == [False, False, False, True]
     assert torch.equal(allow[1], torch.eye(4, dtype=torch.bool))
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [5, 9, 9, 9]]
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [5, 0, 0, 0]]
     assert (unpack_labels(batch["labels"])[0][..., 0] == -100).tolist() == [[False] * 3 + [True], [False] + [True] * 3]
 
 

@@ -13,6 +13,10 @@ from attnflow.tasks.prefixes import Batch, Cost, Trie, labels_of_pads, plan
 SEQUENCES = st.lists(st.lists(st.sampled_from([-3, 0, 1, 2**62]), max_size=7), max_size=9)
 
 
+def mask_of(trie: Trie, *window: object) -> af.masks.Mask:
+    return af.masks.Mask(trie.ancestors(*window), "prefix_tree", {})
+
+
 def path(trie: Trie, node: int) -> list[int]:
     return [] if node < 0 else [*path(trie, int(trie.parent[node])), node]
 
@@ -40,7 +44,7 @@ def test_nodes_are_the_different_beginnings(sequences):
 def test_numbers_are_depth_first_and_the_mask_holds_ancestors(sequences):
     trie = Trie.of_sequences(sequences)
     paths = [path(trie, node) for node in range(trie.size)]
-    mask = trie.mask()
+    mask = mask_of(trie)
     if trie.size:
         assert mask == af.masks.tree(trie.parent)
     for node, above in enumerate(paths):
@@ -57,7 +61,7 @@ def test_numbers_are_depth_first_and_the_mask_holds_ancestors(sequences):
 def test_a_window_reads_the_last_of_the_path(sequences, window, step):
     trie = Trie.of_sequences(sequences)
     columns = 5 + step * trie.depth
-    mask = trie.mask(columns, window)
+    mask = mask_of(trie, columns, window)
     for node in range(trie.size):
         assert mask.keys(node).tolist() == [u for u in path(trie, node) if columns[node] - columns[u] < window]
 
@@ -72,7 +76,7 @@ def test_the_largest_child_comes_first():
 @pytest.mark.parametrize("sequences", [[], [[]], [[], []]])
 def test_no_items(sequences):
     trie = Trie.of_sequences(sequences)
-    assert (trie.size, trie.mask().shape) == (0, (0, 0))
+    assert (trie.size, mask_of(trie).shape) == (0, (0, 0))
 
 
 def comb(teeth: int) -> list[list[int]]:
@@ -83,7 +87,7 @@ def comb(teeth: int) -> list[list[int]]:
 def test_a_comb_has_few_intervals():
     trie = Trie.of_sequences(comb(500))
     assert trie.size == 999
-    assert len(trie.mask().intervals().starts) <= 2 * trie.size
+    assert len(mask_of(trie).intervals().starts) <= 2 * trie.size
 
 
 def test_64k_nodes_in_well_under_a_second():
@@ -92,7 +96,7 @@ def test_64k_nodes_in_well_under_a_second():
     sequences = [np.concatenate([prompt, generator.integers(0, 50_000, 1_007)]) for _ in range(64)]
     start = time.process_time()
     trie = Trie.of_sequences(sequences)
-    mask = trie.mask()
+    mask = mask_of(trie)
     taken = time.process_time() - start
     assert trie.size == 1_024 + 64 * 1_007
     assert len(mask.intervals().starts) < 2 * trie.size

@@ -57,25 +57,6 @@ class LabelTensors:
     advantages: Float[Tensor, "*batch n width"] | None
     old_logprobs: Float[Tensor, "*batch n width"] | None
 
-    @classmethod
-    def of(cls, labels: object) -> LabelTensors:
-        """The "labels" of a `Collator` batch, or of the batch itself; see `Collator.label_tensors`."""
-        tensor = cast(Mapping[str, object], labels).get("labels") if isinstance(labels, Mapping) else labels
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(tensor).__name__}")
-        if tensor.ndim < 3 or tensor.shape[-2] != _ROWS or tensor.shape[-1] < 2:
-            raise ValueError(
-                f"expected the labels of an af.tasks.Collator batch, [batch, n, {_ROWS}, 1 + width], got "
-                f"{tuple(tensor.shape)}: make the batch with af.tasks.Collator(family_fn), which says what each "
-                "position predicts; a plain tensor of token ids does not"
-            )
-        targets = tensor[..., 0, 1:]
-        numbers: list[Tensor | None] = []
-        for row in range(1, _ROWS):
-            values = torch.where(targets == NO_ID, 0.0, tensor[..., row, 1:].contiguous().view(torch.float64))
-            numbers.append(None if row > 1 and bool((values.isnan() | (targets == NO_ID)).all()) else values)
-        return cls(targets, cast(Tensor, numbers[0]), *numbers[1:])
-
 
 class _Symbol(int):
     """A token id that may be put into a `Token`, but not looked at: its value is not yet known."""
@@ -155,7 +136,6 @@ class Collator:
             for any other function. If you say True, it is tested: the function must not compare or compute with
             tokens, and its tasks for the first sample of each length must be the ones that the shared structure gives.
         dtype: of the mask; must be the model's.
-        pad_token: id at padded positions; any valid id, nothing reads it.
         pad_to_multiple_of: pad the merged length up to a multiple: batches of one length share a compiled model.
         masks: the form of `attention_mask`.
         min_width: with "intervals", those per query that there is room for at least; the room is a power of two.
@@ -166,7 +146,6 @@ class Collator:
         family_fn: Callable[..., Tasks],
         by_length: bool | None = None,
         dtype: torch.dtype = torch.float32,
-        pad_token: int = 0,
         pad_to_multiple_of: int = 1,
         masks: MaskForm = "dense",
         min_width: int = 1,
@@ -181,7 +160,6 @@ class Collator:
         self.family_fn = family_fn
         self.by_length = library if by_length is None else boolean("by_length", by_length)
         self.dtype = dtype
-        self.pad_token = integer("pad_token", pad_token)
         self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1, LARGEST_SIZE)
         self.masks = masks
         self.min_width = integer("min_width", min_width, 1, LARGEST_SIZE)
@@ -203,10 +181,11 @@ class Collator:
         samples: list[tuple[_Template, Tensor, Tensor]] = []
         for number, feature in enumerate(features):
             try:
-                tokens = [] if self._of_groups else _tokens(feature)
-                template = (
-                    _Template.of(_one_task(self.tasks_of(feature))) if self._of_groups else self._template(tokens)
-                )
+                if self._of_groups:
+                    tokens, template = [], _Template.of(_one_task(self.tasks_of(feature)))
+                else:
+                    tokens = _tokens(feature)
+                    template = self._template(tokens)
             except (ValueError, TypeError) as error:
                 raise type(error)(f"sample {number} of the batch: {error}") from error
             samples.append((template, *template.filled(torch.tensor([*tokens, 0]))))
@@ -227,7 +206,21 @@ class Collator:
         >>> af.tasks.Collator.label_tensors(batch).targets.tolist()
         [[[6], [7]]]
         """
-        return LabelTensors.of(batch)
+        tensor = cast(Mapping[str, object], batch).get("labels") if isinstance(batch, Mapping) else batch
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(tensor).__name__}")
+        if tensor.ndim < 3 or tensor.shape[-2] != _ROWS or tensor.shape[-1] < 2:
+            raise ValueError(
+                f"expected the labels of an af.tasks.Collator batch, [batch, n, {_ROWS}, 1 + width], got "
+                f"{tuple(tensor.shape)}: make the batch with af.tasks.Collator(family_fn), which says what each "
+                "position predicts; a plain tensor of token ids does not"
+            )
+        targets = tensor[..., 0, 1:]
+        numbers: list[Tensor | None] = []
+        for row in range(1, _ROWS):
+            values = torch.where(targets == NO_ID, 0.0, tensor[..., row, 1:].contiguous().view(torch.float64))
+            numbers.append(None if row > 1 and bool((values.isnan() | (targets == NO_ID)).all()) else values)
+        return LabelTensors(targets, cast(Tensor, numbers[0]), *numbers[1:])
 
     def tasks_of(self, feature: object) -> Tasks:
         """What `family_fn` gives for a sample."""
@@ -253,7 +246,7 @@ class Collator:
         if width > 1:
             warn_unprepared(width)
         input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
-        input_ids[:, :, 0] = self.pad_token
+        input_ids[:, :, 0] = 0  # at padded positions, which nothing reads
         position_ids = torch.zeros((batch, n), dtype=torch.int64)
         layers = _common_layers([template.num_layers for template, _, _ in samples])
         grid = masks_of([per_head(template.masks) for template, _, _ in samples], n)  # padding attends to itself
@@ -305,7 +298,7 @@ def loss(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    logits, tensors = _logits(outputs), LabelTensors.of(labels)
+    logits, tensors = _logits(outputs), Collator.label_tensors(labels)
     targets, weights = tensors.targets, tensors.weights
     if logits.shape[:-1] != targets.shape[:-1]:
         raise ValueError(

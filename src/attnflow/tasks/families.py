@@ -26,6 +26,7 @@ from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Masked = Sequence[int] | Literal["random"] | None
+_Read = Callable[[int, int], tuple[IntArray, Mask]]  # from the first and last place of a block to what it reads
 
 MASK_TOKEN: Final = 0
 """Default vocabulary id of [MASK]: id 0 exists in every vocabulary. Pass `tokenizer.mask_token_id` or a reserved id."""
@@ -96,17 +97,7 @@ def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, 
             "pass more tokens, a smaller block, or predict_first=True"
         )
     _fit(num_blocks, n * (num_blocks + 1) // 2)
-    first = 0 if predict_first else 1
-    place, rows = np.arange(n), block_causal(n, block).intervals()
-    labels = data.labels(place, place, place // block - first)
-    return tuple(
-        Task(
-            data.inputs(np.where(place[:end] < end - block, place[:end], n + place[:end])),
-            labels.part(end - block, end),
-            beginning(rows, "block_causal", n=end, block=block),
-        )
-        for end in range((first + 1) * block, n + 1, block)
-    )
+    return _denoising(data, block, None, _blocks_before(n, block), start=0 if predict_first else block)
 
 
 def butterfly(
@@ -156,13 +147,19 @@ def butterfly(
     )
 
 
-def _denoising(data: _Data, block: int, masked: Masked, read: Callable[[int, int], tuple[IntArray, Mask]]) -> Family:
-    """For each block with masked tokens a task that predicts them from the places and the mask that `read` gives."""
+def _blocks_before(n: int, block: int) -> _Read:
+    """A block reads those before it and itself."""
+    rows = block_causal(n, block).intervals()
+    return lambda _, last: (np.arange(last), beginning(rows, "block_causal", n=last, block=block))
+
+
+def _denoising(data: _Data, block: int, masked: Masked, read: _Read, start: int = 0) -> Family:
+    """For each block with masked tokens, from `start` on, a task that predicts them from what `read` gives."""
     n = data.size
     weights = _hidden(masked, n, block)
     noised = np.where(weights > 0, n, 0)
     tasks: list[Task] = []
-    for first in range(0, n, block):
+    for first in range(start, n, block):
         own = first + np.flatnonzero(weights[first : first + block])
         if len(own):
             place, mask = read(first, first + block)
@@ -238,12 +235,7 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
     block = integer("block", block, 1)
     num_blocks = divides("the number of tokens", n, block)
     _fit(num_blocks, n * (num_blocks + 1) // 2)
-    rows = block_causal(n, block).intervals()
-
-    def before(_: int, last: int) -> tuple[IntArray, Mask]:
-        return np.arange(last), beginning(rows, "block_causal", n=last, block=block)
-
-    return _denoising(data, block, masked, before)
+    return _denoising(data, block, masked, _blocks_before(n, block))
 
 
 BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(

@@ -76,15 +76,6 @@ class MergedTask:
         """`node_of[t][i]` is the index in `nodes` of the node that stands for position i of subtask t."""
         return tuple(tuple(self.node[part].tolist()) for part in self.positions)
 
-    def __eq__(self, other: object) -> bool:
-        """Whether both are the same task with the same places for the same subtasks."""
-        if not isinstance(other, MergedTask):
-            return NotImplemented
-        return self.task == other.task and self.position_of == other.position_of
-
-    def __hash__(self) -> int:
-        return hash(self.task)
-
     def __repr__(self) -> str:
         return f"MergedTask({plural(len(self.positions), 'subtask')} in {self.task!r})"
 

@@ -107,13 +107,6 @@ class Trie:
             node, last = node[above >= 0], above[above >= 0]
         return IntervalRows.of(self.size, self.size, *pieces)
 
-    def mask(self, columns: IntArray | None = None, window: int | None = None) -> Mask:
-        """`ancestors` as a mask: each sequence is causal, and sees nothing of what is not its own beginning."""
-        parameters: dict[str, object] = {"sequences": len(self.offsets) - 1, "nodes": self.size}
-        if window is not None:
-            parameters["window"] = window
-        return Mask(self.ancestors(columns, window), "prefix_tree", parameters)
-
 
 def _built(keys: IntArray, offsets: IntArray) -> Trie:
     """The trie with children in the order of their keys, the smallest first."""

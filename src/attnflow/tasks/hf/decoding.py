@@ -10,7 +10,6 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from attnflow._core.checks import integer
-from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
@@ -74,9 +73,7 @@ def generate_blocks(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    attention_mask: Tensor | None = None,
     eos_token: int | Sequence[int] | None = None,
-    progress: Progress | None = None,
 ) -> Decoded:
     """Write text in blocks, one pass for each, by a model trained on `block_two_stream` or `block_diffusion`.
 
@@ -101,9 +98,7 @@ def generate_blocks(
         top_k: draw from the best so many.
         top_p: draw from the best that make up this probability.
         seed: of the drawing.
-        attention_mask: [batch, n], 0 at pads before or after the tokens of `ids`.
         eos_token: id or ids that end a text; by default those of the model's generation config, -1 for none.
-        progress: called with (tokens written, tokens to write, what).
 
     Raises:
         UnsupportedArchitecture: the model takes no 4D mask, positions or cache, or has recurrent parts.
@@ -123,7 +118,7 @@ def generate_blocks(
     model = split(model)[0]
     block, most = integer("block", block, 1), integer("max_new_tokens", max_new_tokens)
     per_pass, threshold = schedule(per_pass, threshold, block)
-    texts = prompts("ids", ids, attention_mask)
+    texts = prompts("ids", ids)
     longest = max(map(len, texts))
     model = decodable(model, -(-(longest + most) // block) * block)
     require_in_vocabulary(model, "ids", texts)
@@ -154,8 +149,6 @@ def generate_blocks(
             for new, tokens, known in zip(written, clean.tolist(), begun, strict=True):
                 new += tokens[len(known) :]
             begun = [[] for _ in texts]
-            if progress is not None:
-                progress(min(map(len, written)), most, "tokens")
     return Decoded(tuple(until_end(new, ends, most) for new in written), run.passes)
 
 

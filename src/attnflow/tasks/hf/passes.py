@@ -175,25 +175,15 @@ def decodable(model: nn.Module, positions: int) -> PreTrainedModel:
     return model
 
 
-def prompts(name: str, ids: object, attention_mask: object = None) -> list[list[int]]:
-    """Token ids of each sequence: of [n] or [batch, n] ids, or a list of sequences of any lengths, pads left out."""
+def prompts(name: str, ids: object) -> list[list[int]]:
+    """Token ids of each sequence: of [n] or [batch, n] ids, or a list of sequences of any lengths."""
     if isinstance(ids, Tensor):
         rows = list(ids.unbind()) if ids.ndim == 2 else [ids]
     elif isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor):
         rows = list(cast("Sequence[object]", ids))
     else:
         rows = [ids]
-    tokens = [index_array(name, row).tolist() for row in rows]
-    if attention_mask is None:
-        return tokens
-    real = prompts("attention_mask", attention_mask)
-    if [len(row) for row in real] != [len(row) for row in tokens]:
-        raise ValueError("attention_mask must have the shape of ids, 1 at tokens and 0 at pads")
-    for sequence, row in enumerate(real):
-        inner = row[row.index(1) : len(row) - row[::-1].index(1)] if 1 in row else []
-        if 0 in inner:
-            raise ValueError(f"sequence {sequence} has pads between its tokens; pads stand before or after them")
-    return [[token for token, there in zip(*pair, strict=True) if there] for pair in zip(tokens, real, strict=True)]
+    return [index_array(name, row).tolist() for row in rows]
 
 
 def require_in_vocabulary(model: PreTrainedModel, name: str, texts: Iterable[Iterable[int]]) -> None:
