@@ -130,17 +130,24 @@ def test_average_embeddings_can_be_taken_off():
     assert torch.equal(llama(torch.tensor([[3, 4]]), use_cache=False).logits, plain)
     assert torch.equal(llama(input_ids=torch.tensor([[[3, -100], [4, 4]]]), use_cache=False).logits, plain)
     handle.remove()
-    with pytest.raises(Exception, match=r"."):
-        llama(input_ids=torch.tensor([[[3, -100], [4, 4]]]), use_cache=False)
-    with pytest.raises(TypeError, match="Linear has no get_input_embeddings"):
-        tasks.average_embeddings(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_trainer_trains_what_a_plain_loop_trains(name, tmp_path):
-    """Two steps of two accumulated batches: the loss is normalised over all their labels, nothing is shifted."""
+def bert() -> BertForMaskedLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertForMaskedLM(
+        BertConfig(**shape, vocab_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
+
+
+@pytest.mark.parametrize(("name", "make"), [*((name, model) for name in FAMILIES), ("butterfly", bert)])
+def test_trainer_trains_what_a_plain_loop_trains(name, make, tmp_path):
+    """Two steps of two accumulated batches: the loss is normalised over all their labels, nothing is shifted.
+
+    Of a causal model `Trainer` counts shifted labels, of BERT all.
+    """
     data = samples([6, 8, 10, 4, 8, 6, 4, 12])
-    trained, reference = model(), model()
+    trained, reference = make(), make()
     tasks.average_embeddings(trained)
     tasks.average_embeddings(reference)
     collate = Collator(FAMILIES[name])
@@ -170,28 +177,6 @@ def plain_loop(llama: LlamaForCausalLM, collate: Collator, data: list) -> list[f
         optimiser.step()
         losses.append(float(total.detach()))
     return losses
-
-
-def test_trainer_learns_with_a_bidirectional_model(tmp_path):
-    """BERT, whose label count is not over shifted labels: butterfly on one sentence is learned."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    bert = BertForMaskedLM(
-        BertConfig(**shape, vocab_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    )
-    tasks.average_embeddings(bert)
-    options = {"max_steps": 40, "learning_rate": 5e-3, "optim": "adamw_torch", "logging_steps": 10}
-    data = [{"input_ids": [3, 1, 4, 1, 5, 9, 2, 6]}] * 80
-    trainer = Trainer(
-        bert,
-        arguments(tmp_path, **options, per_device_train_batch_size=2, lr_scheduler_type="linear", max_grad_norm=1.0),
-        data_collator=Collator(tasks.butterfly),
-        train_dataset=data,
-        compute_loss_func=tasks.loss,
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < 0.2 * losses[0]
 
 
 def counting(family_fn):

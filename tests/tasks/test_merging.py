@@ -58,13 +58,6 @@ def test_butterfly_is_eq_58_corrected(n):
     assert (report.ok, report.dead, report.unsupervised) == (True, (), ())
 
 
-def test_butterfly_of_equal_token_ids_is_the_same():
-    """Duplicate ids are different data tokens: the structure depends on places alone."""
-    merged = tasks.merge(tasks.butterfly([7] * 6))
-    assert merged.task.mask == af.masks.butterfly(6)
-    assert tasks.check(merged.task).ok
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_permutation_is_xlnet_without_its_dead_position(seed):
     order = np.random.default_rng(seed).permutation(9).tolist()

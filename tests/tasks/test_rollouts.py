@@ -6,17 +6,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow import tasks
 from attnflow.models.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
 from attnflow.tasks.merging import embedding
-from tests.tasks.training import arguments
 
 DOUBLE = torch.float64
 PROMPTS = [[1, 2, 3], [1, 2, 3], [1, 2, 7], [4]]
@@ -160,22 +158,6 @@ def clipped(logprobs: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) 
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
 
 
-def test_losses_of_labels_add_up():
-    learner = model()
-    batch = Collator(tasks.rollouts, dtype=DOUBLE)(
-        [{"prompts": [1, 2], "responses": [[3, 4], [3, 5, 6]], "weights": [2.0, [-1.0, 0.5, 0.0]]}]
-    )
-    outputs = learner(**inputs(batch))
-    each = tasks.loss(outputs, batch, reduction="none")
-    labels = tasks.Collator.label_tensors(batch)
-    assert (labels.advantages, labels.old_logprobs) == (None, None)
-    torch.testing.assert_close(each.sum(), tasks.loss(outputs, batch, reduction="sum"))
-    torch.testing.assert_close(each.sum() / 5, tasks.loss(outputs, batch))
-    entropy = F.cross_entropy(outputs.logits[0, 1], torch.tensor(3))
-    torch.testing.assert_close(each[0, 1, 0], 2 * entropy)
-    torch.testing.assert_close(each[0, 1, 1], -entropy)
-
-
 def test_labels_with_advantages_are_not_summed_without_them():
     sample = {"prompts": [1], "responses": [[2, 3]], "advantages": [1.0]}
     batch = Collator(tasks.rollouts)([sample])
@@ -196,28 +178,6 @@ def test_labels_with_advantages_are_not_summed_without_them():
     counted = only_old["labels"].ne(-100).sum()  # what Trainer counts
     scores = torch.randn(1, 2, 8)
     torch.testing.assert_close(tasks.loss(scores, only_old, num_items_in_batch=counted), tasks.loss(scores, only_old))
-
-
-def test_accumulated_batches_may_differ_in_what_their_labels_have(tmp_path):
-    """One step over a batch with old log-probabilities and one without: the loss of the mean of all labels."""
-    groups = [
-        {"prompts": [1, 2], "responses": [[3, 4], [3, 5, 6]], "old_logprobs": [[-1.0, -2.0], [-1.0, -2.0, -3.0]]},
-        {"prompts": [7], "responses": [[8, 9, 10], [5]]},
-    ]
-    collate, trained, reference = Collator(tasks.rollouts, dtype=DOUBLE), model(), model()
-    options = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    Trainer(
-        trained,
-        arguments(tmp_path, **options, remove_unused_columns=False),
-        train_dataset=groups,
-        data_collator=collate,
-        compute_loss_func=tasks.loss,
-    ).train()
-    batch = collate(groups)
-    tasks.loss(reference(**inputs(batch)), batch).backward()
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    for ours, other in zip(trained.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-9)
 
 
 def test_prompts_numbered_apart_are_told():

@@ -2,7 +2,6 @@ import json
 import pickle
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,16 +46,6 @@ def test_averaged_tokens():
     assert Token((5, 5), 1).ids == (5, 5)
     assert Token(torch.tensor([5, 9]), 1).ids == (5, 9)
     assert Token(torch.tensor(5), 1).id == 5
-
-
-def test_tokens_and_labels_are_immutable():
-    token = Token(7, 0)
-    with pytest.raises(AttributeError):
-        token.position = 3
-    with pytest.raises(AttributeError):
-        Label(0, token).weight = 2.0
-    with pytest.raises(AttributeError):
-        on(af.masks.causal(1)).inputs = ()
 
 
 def test_an_empty_task_is_a_task():

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.checks import IntArray
+from attnflow._core.results import Result
 from attnflow.models.interception import FLEX, base_implementation
 from attnflow.tasks.embedding import additive
 from attnflow.tasks.prefixes import Batch, Cost, Plan, labels_of_pads, plan
 
-CACHE: Final = "a cache was in use, or asked for (pass use_cache=False)"
-NOTHING: Final = "its rows do not begin alike, or by so little that sharing is more work"
+_CACHE: Final = "a cache was in use, or asked for (pass use_cache=False)"
+_NOTHING: Final = "its rows do not begin alike, or by so little that sharing is more work"
 _ROWS: Final = {"input_ids", "attention_mask", "position_ids", "labels"}
 _FLAGS: Final = {"use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits"}
 _PLAIN: Final = {*_ROWS, *_FLAGS, "num_items_in_batch", "fused_lm_head"}
@@ -35,16 +35,51 @@ _F = TypeVar("_F", bound=Callable[..., object])
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass
-class Counts:
-    """What was shared so far; see `SharingReport`."""
+@dataclass(frozen=True)
+class SharingReport(Result):
+    """What was shared in the calls of a model so far.
+
+    Attributes:
+        calls: calls whose sequences could have been shared; calls with a cache are not counted here.
+        shared: calls that ran on trees.
+        tokens_before: real tokens of all these calls, padding not counted.
+        tokens_after: tokens that were run for them; those of calls that were not shared count in full.
+        last_before: the same of the last call.
+        last_after: the same of the last call.
+        stock: reason -> number of calls that were not shared for it.
+    """
 
     calls: int = 0
     shared: int = 0
-    before: int = 0
-    after: int = 0
-    last: tuple[int, int] = (0, 0)
-    stock: Counter[str] = field(default_factory=lambda: Counter[str]())
+    tokens_before: int = 0
+    tokens_after: int = 0
+    last_before: int = 0
+    last_after: int = 0
+    stock: Mapping[str, int] = field(default_factory=lambda: dict[str, int]())
+
+    def refused(self, reason: str) -> SharingReport:
+        """With one more call that was not shared for this reason."""
+        return replace(self, stock={**self.stock, reason: self.stock.get(reason, 0) + 1})
+
+    def ran(self, before: int, after: int, shared: bool = True) -> SharingReport:
+        """With one more call of so many tokens."""
+        return SharingReport(
+            self.calls + 1,
+            self.shared + shared,
+            self.tokens_before + before,
+            self.tokens_after + after,
+            before,
+            after,
+            self.stock,
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.tokens_before:,} tokens -> {self.tokens_after:,} in {self.calls:,} calls, {self.shared:,} of them "
+            f"shared; the last {self.last_before:,} -> {self.last_after:,}"
+        ]
+        lines += [f"{number:,} calls were not shared: {reason}" for reason, number in self.stock.items()]
+        return "\n".join(lines)
 
 
 def _untraced(function: _F) -> _F:
@@ -74,7 +109,7 @@ class Calls:
     long_positions: bool = False
     with_labels: bool = True
     always: bool = False
-    counts: Counts = field(default_factory=Counts)
+    report: SharingReport = field(default_factory=SharingReport)
     masks: dict[str, object] = field(default_factory=lambda: dict[str, object]())  # of the last call, by kind of layer
     _plan: Plan | None = None  # of the call of the backbone that is under way
     _outer: Plan | None = None  # of the call of the model around it
@@ -135,12 +170,12 @@ class Calls:
                     raise NotShared(f"it was given {', '.join(extra)}")
                 chosen = self._planned(model, batch)
                 if not self.always and chosen.cost(self._cost(model)) >= self._cost_of_rows(model, batch):
-                    raise NotShared(NOTHING)
+                    raise NotShared(_NOTHING)
             except NotShared as reason:
                 return self._stock(model, str(reason), named)
             self._plan = chosen
         _refuse_dropout(model)
-        self._count(chosen.tokens, chosen.nodes)
+        self.report = self.report.ran(chosen.tokens, chosen.nodes)
         self.masks = attention_masks(model, self.windows, chosen, cast(Tensor, ids).device)
         mask = next(iter(self.masks.values())) if len(self.masks) == 1 else self.masks
         named |= {
@@ -185,27 +220,20 @@ class Calls:
         if chosen is None:
             raise NotShared("there are no tokens but padding")
         if not chosen.shares and not self.always:
-            raise NotShared(NOTHING)
+            raise NotShared(_NOTHING)
         if self.long_positions and int(batch.positions.max()) != int(chosen.positions.max()):
             raise NotShared("its rotary embedding depends on the length of the batch, which padding alone makes")
         return chosen
 
     def _stock(self, model: nn.Module, reason: str, named: Mapping[str, Any]) -> None:
         """Run a call without sharing, and count why."""
-        if reason not in self.counts.stock and (reason != CACHE or (model.training and torch.is_grad_enabled())):
+        if reason not in self.report.stock and (reason != _CACHE or (model.training and torch.is_grad_enabled())):
             _log.warning("share_prefixes: a call of the model was not shared: %s", reason)
-        self.counts.stock[reason] += 1
+        self.report = self.report.refused(reason)
         mask, ids = named.get("attention_mask"), named.get("input_ids")
-        if reason != CACHE and isinstance(ids, Tensor):
+        if reason != _CACHE and isinstance(ids, Tensor):
             tokens = int((mask != 0).sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
-            self._count(tokens, tokens, shared=False)
-
-    def _count(self, before: int, after: int, shared: bool = True) -> None:
-        self.counts.calls += 1
-        self.counts.shared += shared
-        self.counts.before += before
-        self.counts.after += after
-        self.counts.last = before, after
+            self.report = self.report.ran(tokens, tokens, shared=False)
 
 
 def attention_masks(
@@ -246,7 +274,7 @@ def _batch(named: Mapping[str, Any], model: nn.Module, by_column: bool) -> Batch
     """The sequences of a call; raises `NotShared` if it has none that can be shared."""
     config = cast(Any, _config(model))
     if named.get("past_key_values") is not None or _flag(named, config, "use_cache"):
-        raise NotShared(CACHE)
+        raise NotShared(_CACHE)
     ids, mask, positions = (named.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise NotShared("it was given no input_ids [batch, tokens]")
@@ -313,7 +341,7 @@ def _tensor(array: IntArray, like: Tensor) -> Tensor:
 def _replaced(output: object, chosen: Plan) -> object:
     """The same output with its tensors read back to the rows."""
     if isinstance(output, Tensor):
-        return _to_rows(output, chosen)
+        return to_rows(output, chosen)
     if isinstance(output, tuple | list):
         parts = cast("list[object]", output)
         return type(output)(_replaced(one, chosen) for one in parts)
@@ -323,7 +351,7 @@ def _replaced(output: object, chosen: Plan) -> object:
     return output
 
 
-def _to_rows(tensor: Tensor, chosen: Plan) -> Tensor:
+def to_rows(tensor: Tensor, chosen: Plan) -> Tensor:
     """What stands in the slots of the trees, at the tokens of the rows (0 at pads) or at their labels."""
     if tensor.ndim == 0:
         return tensor

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
@@ -15,51 +14,14 @@ from transformers import PreTrainedModel, Trainer
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
-from attnflow._core.results import Result
 from attnflow.models.evaluation import REFUSALS, refusal
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.trial import trial
 from attnflow.tasks.hf.prefix_check import Backbone, compare
-from attnflow.tasks.hf.shared_calls import Calls, Counts
+from attnflow.tasks.hf.shared_calls import Calls, SharingReport
 
 _log: Final = logging.getLogger("attnflow.tasks")
 _SHUFFLE: Final = "shuffle_sequence_dict"  # of trl
-
-
-@dataclass(frozen=True)
-class SharingReport(Result):
-    """What was shared in the calls of a model so far.
-
-    Attributes:
-        calls: calls whose sequences could have been shared; calls with a cache are not counted here.
-        shared: calls that ran on trees.
-        tokens_before: real tokens of all these calls, padding not counted.
-        tokens_after: tokens that were run for them; those of calls that were not shared count in full.
-        last_before: the same of the last call.
-        last_after: the same of the last call.
-        stock: reason -> number of calls that were not shared for it.
-    """
-
-    calls: int
-    shared: int
-    tokens_before: int
-    tokens_after: int
-    last_before: int
-    last_after: int
-    stock: Mapping[str, int] = field(default_factory=lambda: dict[str, int]())
-
-    @property
-    def share(self) -> float:
-        """Tokens run, as a share of tokens in the rows; 1.0 before the first call."""
-        return self.tokens_after / self.tokens_before if self.tokens_before else 1.0
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.tokens_before:,} tokens -> {self.tokens_after:,} in {self.calls:,} calls, {self.shared:,} of them "
-            f"shared; the last {self.last_before:,} -> {self.last_after:,}"
-        ]
-        lines += [f"{number:,} calls were not shared: {reason}" for reason, number in self.stock.items()]
-        return "\n".join(lines)
 
 
 class SharedPrefixes(Handle):
@@ -87,8 +49,7 @@ class SharedPrefixes(Handle):
     @property
     def report(self) -> SharingReport:
         """What was shared so far."""
-        counts = self._calls.counts
-        return SharingReport(counts.calls, counts.shared, counts.before, counts.after, *counts.last, dict(counts.stock))
+        return self._calls.report
 
     def _restore(self) -> None:
         for hook in self._hooks:
@@ -229,7 +190,7 @@ def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-        calls.always, calls.counts = False, Counts()
+        calls.always, calls.report = False, SharingReport()
 
 
 def _hooked(model: nn.Module, backbone: nn.Module, calls: Calls) -> list[RemovableHandle]:
