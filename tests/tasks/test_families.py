@@ -1,6 +1,3 @@
-from itertools import combinations, permutations
-from math import comb
-
 import numpy as np
 import pytest
 import torch
@@ -137,21 +134,3 @@ def test_drawn_places_weigh_one_over_their_number(name):
     assert len(counts) == 900
     assert np.abs(share - 1 / 4).max() < 4 * np.sqrt(3 / 16 / 900)  # four standard deviations of a share of 1/4
     assert tasks.check(tasks.merge(family(range(12), block=4, masked="random"))).ok
-
-
-def test_the_expected_loss_of_drawn_places_is_the_any_order_bound():
-    """Over all places to hide: E[sum / m] is the mean over orders of the loss of an order, per token (2110.02037)."""
-    table = np.random.default_rng(0).random((8, 3))  # of the loss of each token when a set of others is seen
-    expected = np.mean(
-        [
-            sum(table[7 - sum(1 << i for i in places), i] for i in places) / m
-            for m in (1, 2, 3)
-            for places in combinations(range(3), m)
-            for _ in range(6 // comb(3, m))
-        ]
-    )
-    orders = [
-        sum(table[sum(1 << i for i in order[:step]), order[step]] for step in range(3))
-        for order in permutations(range(3))
-    ]
-    assert expected * 3 == pytest.approx(np.mean(orders), rel=1e-12)

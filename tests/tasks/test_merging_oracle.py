@@ -124,13 +124,6 @@ def test_repeated_inputs(spec):
     assert_embeds(merged, family)
     assert merged.lower_bound <= len(merged.nodes)
     assert merged.is_minimal or merged.lower_bound < len(merged.nodes)
-
-
-@given(specs(total=12, kinds=2))
-@settings(max_examples=300)
-def test_labels_are_kept(spec):
-    family = build(spec)
-    merged = tasks.merge(family)
     expected = Counter(
         (merged.position_of[number][label.position], label.target, number, label.weight)
         for number, task in enumerate(family)

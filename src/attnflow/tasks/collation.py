@@ -332,7 +332,7 @@ def _logits(outputs: object) -> Tensor:
 
 def packed(task: Task) -> Int[Tensor, "n rows width"]:
     """The labels of a task, filled with -100: target ids, and the bits of each number, NaN for one that is missing."""
-    labels, position = task.targets, task.targets.column("position")
+    labels, position = task.targets, task.targets.table["position"]
     count = np.bincount(position, minlength=task.size)
     order = np.argsort(position, kind="stable")
     place = position[order]
@@ -340,7 +340,7 @@ def packed(task: Task) -> Int[Tensor, "n rows width"]:
     names = ("target_id", *_NUMBERS)
     table = torch.full((task.size, len(names), max(int(count.max(initial=0)), 1)), NO_ID, dtype=torch.int64)
     for row, name in enumerate(names):
-        table[place, row, slot] = torch.from_numpy(labels.column(name)[order].view(np.int64))
+        table[place, row, slot] = torch.from_numpy(labels.table[name][order].view(np.int64))
     return table
 
 

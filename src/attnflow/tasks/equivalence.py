@@ -23,7 +23,7 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import pieces_of
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.task import Task
-from attnflow.tasks.tokens import is_prefix
+from attnflow.tasks.tokens import as_they_appear, is_prefix
 
 Hashes = npt.NDArray[np.uint64]
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -80,7 +80,7 @@ class Prefixes:
         """For each task of `longest`, whether each position carries a label, of its own or of a prefix."""
         flags = [np.zeros(tasks[number].size, dtype=np.bool_) for number in self.longest]
         for task, longer in zip(tasks, self.within, strict=True):
-            flags[longer][task.targets.column("position")] = True
+            flags[longer][task.targets.table["position"]] = True
         return flags
 
 
@@ -176,12 +176,8 @@ def is_embedding(tasks: Sequence[Task], classes: Classes, merged: IntervalRows, 
 
 def renumber(numbers: Sequence[npt.NDArray[Any]]) -> list[IntArray]:
     """The same partition with numbers 0, 1, ... in order of first appearance."""
-    flat = np.concatenate([*numbers, np.zeros(0, np.uint64)])
-    _, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    cuts = np.cumsum([len(part) for part in numbers])[:-1]
-    return np.split(rank[inverse], cuts)
+    _, number = as_they_appear(np.concatenate([*numbers, np.zeros(0, np.uint64)]))
+    return np.split(number, np.cumsum([len(part) for part in numbers])[:-1])
 
 
 def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntArray:

@@ -23,8 +23,9 @@ import numpy as np
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, ragged
+from attnflow.masks.numbering import invert
 from attnflow.tasks.task import Task
-from attnflow.tasks.tokens import TokenTable
+from attnflow.tasks.tokens import TokenTable, as_they_appear
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,20 +48,20 @@ class Layout:
         """
         size = len(node)
         compact = [_compact(task, part) for task, part in zip(self.tasks, position, strict=True)]
-        orders = (position, compact)
         distinct = [_firsts(part) for part in position]
         whole = next((task for task, part in enumerate(distinct) if len(part) == size), None)
         if whole is not None:
-            return _places([_firsts(compact_or_own[whole]) for compact_or_own in orders], size)
+            return invert(_firsts(position[whole])), invert(_firsts(compact[whole]))
         last = self._last(position, node)
         streams = _streams([part[~last[part]] for part in distinct], size)
         sequence = self._depth_first(streams, position, size)
-        results: list[IntArray] = []
-        for members in orders:
+
+        def places(members: Sequence[IntArray]) -> IntArray:
             parts = [_only(members[streams[s][0]], streams[s][1], size) for s in sequence]
             ends = self._predictors(position, members, last, node)
-            results.append(np.concatenate([*parts, ends, np.arange(size)]))  # what no task stands for goes last
-        return _places([_firsts(order) for order in results], size)
+            return invert(_firsts(np.concatenate([*parts, ends, np.arange(size)])))  # what no task stands for goes last
+
+        return places(position), places(compact)
 
     def _last(self, position: Sequence[IntArray], node: IntArray) -> BoolArray:
         """Whether each class belongs to a node that is there only to predict."""
@@ -157,8 +158,7 @@ def _compact(task: Task, values: IntArray) -> IntArray:
 
 def _firsts(values: IntArray) -> IntArray:
     """The distinct values in order of first appearance."""
-    unique, first = np.unique(values, return_index=True)
-    return unique[np.argsort(first)]
+    return values[as_they_appear(values)[0]]
 
 
 def _only(members: IntArray, classes: IntArray, size: int) -> IntArray:
@@ -166,12 +166,6 @@ def _only(members: IntArray, classes: IntArray, size: int) -> IntArray:
     chosen = np.zeros(size, dtype=np.bool_)
     chosen[classes] = True
     return members[chosen[members]]
-
-
-def _places(orders: Sequence[IntArray], size: int) -> tuple[IntArray, IntArray]:
-    first, second = (np.empty(size, dtype=np.int64) for _ in range(2))
-    first[orders[0]], second[orders[1]] = np.arange(size), np.arange(size)
-    return first, second
 
 
 def _streams(members: Sequence[IntArray], size: int) -> list[tuple[int, IntArray]]:

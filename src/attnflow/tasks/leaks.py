@@ -14,6 +14,7 @@ from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.masks.intervals import BoolArray, IntervalRows, ragged
 from attnflow.order.flow import analyze
+from attnflow.tasks.labels import Labels
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Label, Task
 
@@ -183,7 +184,7 @@ def survey(task: Task, layers: int | None = None) -> tuple[LeakReport, IntArray]
     """(the report of `check` without its leaks, each of them as (label, carrier), int64[leaks, 2]), by position."""
     layers = task.num_layers if layers is None else layers
     data, carrier = task.sequence.carriers()
-    asked = task.targets.column("data_index")
+    asked = task.targets.table["data_index"]
     alive = np.zeros(task.size, dtype=np.bool_)
     pairs = [np.zeros((2, 0), dtype=np.int64)]
     for part in _readable(task, layers):
@@ -206,7 +207,7 @@ def witnesses(task: Task, pairs: IntArray, layers: int | None) -> Iterator[Leak]
     """The leaks of these pairs of `survey`, each with a shortest way; of a mask per layer, in the first `layers`."""
     flow = task.flow if task.num_layers is None or not layers else analyze(task.masks[:layers])
     for number, carrier in pairs.tolist():
-        (label,) = task.targets.part(number, number + 1)
+        (label,) = Labels(task.targets.table[number : number + 1])
         if task.is_dense:
             witness = [carrier, label.position][carrier == label.position :]
         else:
@@ -230,13 +231,7 @@ class _Readable:
         return read if self.rank is None else read[self.rank]
 
     def leaks(self, asked: IntArray, data: IntArray, carrier: IntArray) -> IntArray:
-        """(label, carrier) for each label that its position can read there, int64[2, leaks].
-
-        Args:
-            asked: the data token of each label of the task.
-            data: data tokens, ascending.
-            carrier: for each of them a position that is made of it.
-        """
+        """(label, carrier) for each label (of which `asked` is the data token) that its position can read there."""
         first, last = np.searchsorted(data, asked[self.labels]), np.searchsorted(data, asked[self.labels], "right")
         parts = [np.zeros((2, 0), dtype=np.int64)]
         total = np.cumsum(last - first)
@@ -251,7 +246,7 @@ class _Readable:
 
 def _readable(task: Task, layers: int | None) -> Iterator[_Readable]:
     """What the labelled positions can read after so many layers, in parts that fit into memory, by position."""
-    place = task.targets.column("position")
+    place = task.targets.table["position"]
     labels = np.argsort(place, kind="stable")
     labelled, row = np.unique(place[labels], return_inverse=True)
     if not len(labels):

@@ -203,7 +203,7 @@ def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
     counts = [len(task.targets) for task in tasks]
     table["task"] = np.repeat(np.arange(len(tasks)), counts)
     table["position"] = np.concatenate(
-        [part[task.targets.column("position")] for task, part in zip(tasks, positions, strict=True)]
+        [part[task.targets.table["position"]] for task, part in zip(tasks, positions, strict=True)]
     )
     return Labels(table[np.argsort(table["position"], kind="stable")])
 

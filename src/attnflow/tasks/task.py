@@ -79,7 +79,7 @@ class Task:
                 raise ValueError(f"mask must be square, got shape {each.shape}")
             if each.num_queries != size:
                 raise ValueError(f"mask must be as long as the inputs ({size}), got shape {each.shape}")
-        if len(targets) and (last := int(targets.column("position").max())) >= size:
+        if len(targets) and (last := int(targets.table["position"].max())) >= size:
             raise ValueError(f"labels must lie within the {size} inputs, got position {last}")
         object.__setattr__(self, "sequence", sequence)
         object.__setattr__(self, "targets", targets)
@@ -114,7 +114,7 @@ class Task:
         return same and (self.num_layers, self.masks) == (other.num_layers, other.masks)
 
     def __hash__(self) -> int:
-        labels = (self.targets.column(name).tobytes() for name in ("position", "target_id", "task"))
+        labels = (self.targets.table[name].tobytes() for name in ("position", "target_id", "task"))
         return hash((self.sequence.position.tobytes(), *labels, self.masks))
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from attnflow._core.checks import IntArray, integer
 from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 from attnflow.masks.intervals import ragged
+from attnflow.masks.numbering import invert
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -262,12 +263,16 @@ def numbered(sequences: Sequence[Inputs], provenance: bool = True) -> tuple[Toke
     """
     tables = {id(inputs.table): inputs.table for inputs in sequences}
     whole = TokenTable.stack(list(tables.values())) if tables else TokenTable.of([])
-    _, first, number = np.unique(whole.numbers(provenance), return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))  # in order of first appearance
+    first, number = as_they_appear(whole.numbers(provenance))
     cuts = np.cumsum([len(table) for table in tables.values()])[:-1]
-    of_table = dict(zip(tables, np.split(rank[number], cuts), strict=True)) if tables else {}
-    return whole.take(np.sort(first)), [of_table[id(inputs.table)][inputs.index] for inputs in sequences]
+    of_table = dict(zip(tables, np.split(number, cuts), strict=True)) if tables else {}
+    return whole.take(first), [of_table[id(inputs.table)][inputs.index] for inputs in sequences]
+
+
+def as_they_appear(values: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
+    """(where each distinct value stands first, ascending; for each value its number among them)."""
+    _, first, number = np.unique(values, return_index=True, return_inverse=True)
+    return np.sort(first), invert(np.argsort(first))[number]
 
 
 def is_prefix(short: npt.NDArray[Any], long: npt.NDArray[Any]) -> bool:

@@ -145,7 +145,7 @@ def verify(
             terms = _terms(alone, task)
             for total, gradient in zip(summed, _gradients(terms.sum(), parameters), strict=True):
                 total += gradient
-            labelled = np.unique(task.targets.column("position"))
+            labelled = np.unique(task.targets.table["position"])
             outputs = _relative(logits[place[labelled]], alone.detach()[labelled])
             own = {(number, int(place[label])): term for (_, label), term in _sums(task, terms).items()}
             theirs = {key: term for key, term in merged_sums.items() if key[0] == number}
@@ -176,7 +176,7 @@ def _terms(logits: Tensor, task: Task) -> Tensor:
     if not len(task.targets):
         return logits.reshape(-1)[:1] * 0  # of a merged task that lost its labels: gradients differ, nothing fails
     positions, targets, weights = (
-        torch.tensor(task.targets.column(name), device=logits.device) for name in ("position", "target_id", "weight")
+        torch.tensor(task.targets.table[name], device=logits.device) for name in ("position", "target_id", "weight")
     )
     require_targets(targets, logits)
     precise = logits[positions].to(torch.promote_types(logits.dtype, torch.float32))
@@ -185,7 +185,7 @@ def _terms(logits: Tensor, task: Task) -> Tensor:
 
 def _sums(task: Task, terms: Tensor) -> _Sums:
     sums: _Sums = {}
-    keys = zip(task.targets.column("task").tolist(), task.targets.column("position").tolist(), strict=True)
+    keys = zip(task.targets.table["task"].tolist(), task.targets.table["position"].tolist(), strict=True)
     for key, term in zip(keys, terms.detach().tolist(), strict=False):
         sums[key] = sums.get(key, 0.0) + term
     return sums

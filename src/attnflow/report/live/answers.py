@@ -153,7 +153,7 @@ def leaks(design: Design) -> Reply:
     leaks: list[Reply] = [
         {"position": position, "token": token, "carrier": carrier}
         for position, token, carrier in zip(
-            *(targets.column(name)[pairs[:_LISTED, 0]].tolist() for name in ("position", "data_index")),
+            *(targets.table[name][pairs[:_LISTED, 0]].tolist() for name in ("position", "data_index")),
             pairs[:_LISTED, 1].tolist(),
             strict=True,
         )

@@ -76,17 +76,11 @@ class Choice:
     def __init__(self, temperature: float | None, top_k: int | None, top_p: float | None, seed: int) -> None:
         self._warpers = LogitsProcessorList()
         if temperature is not None:
-            temperature = number("temperature", temperature)
-            if temperature <= 0:
-                raise ValueError(f"temperature must be above 0, got {temperature:g}; leave it out for greedy decoding")
-            self._warpers.append(TemperatureLogitsWarper(temperature))
+            self._warpers.append(TemperatureLogitsWarper(number("temperature", temperature)))
         if top_k is not None:
             self._warpers.append(TopKLogitsWarper(integer("top_k", top_k, 1)))
         if top_p is not None:
-            top_p = number("top_p", top_p)
-            if not 0 < top_p <= 1:
-                raise ValueError(f"top_p must be above 0 and at most 1, got {top_p:g}")
-            self._warpers.append(TopPLogitsWarper(top_p))
+            self._warpers.append(TopPLogitsWarper(number("top_p", top_p)))
         self._generator = torch.Generator().manual_seed(integer("seed", seed))
 
     def draw(
