@@ -66,7 +66,7 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
     labels = data.labels(np.repeat(place, there.sum(axis=1)), target[there], np.repeat(place, there.sum(axis=1)))
     cuts = np.append(0, np.cumsum(there.sum(axis=1))).tolist()
     rows = causal(n).intervals()
-    parts = [Labels(labels.table[first:last]) for first, last in pairwise(cuts)]
+    parts = [labels.part(first, last) for first, last in pairwise(cuts)]
     return tuple(  # views: all tasks together take the memory of the longest
         Task(data.inputs(place[: k + 1]), parts[k], beginning(rows, "causal", n=k + 1)) for k in range(n)
     )

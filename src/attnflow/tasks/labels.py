@@ -131,6 +131,10 @@ class Labels:
             target = Token(id, place, () if index < 0 else (index,))
             yield Label(position, target, task, weight, *(None if value != value else value for value in optional))
 
+    def part(self, first: int, last: int) -> Labels:
+        """Labels `first` to `last - 1`, as a view."""
+        return Labels(self.table[first:last])
+
     def equals(self, other: Labels) -> bool:
         """Whether both are the same labels in the same order."""
         return len(self) == len(other) and all(

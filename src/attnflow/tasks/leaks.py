@@ -14,7 +14,6 @@ from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.masks.intervals import BoolArray, IntervalRows, ragged
 from attnflow.order.flow import analyze
-from attnflow.tasks.labels import Labels
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Label, Task
 
@@ -207,7 +206,7 @@ def witnesses(task: Task, pairs: IntArray, layers: int | None) -> Iterator[Leak]
     """The leaks of these pairs of `survey`, each with a shortest way; of a mask per layer, in the first `layers`."""
     flow = task.flow if task.num_layers is None or not layers else analyze(task.masks[:layers])
     for number, carrier in pairs.tolist():
-        (label,) = Labels(task.targets.table[number : number + 1])
+        (label,) = task.targets.part(number, number + 1)
         if task.is_dense:
             witness = [carrier, label.position][carrier == label.position :]
         else:
