@@ -120,7 +120,7 @@ def folded_top_k(found: Scene) -> Callable[[Tensor], Tensor]:
 
 def approximate(found: Scene) -> Callable[[Tensor], Tensor]:
     found.reader.retrieval = Retrieval(k=found.k, search="approximate")
-    store = Store.open("memory", dim=found.entries.shape[1], search="approximate")
+    store = Store.open("memory", dim=found.entries.shape[1])
     store.insert(embeddings=found.entries.detach())
     source = EntrySource(store)
     return lambda hidden: found.reader(hidden, source)

@@ -111,8 +111,7 @@ def layer(way: str, k: int | None, tokens: int) -> Timed:
     expected = reader(hidden, entries)
     source: Tensor | EntrySource = entries
     if way in ("index", "approximate"):
-        search = "exact" if way == "index" else "approximate"
-        store = Store.open("memory", dim=entries.shape[1], search=search)
+        store = Store.open("memory", dim=entries.shape[1])
         store.insert(embeddings=entries)
         source = EntrySource(store)
     if k is not None:

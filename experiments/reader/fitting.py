@@ -90,7 +90,7 @@ class Run:
         return self.held[_EVALUATED:][:_CALIBRATED] or self.held
 
     def _embedded(self, texts: Sequence[str]) -> Tensor:
-        return self.encoder.encode(texts, self.progress).embeddings
+        return self.encoder.encode(texts, self.progress)[0]
 
     def _start_values(self) -> None:
         """W_V of all readers: what embeddings of words say of the next token. It is of length 1 for a word."""

@@ -154,7 +154,7 @@ class Embedded:
         """One row for each text."""
         new = [text for text in dict.fromkeys(texts) if text not in self._rows]
         if new:
-            self._rows.update(zip(new, self.encoder.encode(new).embeddings, strict=True))
+            self._rows.update(zip(new, self.encoder.encode(new)[0], strict=True))
         return torch.stack([self._rows[text] for text in texts])
 
     def queries(self, questions: Sequence[str]) -> Tensor:
@@ -163,7 +163,7 @@ class Embedded:
 
     def store(self, records: Sequence[Record]) -> Store:
         """A store in memory, of facts by their places."""
-        store = Store.open("memory", dim=self.encoder.dim, search="exact")
+        store = Store.open("memory", dim=self.encoder.dim)
         texts = [one.text for one in records]
         store.insert(embeddings=self(texts), ids=list(range(len(texts))), texts=texts, encoder=self.version)
         return store

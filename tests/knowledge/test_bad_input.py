@@ -18,7 +18,7 @@ store.insert(embeddings=torch.eye(4))
 sizes = {"vocab_size": 32, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "num_entries": 3}
 model = af.knowledge.ModularForCausalLM(af.knowledge.ModularConfig(**sizes))
 calls = {
-    "search": lambda: af.knowledge.Store.open("memory", dim=4, search="fast"),
+    "search": lambda: store.search(torch.eye(4), 1, mode="fast"),
     "range": lambda: store.range(torch.eye(4), "0.5"),
     "texts": lambda: store.insert(embeddings=torch.eye(4), texts=(text for text in "abcd")),
     "snapshot": lambda: store.snapshot(3),
@@ -45,6 +45,7 @@ calls |= {
     "neither": lambda: af.knowledge.Retrieval(),
     "k": lambda: af.knowledge.Retrieval(k=0),
     "mode": lambda: af.knowledge.Retrieval(k=1, search="fast"),
+    "approximate": lambda: af.knowledge.Retrieval(threshold=0, search="approximate"),
     "rows": lambda: af.knowledge.KnowledgeBase(0, 4),
     "heads": lambda: config(num_attention_heads=4, num_key_value_heads=3),
     "rope": lambda: config(head_dim=3),
@@ -66,7 +67,7 @@ for name, call in calls.items():
 print(json.dumps(said))
 """
 EXPECTED = {
-    "search": 'ValueError: search must be "auto", "exact" or "approximate", got \'fast\'',
+    "search": 'ValueError: mode must be "exact", "approximate" or None, got \'fast\'',
     "range": "TypeError: threshold must be a number, got '0.5' of type str",
     "texts": "TypeError: texts must be a sequence of 4 strings, got generator: make it a list",
     "snapshot": "ValueError: a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got 3",
@@ -91,6 +92,7 @@ EXPECTED = {
     "neither": "ValueError: give k or threshold, one of them; got k=None, threshold=None",
     "k": "ValueError: k must be at least 1, got 0",
     "mode": "ValueError: search must be one of 'auto', 'dense', 'exact', 'approximate', got 'fast'",
+    "approximate": "ValueError: an approximate search finds the k best: give k, or another search for a threshold",
     "rows": "ValueError: num_entries must be at least 1, got 0",
     "heads": "ValueError: num_attention_heads (4) must be a multiple of num_key_value_heads (3)",
     "rope": "ValueError: RoPE turns pairs of coordinates: head_dim must be even, got 3",

@@ -260,9 +260,9 @@ def test_an_approximate_search_promises_nothing():
     reader, hidden = reader.float(), hidden.float()
     centres = torch.randn(40, 6) * 4
     entries = centres.repeat_interleave(100, 0) + 0.1 * torch.randn(4000, 6)
-    source = indexed([reader], entries, "approximate")
+    source = indexed([reader], entries)
     readings = []
-    reader.observer, reader.retrieval = readings.append, Retrieval(k=8)
+    reader.observer, reader.retrieval = readings.append, Retrieval(k=8, search="approximate")
     reader(hidden, source)
     assert readings[0].certificate.label == "approximate"
     assert bool(reader.error_bound(readings[0], source).isinf().all())

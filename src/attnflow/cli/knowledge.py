@@ -15,8 +15,6 @@ from attnflow.cli._models import require
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, print_result, say, show, working
 
 if TYPE_CHECKING:
-    from attnflow._core.progress import Progress, Reporter
-    from attnflow.knowledge.index import SearchMode
     from attnflow.knowledge.store import Store
 
 app = typer.Typer(help="Stores of entries: build, search, edit, watch.", rich_markup_mode=None)
@@ -30,7 +28,6 @@ _EncoderOption = Annotated[
 
 
 Split = StrEnum("Split", {"line": "line", "paragraph": "paragraph"})
-Mode = StrEnum("Mode", {"auto": "auto", "exact": "exact", "approximate": "approximate"})
 
 
 @app.command("build")
@@ -64,11 +61,9 @@ def build(
     check_uri(store)
     with working(f"reading {file or from_model}") as spinner:
         if file is not None:
-            written = texts.build(
-                store, file, encoder, split=split.value, values=values, progress=_shown(spinner, "embedding")
-            )
+            written = texts.build(store, file, encoder, split=split.value, values=values, progress=spinner)
         else:
-            written = texts.build_from_model(store, str(from_model), progress=_shown(spinner, "writing"))
+            written = texts.build_from_model(store, str(from_model), progress=spinner)
     _note_truncated(written.truncated, written.entries)
     show(written, json_output)
 
@@ -78,10 +73,6 @@ def search(
     store: _TextsArgument,
     query: Annotated[str, typer.Argument(metavar="TEXT", help="What to look for.")],
     k: Annotated[int, typer.Option("-k", metavar="N", min=1, help="At most so many entries.")] = 10,
-    above: Annotated[
-        float | None, typer.Option("--above", metavar="SCORE", help="Only entries that score more than this.")
-    ] = None,
-    mode: Annotated[Mode, typer.Option("--mode", help="How to search (auto: what pays).")] = Mode.auto,
     encoder: _EncoderOption = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -92,8 +83,8 @@ def search(
     """
     from attnflow.knowledge.hf import texts
 
-    with working(f"opening {store}"), opened(store, search=mode.value) as held:
-        matches = texts.search(held, query, k, above=above, encoder=encoder)
+    with working(f"opening {store}"), opened(store) as held:
+        matches = texts.search(held, query, k, encoder=encoder)
     show(matches, json_output)
     if matches.other_encoders:
         print(
@@ -138,12 +129,8 @@ def insert(
     if ids and new_ids:
         raise BadUsage("--id corrects entries, --new-id makes new ones: give one of them")
     new = records(text or [], value, source) if file is None else read_records(file, source=source)
-    with working(f"opening {store}") as spinner, opened(store, read_only=False, search="exact") as held:
-        progress = _shown(spinner, "embedding")
-        if ids:
-            written = texts.correct(held, ids, new, encoder=encoder, progress=progress)
-        else:
-            written = texts.insert(held, new, ids=new_ids or None, encoder=encoder, progress=progress)
+    with working(f"opening {store}") as spinner, opened(store, read_only=False) as held:
+        written = texts.insert(held, new, ids or new_ids or None, correct=bool(ids), encoder=encoder, progress=spinner)
     _note_truncated(written.truncated, len(new))
     if json_output:
         print_result(written)
@@ -165,7 +152,7 @@ def delete(
     All of them, or none if one is unknown. Their ids are not given out again.
     """
     unique = list(dict.fromkeys(ids))
-    with working(f"opening {store}"), opened(store, read_only=False, search="exact") as held:
+    with working(f"opening {store}"), opened(store, read_only=False) as held:
         held.delete(unique)
         left = len(held)
     if json_output:
@@ -190,14 +177,14 @@ def stats(
         if duplicates:
             from attnflow.knowledge.duplication import duplicates as find
 
-            same = find(held, threshold, progress=_shown(spinner, "comparing"))
+            same = find(held, threshold, progress=spinner)
             texts = [entry.text for entry in held.get([group[0] for group in same.groups[:20]])]
     show(same or numbers, json_output, "" if same is None else f"{numbers}\n\nduplicates {same.listed(texts)}")
     raise typer.Exit(0 if same is None or same.ok else 1)
 
 
 @contextmanager
-def opened(uri: str, *, read_only: bool = True, search: SearchMode = "auto") -> Generator[Store, None, None]:
+def opened(uri: str, *, read_only: bool = True) -> Generator[Store, None, None]:
     """A store that exists, closed at the end.
 
     Raises:
@@ -210,7 +197,7 @@ def opened(uri: str, *, read_only: bool = True, search: SearchMode = "auto") -> 
     if "://" not in uri and not (path.is_dir() and any(path.iterdir())):
         raise BadUsage(f"there is no store at {uri}: `attnflow knowledge build {uri} FILE` makes one")
     try:
-        with Store.open(uri, read_only=read_only, search=search) as store:
+        with Store.open(uri, read_only=read_only) as store:
             yield store
     except KeyError as error:
         raise BadUsage(str(error.args[0])) from error
@@ -219,11 +206,6 @@ def opened(uri: str, *, read_only: bool = True, search: SearchMode = "auto") -> 
 def _refuse_memory(uri: str) -> None:
     if uri == "memory":
         raise BadUsage("a store in memory is gone when the command ends: name a folder")
-
-
-def _shown(spinner: Reporter, what: str) -> Progress:
-    """Progress under another name."""
-    return lambda done, total, _: spinner(done, total, what)
 
 
 def _note_truncated(places: Sequence[str], total: int) -> None:

@@ -64,7 +64,7 @@ def knowledge_trace(
     if not json_output and path is None and top is not None and top < count:
         raise BadUsage(f"--count {count} lists more than the --top {top} entries that are kept for each layer")
     with ExitStack() as stack:
-        held = None if store is None else stack.enter_context(opened(store, search="exact"))
+        held = None if store is None else stack.enter_context(opened(store))
         spinner = stack.enter_context(working(f"loading {model}"))
         layers = None if layer is None else [layer]
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target

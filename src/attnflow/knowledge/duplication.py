@@ -1,4 +1,4 @@
-"""Entries that say the same: pairs with a high cosine, found block by block or by an approximate index, as groups."""
+"""Entries that say the same: pairs with a high cosine, found block by block, as groups."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.knowledge.base import KnowledgeBase, LayeredKnowledge
-from attnflow.knowledge.index import EntryIndex, SearchMode
 from attnflow.knowledge.records import readable
 from attnflow.knowledge.store import Store
-
-_Pairs = tuple[int, Tensor, Tensor]  # (rows compared so far, first, second)
 
 _SHOWN: Final = 20  # groups that are listed
 _ROWS: Final = 512  # that are compared at once
 _COLUMNS: Final = 1 << 13  # with so many others
-_MOST_WORK: Final = 5e12  # multiplications of an exact comparison: above, "auto" asks an index (minutes on 2 cores)
 
 
 @dataclass(frozen=True)
@@ -37,11 +33,10 @@ class Duplicates(Result):
 
     threshold: float  # cosine from which two entries are a pair
     total: int  # entries that were compared
-    pairs: int  # how many pairs there are (of an approximate search: were found)
+    pairs: int  # how many pairs there are
     # ids that pairs connect, the largest group first; within a group, two may be less alike than a pair
     groups: tuple[tuple[int, ...], ...]
     zeros: int  # entries of length 0, which have no direction and are in no group
-    approximate: bool  # whether an approximate index looked for the pairs, which may miss some
 
     @property
     def surplus(self) -> int:
@@ -60,10 +55,9 @@ class Duplicates(Result):
     @property
     def summary(self) -> str:
         """The numbers in one line."""
-        how = "found by an approximate search, which may miss some" if self.approximate else "all pairs compared"
         return (
             f"{len(self.groups):,} groups of {self.total:,} entries, {self.surplus:,} of which say nothing new "
-            f"({self.pairs:,} pairs with a cosine of {self.threshold:g} or more; {how})"
+            f"({self.pairs:,} pairs with a cosine of {self.threshold:g} or more; all pairs compared)"
         )
 
     def listed(self, texts: Sequence[str | None] = ()) -> str:
@@ -85,7 +79,6 @@ def duplicates(
     entries: Float[Tensor, "entries entry_dim"] | KnowledgeBase | Store,
     threshold: float = 0.95,
     *,
-    search: SearchMode = "auto",
     progress: Progress | None = None,
 ) -> Duplicates:
     """Pairs of entries with a cosine of at least `threshold`, as groups.
@@ -93,13 +86,12 @@ def duplicates(
     Args:
         entries: a matrix, whose ids are its rows; a base; or a store.
         threshold: in (0, 1].
-        search: "exact" compares all pairs; "approximate" asks an index; "auto" does so where it would take minutes.
         progress: called as progress(done, total, what) after each block of entries.
 
     Raises:
-        ValueError: a threshold or a search that does not exist, no matrix, or NaN or infinity in it.
+        ValueError: a threshold that is no cosine, no matrix, or NaN or infinity in it.
 
-    Cost: entries^2 * entry_dim / 2 multiplications in blocks, memory of a copy of the entries; by an index, its own.
+    Cost: entries^2 * entry_dim / 2 multiplications in blocks, memory of a copy of the entries.
 
     >>> duplicates(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.1]])).groups
     ((0, 2),)
@@ -112,10 +104,9 @@ def duplicates(
     length = rows.norm(dim=1)
     ids, zeros = ids[(length > 0).numpy()], int((length == 0).sum())
     unit, place = functional.normalize(rows[length > 0], dim=1).unique(dim=0, return_inverse=True)
-    approximate = _is_approximate(search, *unit.shape)
     copies = torch.bincount(place, minlength=len(unit))
     labels, pairs = np.arange(len(unit)), int((copies * (copies - 1) // 2).sum())
-    for done, first, second in _near_pairs(unit, threshold, approximate):
+    for done, first, second in _near_pairs(unit, threshold):
         pairs += int((copies[first] * copies[second]).sum())
         if len(first):
             ends = labels[first.numpy()], labels[second.numpy()]
@@ -124,7 +115,7 @@ def duplicates(
         if progress is not None:
             progress(done, len(unit), "entries")
     groups = _groups(labels[place.numpy()], ids)
-    return Duplicates(float(threshold), len(rows), pairs, groups, zeros, approximate)
+    return Duplicates(float(threshold), len(rows), pairs, groups, zeros)
 
 
 def _read(entries: Tensor | KnowledgeBase | Store) -> tuple[Tensor, IntArray]:
@@ -144,38 +135,12 @@ def _groups(labels: IntArray, ids: IntArray) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(groups, key=lambda group: (-len(group), group)))
 
 
-def _is_approximate(search: SearchMode, rows: int, width: int) -> bool:
-    """Whether a search of all pairs asks an index; a ValueError for one that does not exist."""
-    if search not in ("auto", "exact", "approximate"):
-        raise ValueError(f"search must be 'auto', 'exact' or 'approximate', got {search!r}")
-    return search == "approximate" or (search == "auto" and float(rows) ** 2 * width > _MOST_WORK)
-
-
-def _near_pairs(unit: Float[Tensor, "rows dim"], threshold: float, approximate: bool) -> Iterator[_Pairs]:
-    """Pairs first < second of rows of length 1 with a cosine of at least `threshold`, rounding allowed for.
-
-    Cost: rows^2 * dim / 2 multiplications, memory of one block; by an index, its own.
-    """
+def _near_pairs(unit: Float[Tensor, "rows dim"], threshold: float) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Rows compared so far, and pairs first < second of rows of length 1 with a cosine of at least `threshold`."""
     least = threshold - torch.finfo(unit.dtype).eps * unit.shape[1] ** 0.5  # rounding must not part equals
-    return (_by_index if approximate else _by_blocks)(unit, least)
-
-
-def _by_blocks(unit: Tensor, least: float) -> Iterator[_Pairs]:
     for start in range(0, len(unit), _ROWS):
         block = unit[start : start + _ROWS]
         for other in range(start, len(unit), _COLUMNS):
             near = block @ unit[other : other + _COLUMNS].T >= least
             first, second = near.triu(diagonal=1 + start - other).nonzero().unbind(dim=1)
             yield start + len(block), first + start, second + other
-
-
-def _by_index(unit: Tensor, least: float) -> Iterator[_Pairs]:
-    index = EntryIndex(unit.shape[1], search="approximate")
-    index.build(unit)
-    for start in range(0, len(unit), _ROWS):
-        block = unit[start : start + _ROWS]
-        neighbours = index.range(block, least, mode="approximate")
-        first = torch.arange(len(block)).repeat_interleave(torch.tensor([len(one.ids) for one in neighbours])) + start
-        second = torch.cat([one.ids for one in neighbours])
-        once = second > first  # an index finds most pairs from both sides
-        yield start + len(block), first[once], second[once]

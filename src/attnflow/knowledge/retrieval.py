@@ -36,13 +36,13 @@ class Retrieval:
     Attributes:
         k: how many entries with the highest scores (of gated layers: the highest gate scores), or None.
         threshold: read all entries whose score is above this, or None; 0 is exact for ReLU.
-        search: "dense" reads all entries; "exact" finds precisely those asked for; "approximate" asks an index, which
-            certifies nothing; "auto" leaves the choice of index to the source, and reads all entries where that is
-            no slower and nothing is trained. A model that was trained with the k best is a function of them: use
+        search: "dense" reads all entries; "exact" finds precisely those asked for; "approximate" asks an index for the
+            k best, which certifies nothing; "auto" leaves the choice to the source, and reads all entries where that
+            is no slower and nothing is trained. A model that was trained with the k best is a function of them: use
             "exact" for it.
 
     Raises:
-        ValueError: neither or both of k and threshold, or an unknown search.
+        ValueError: neither or both of k and threshold, an unknown search, or an approximate one for a threshold.
 
     >>> Retrieval(k=32)
     Retrieval(k=32, threshold=None, search='auto')
@@ -61,6 +61,8 @@ class Retrieval:
             raise ValueError(f"threshold must be a number, not NaN, got {self.threshold!r}")
         if self.search not in SEARCHES:
             raise ValueError(f"search must be one of {', '.join(map(repr, SEARCHES))}, got {self.search!r}")
+        if self.search == "approximate" and self.k is None:
+            raise ValueError("an approximate search finds the k best: give k, or another search for a threshold")
 
     def reads_all(self, total: int, queries: int = 1, training: bool = False, copied: bool = False) -> bool:
         """Whether all of `total` entries are read, as was asked for, or because it is no slower.

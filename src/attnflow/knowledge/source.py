@@ -71,14 +71,13 @@ class EntrySource:
 
     def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
         """The entries that a retrieval asks for by score + threshold, with their rows; zeros where there is none."""
-        mode = None if retrieval.search in ("auto", "dense") else retrieval.search
 
         def found() -> Neighbours:
             if retrieval.k is not None:
+                mode = None if retrieval.search in ("auto", "dense") else retrieval.search
                 near = self.store.search(queries, retrieval.k, threshold_column=column, mode=mode)
             else:
-                bound = cast(float, retrieval.threshold)
-                near = self.store.range(queries, bound, threshold_column=column, mode=mode)
+                near = self.store.range(queries, cast(float, retrieval.threshold), threshold_column=column)
             ids, places = near.ids.unique(return_inverse=True)
             rows = self.rows(ids[ids >= 0])
             if len(rows) < len(ids):  # -1 sorts first

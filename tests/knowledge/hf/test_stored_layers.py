@@ -159,6 +159,6 @@ def test_smollm2(tmp_path):
     before = base.entries.detach().clone()
     with torch.no_grad():
         base.entries.zero_()
-    with Store.open(tmp_path / "store", search="exact") as store:
+    with Store.open(tmp_path / "store") as store:
         load_entries(model, store)
     assert torch.equal(base.entries, before)

@@ -232,7 +232,6 @@ def test_widths_are_compared(directory):
             Store.open(directory, **options)
     for options, message in [
         ({"dim": 0}, "dim must be at least 1"),
-        ({"search": "fast"}, "search must be"),
         ({"num_thresholds": -1}, "num_thresholds must be at least 0"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -262,7 +262,7 @@ BAD = {
     "float id": (lambda s: s.delete(torch.tensor([0.5])), TypeError, "integers"),
     "id count": (lambda s: s.insert(ids=[8], embeddings=EYE), ValueError, "4 ids"),
     "text count": (lambda s: s.insert(embeddings=EYE, texts=["a"]), ValueError, "4 strings"),
-    "text type": (lambda s: s.insert(embeddings=EYE[:2], texts="ab"), TypeError, "got one string"),
+    "text type": (lambda s: s.insert(embeddings=EYE[:2], texts="ab"), TypeError, "got str"),
     "surrogate": (lambda s: s.insert(embeddings=EYE[:1], texts=["\ud800"]), ValueError, "Unicode"),
     "unknown delete": (lambda s: s.delete([0, 77, 78]), KeyError, r"\[77, 78\]"),
     "unknown get": (lambda s: s.get([0, 77]), KeyError, r"\[77\]"),
@@ -273,9 +273,8 @@ BAD = {
     "k": (lambda s: s.search(EYE[0], 0), ValueError, "at least 1"),
     "column": (lambda s: s.search(EYE[0], 1, threshold_column=2), ValueError, "at most 1"),
     "range column": (lambda s: s.range(EYE[0], 0.0, threshold_column=-1), ValueError, "at least 0"),
-    "range NaN": (lambda s: s.range(EYE[0], float("nan")), ValueError, "NaN"),
+    "range NaN": (lambda s: s.range(EYE[0], float("nan")), ValueError, "finite, got nan"),
     "ragged rows": (lambda s: s.insert(embeddings=[[1, 2, 3, 4], [1, 2]]), ValueError, "rows of one length"),
-    "recall of nothing": (lambda s: s.recall(torch.empty(0, 4)), ValueError, "at least one query"),
     "answer to one": (lambda s: s.search(EYE[0], 1)[0], TypeError, "these are of one query"),
 }
 

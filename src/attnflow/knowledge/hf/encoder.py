@@ -9,7 +9,6 @@ import json
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -36,20 +35,13 @@ Pooling = Literal["mean", "first"]
 _POOLINGS: Final = ("mean", "first")
 _POOLING: Final = "1_Pooling/config.json"
 _CONVERTED: Final = "from_ffn:"
+_BATCH: Final = 32  # texts of a forward pass
 _WINDOW: Final = 64  # batches that are sorted by length together: all tokens of a million texts need not fit
 _DIGITS: Final = 12  # of the digest in a version
 
 
 class TruncatedText(UserWarning):
     """The end of a text is not in its embedding."""
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """Embeddings of texts, float32, and the positions of those that were too long, whose ends are not embedded."""
-
-    embeddings: Float[Tensor, "texts dim"]
-    truncated: tuple[int, ...]
 
 
 class TextEncoder:
@@ -63,13 +55,11 @@ class TextEncoder:
         name: what the version calls it; default as the model was named, by which the same encoder is loaded again.
         pooling: "mean" over the tokens of a text, or its "first" token; default as the model's folder says, else
             "mean".
-        normalise: to length 1.
         max_length: tokens of a text that are read; default as the model's folder says, else as its tokenizer and
             positions allow.
         separator: only what stands before it in a text is embedded, such as the key of "key<tab>value"; default all.
         values: with a separator: an embedding has two halves, of the key and of the value, as a reader needs them (a
             text without a separator is both); that of a query, see `query`, is compared with keys alone.
-        batch_size: texts of a forward pass.
 
     Raises:
         FileNotFoundError, MissingPackage, ValueError: no such model, or one that is no encoder of texts.
@@ -87,11 +77,9 @@ class TextEncoder:
         *,
         name: str | None = None,
         pooling: Pooling | None = None,
-        normalise: bool = True,
         max_length: int | None = None,
         separator: str | None = None,
         values: bool = False,
-        batch_size: int = 32,
     ) -> None:
         named = "" if isinstance(model, tuple) else os.fspath(model)
         self.model, tokenizer = model if isinstance(model, tuple) else load_model(named)
@@ -110,10 +98,9 @@ class TextEncoder:
         self.pooling: Pooling = _pooling(source) if pooling is None else pooling
         if self.pooling not in _POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, got {pooling!r}")
-        self.normalise, self.separator, self.values = normalise, separator, values
+        self.separator, self.values = separator, values
         if values and separator is None:
             raise ValueError("values=True needs the separator that stands before a value")
-        self.batch_size = integer("batch_size", batch_size, 1)
         self.max_length = _longest(source, self.model, self.tokenizer) if max_length is None else max_length
         integer("max_length", self.max_length, self.tokenizer.num_special_tokens_to_add(pair=False) + 1)
 
@@ -155,7 +142,7 @@ class TextEncoder:
 
     @property
     def version(self) -> str:
-        """`name@digest`; the digest is of the weights, the vocabulary and the settings above, but the batch size.
+        """`name@digest`; the digest is of the weights, the vocabulary and the settings above.
 
         Computed anew each time, because weights may be trained. Cost: about 0.1 s for MiniLM.
         """
@@ -163,8 +150,14 @@ class TextEncoder:
         for key, value in sorted(self.model.state_dict().items()):
             add_tensor(digest, f"{key} {value.dtype} {tuple(value.shape)}", value)
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        settings = (vocabulary, self.pooling, self.normalise, self.max_length, self.separator)
-        settings += ("values",) if self.values else ()
+        settings = (
+            vocabulary,
+            self.pooling,
+            True,
+            self.max_length,
+            self.separator,
+            *(["values"] if self.values else []),
+        )
         digest.update(json.dumps(settings).encode())
         return f"{self.name}@{digest.hexdigest()[:_DIGITS]}"
 
@@ -174,15 +167,15 @@ class TextEncoder:
         Warns:
             TruncatedText: some were longer than the encoder reads; `encode` returns which.
         """
-        encoded = self.encode(texts)
-        if encoded.truncated:
+        embeddings, truncated = self.encode(texts)
+        if truncated:
             warnings.warn(
-                f"{len(encoded.truncated):,} of {len(texts):,} texts have more than {self.max_length} tokens, and "
-                f"their ends are not embedded: texts {preview(encoded.truncated)}; split them",
+                f"{len(truncated):,} of {len(texts):,} texts have more than {self.max_length} tokens, and "
+                f"their ends are not embedded: texts {preview(truncated)}; split them",
                 TruncatedText,
                 stacklevel=2,
             )
-        return encoded.embeddings
+        return embeddings
 
     def query(self, text: str) -> Float[Tensor, " dim"]:
         """The embedding of what is looked for: with values, a key half alone."""
@@ -191,8 +184,10 @@ class TextEncoder:
             embedding[self.dim // 2 :] = 0
         return embedding
 
-    def encode(self, texts: Sequence[str], progress: Progress | None = None) -> Encoded:
-        """Embeddings, with the texts that were cut; progress is called as progress(done, total, what).
+    def encode(self, texts: Sequence[str], progress: Progress | None = None) -> tuple[Tensor, list[int]]:
+        """Embeddings, float32 [texts, dim], and which texts were too long, so that their ends are not embedded.
+
+        `progress` is called as progress(done, total, what).
 
         Raises:
             TypeError: not a sequence of strings.
@@ -205,34 +200,33 @@ class TextEncoder:
         if self.separator is not None:
             texts = [text.partition(self.separator)[0] for text in texts]
         embeddings, truncated = torch.empty(len(texts), self.dim), list[int]()
-        window = _WINDOW * self.batch_size
+        window = _WINDOW * _BATCH
         with evaluating(self.model):
             for start in range(0, len(texts), window):
                 tokens = self._tokens(texts[start : start + window], start, truncated)
                 # Batches hold texts of similar length.
                 order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]), reverse=True)
-                for first in range(0, len(order), self.batch_size):
-                    rows = order[first : first + self.batch_size]
+                for first in range(0, len(order), _BATCH):
+                    rows = order[first : first + _BATCH]
                     embeddings[[start + row for row in rows]] = self._embed([tokens[row] for row in rows])
                     if progress is not None:
                         progress(start + first + len(rows), len(texts), "texts")
         if not bool(torch.isfinite(embeddings).all()):
             row = int((~torch.isfinite(embeddings).all(dim=1)).nonzero()[0])
             raise ValueError(f"the embedding of text {row} is not finite: {texts[row][:80]!r}")
-        return Encoded(embeddings, tuple(truncated))
+        return embeddings, truncated
 
-    def _encode_halves(self, texts: Sequence[str], progress: Progress | None) -> Encoded:
+    def _encode_halves(self, texts: Sequence[str], progress: Progress | None) -> tuple[Tensor, list[int]]:
         """[key | value], each distinct text embedded once."""
         parts = [text.partition(self.separator or "") for text in texts]
         pairs = [(key, value.strip() or key) for key, _, value in parts]
         distinct = {text: row for row, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         half = copy.copy(self)
         half.separator, half.values = None, False
-        plain = half.encode(list(distinct), progress)
+        embeddings, truncated = half.encode(list(distinct), progress)
         rows = torch.tensor([[distinct[text] for text in pair] for pair in pairs], dtype=torch.int64).view(-1, 2)
-        cut = set(plain.truncated)
-        truncated = tuple(place for place, pair in enumerate(rows.tolist()) if cut & set(pair))
-        return Encoded(plain.embeddings[rows].flatten(1), truncated)
+        cut = [place for place, pair in enumerate(rows.tolist()) if set(truncated) & set(pair)]
+        return embeddings[rows].flatten(1), cut
 
     def _tokens(self, texts: Sequence[str], start: int, truncated: list[int]) -> list[list[int]]:
         tokens = cast("list[list[int]]", self.tokenizer(list(texts), verbose=False)["input_ids"])
@@ -258,7 +252,7 @@ class TextEncoder:
         out: Any = inner(input_ids=ids, attention_mask=mask.long())
         hidden = cast(Tensor, out.last_hidden_state).float()
         pooled = hidden[:, 0] if self.pooling == "first" else (hidden * mask[..., None]).sum(1) / lengths[:, None]
-        return (functional.normalize(pooled, dim=-1) if self.normalise else pooled).cpu()
+        return functional.normalize(pooled, dim=-1).cpu()
 
 
 def _writes_texts(model: PreTrainedModel) -> bool:

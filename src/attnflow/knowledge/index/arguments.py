@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, SupportsFloat
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,16 +41,6 @@ def queries(values: Vectors, width: int) -> Tensor:
     if not array.ndim or array.shape[-1] != width:
         raise ValueError(f"query must have shape [{width}] or [..., {width}], got {list(array.shape)}")
     return torch.from_numpy(matrix("query", array.reshape(-1, width), width)).view(array.shape)
-
-
-def score(name: str, value: object) -> float:
-    """A number, not NaN."""
-    if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    number = float(value)
-    if np.isnan(number):
-        raise ValueError(f"{name} must be a number, got NaN")
-    return number
 
 
 def column(value: int | None, num_thresholds: int) -> int | None:

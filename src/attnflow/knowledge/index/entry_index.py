@@ -1,4 +1,4 @@
-"""One index over all entries: what is searched, by which search, and why."""
+"""One index over all entries: which are there, and the best of them by an exact or an approximate search."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow._core.checks import IntArray, integer
+from attnflow._core.checks import IntArray, integer, number
 from attnflow.knowledge.certificate import Certificate, Neighbours
 from attnflow.knowledge.index import arguments
+from attnflow.knowledge.index.arguments import Vectors
 from attnflow.knowledge.index.exact import Floats, above, best, of_column, padded
-from attnflow.knowledge.index.lists import InvertedLists, faiss, recall_of
+from attnflow.knowledge.index.lists import InvertedLists
 
 Mode = Literal["exact", "approximate"]
-SearchMode = Literal["auto", "exact", "approximate"]
 
-MOST_EXACT: Final = 1_000_000  # entries up to which "auto" compares all of them
+MOST_EXACT: Final = 1_000_000  # entries up to which a search is exact unless it says otherwise
 _MOST: Final = 1 << 20  # entries asked for where there are fewer: results have room for all k
 _GROWTH: Final = 1.5
 
@@ -48,11 +48,6 @@ class EntryIndex:
     Args:
         dim: width of an entry and a query.
         num_thresholds: columns of thresholds.
-        search: "exact"; "approximate", needs faiss; "auto": exact up to 1,000,000 entries.
-
-    Raises:
-        ValueError: arguments out of range.
-        MissingExtra: an approximate search without faiss.
 
     >>> index = EntryIndex(2, num_thresholds=1)
     >>> index.build(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5]]))
@@ -60,14 +55,9 @@ class EntryIndex:
     tensor([1, 0])
     """
 
-    def __init__(self, dim: int, num_thresholds: int = 0, search: SearchMode = "auto") -> None:
+    def __init__(self, dim: int, num_thresholds: int = 0) -> None:
         self.dim = integer("dim", dim, minimum=1)
         self.num_thresholds = integer("num_thresholds", num_thresholds)
-        if search not in ("auto", "exact", "approximate"):
-            raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
-        if search == "approximate":
-            faiss()
-        self.requested: SearchMode = search
         self._lock = threading.RLock()  # of whoever changes entries, and of the lists
         self.load(np.zeros(0, dtype=np.int64), np.zeros((0, self.dim + self.num_thresholds), dtype=np.float32))
 
@@ -87,22 +77,17 @@ class EntryIndex:
     @property
     def mode(self) -> Mode:
         """How a search is done unless it says otherwise."""
-        if self.requested == "auto":
-            return "approximate" if len(self) > MOST_EXACT else "exact"
-        return self.requested
+        return "approximate" if len(self) > MOST_EXACT else "exact"
 
     @property
     def reason(self) -> str:
-        """Why `mode` is what it is; where it is approximate, with the recall that was measured."""
-        if self.mode == "exact":
-            return f"all entries are compared{'' if self.requested == 'exact' else f', up to {MOST_EXACT:,} of them'}"
-        with self._lock:
-            lists = self._prepared()
+        """Why `mode` is what it is, and the recall of approximate searches, measured when the first was made."""
+        said, lists = f"all entries are compared, up to {MOST_EXACT:,} of them", self._lists
         if lists is None:
-            return "there are no entries"
+            return said
         return (
-            f"a query reads {lists.probes:,} of {lists.num_lists:,} lists; with stored entries as queries it found "
-            f"{100 * lists.recall:.1f} % of the ten best"
+            f"{said}; an approximate search reads {lists.probes:,} of {lists.num_lists:,} lists, and with stored "
+            f"entries as queries it found {100 * lists.recall:.1f} % of the ten best"
         )
 
     def build(self, rows: Float[Tensor, "n width"]) -> None:
@@ -166,7 +151,7 @@ class EntryIndex:
 
     def search(
         self,
-        queries: Float[Tensor, "*queries dim"],
+        queries: Vectors,
         k: int,
         threshold_column: int | None = None,
         mode: Mode | None = None,
@@ -177,20 +162,22 @@ class EntryIndex:
             queries: of any number of leading dimensions.
             k: how many.
             threshold_column: whose thresholds are added; None: none.
-            mode: "exact" or "approximate" where it is not to be as `mode` says.
+            mode: "exact" or "approximate"; None: exact up to 1,000,000 entries.
 
         Returns:
-            On the CPU.
+            Ids and scores in the shape of the queries, on the CPU.
 
         Raises:
             ValueError: another width, NaN or infinity.
             MissingExtra: an approximate search without faiss.
         """
-        flat, shape, view = self._flat(queries), queries.shape[:-1], self._view
+        if mode not in (None, "exact", "approximate"):
+            raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
+        flat, shape, view = *self._asked(queries), self._view
         column = arguments.column(threshold_column, self.num_thresholds)
         total = len(view.ids)
         k = integer("k", k, minimum=1, maximum=max(total, _MOST))
-        if approximate := self._is_approximate(mode):
+        if approximate := (mode or self.mode) == "approximate":
             scores, ids = self._best_of_lists(flat, column, min(k, total))
             active = None
         else:
@@ -201,39 +188,21 @@ class EntryIndex:
         ids = functional.pad(ids, (0, k - ids.shape[1]), value=-1).view(*shape, k)
         return Neighbours(ids, scores, Certificate(approximate, k, total, last.view(shape), active))
 
-    def range(
-        self,
-        queries: Float[Tensor, "*queries dim"],
-        threshold: float,
-        threshold_column: int | None = None,
-        mode: Mode | None = None,
-    ) -> Neighbours:
-        """All entries with query . entry + threshold of the column > `threshold`, as `search` gives them.
+    def range(self, queries: Vectors, threshold: float, threshold_column: int | None = None) -> Neighbours:
+        """All entries with query . entry + threshold of the column > `threshold`, as an exact `search` gives them.
 
         The answer is as wide as the longest.
         """
-        flat, shape, view = self._flat(queries), queries.shape[:-1], self._view
-        bound = arguments.score("threshold", threshold)
+        flat, shape, view = *self._asked(queries), self._view
+        bound = float(threshold) if threshold in (math.inf, -math.inf) else number("threshold", threshold)
         column = arguments.column(threshold_column, self.num_thresholds)
-        if approximate := self._is_approximate(mode):
-            scores, ids, owners = self._above_of_lists(flat, column, bound)
-            active = None
-        else:
-            scores, slots, owners, counted = above(flat, *of_column(view.rows, self.dim, column), bound)
-            ids, active = view.ids[slots], torch.from_numpy(counted).view(shape)
+        scores, slots, owners, active = above(flat, *of_column(view.rows, self.dim, column), bound)
         order = np.lexsort((-scores, owners))
-        ordered = (torch.from_numpy(values[order]) for values in (scores, ids, owners))
+        ordered = (torch.from_numpy(values[order]) for values in (scores, view.ids[slots], owners))
         all_scores, all_ids = (values.view(*shape, values.shape[1]) for values in padded(*ordered, count=len(flat)))
         counts, last = (all_ids >= 0).sum(dim=-1), torch.full(shape, bound)
-        return Neighbours(all_ids, all_scores, Certificate(approximate, counts, len(view.ids), last, active))
-
-    def recall(self, queries: Float[Tensor, "*queries dim"], k: int = 10, threshold_column: int | None = None) -> float:
-        """The share of the k best entries that a search in the present `mode` finds; equal scores count as equal."""
-        if not len(self):
-            return 1.0
-        k = min(k, len(self))
-        exact, here = (self.search(queries, k, threshold_column, mode).scores for mode in ("exact", None))
-        return recall_of(*(scores.reshape(-1, k).numpy() for scores in (here, exact)))
+        certificate = Certificate(False, counts, len(view.ids), last, torch.from_numpy(active).view(shape))
+        return Neighbours(all_ids, all_scores, certificate)
 
     def _show(self, ids: IntArray, rows: Floats) -> None:
         self._room = _View(ids, rows)  # what the view is the beginning of
@@ -251,36 +220,21 @@ class EntryIndex:
         self._room.ids[first:needed], self._room.rows[first:needed] = ids, rows
         self._view = _View(self._room.ids[:needed], self._room.rows[:needed])
 
-    def _is_approximate(self, mode: Mode | None) -> bool:
-        if mode not in (None, "exact", "approximate"):
-            raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
-        return (mode or self.mode) == "approximate"
-
-    def _prepared(self) -> InvertedLists | None:
-        """The lists of all entries, None without entries; the lock is held."""
-        if self._changed > len(self) // 2:
-            self._lists, self._changed = None, 0
-        if self._lists is None and len(self):
-            self._lists = InvertedLists(*self._view, self.dim)
-        return self._lists
-
     def _best_of_lists(self, queries: Floats, column: int | None, k: int) -> tuple[Tensor, Tensor]:
         with self._lock:
-            lists = self._prepared()
-            if lists is None or not k or not len(queries):
+            if self._changed > len(self) // 2:
+                self._lists, self._changed = None, 0
+            if self._lists is None and len(self):
+                self._lists = InvertedLists(*self._view, self.dim)
+            if self._lists is None or not len(queries):
                 return torch.full((len(queries), k), -math.inf), torch.full((len(queries), k), -1)
-            scores, ids = lists.best(queries, column, k)
+            scores, ids = self._lists.best(queries, column, k)
         return torch.from_numpy(scores), torch.from_numpy(ids)
 
-    def _above_of_lists(self, queries: Floats, column: int | None, bound: float) -> tuple[Floats, IntArray, IntArray]:
-        with self._lock:
-            lists = self._prepared()
-            if lists is None or not len(queries):
-                return np.zeros(0, np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64)
-            return lists.above(queries, column, bound)
-
-    def _flat(self, queries: Tensor) -> Floats:
-        return arguments.queries(queries, self.dim).view(-1, self.dim).numpy()
+    def _asked(self, queries: Vectors) -> tuple[Floats, tuple[int, ...]]:
+        """Checked queries [n, dim], and the dimensions before the last that they had."""
+        checked = arguments.queries(queries, self.dim)
+        return checked.view(-1, self.dim).numpy(), tuple(checked.shape[:-1])
 
 
 def _places(view: _View, ids: IntArray) -> IntArray:

@@ -24,10 +24,7 @@ _ROWS: Final = 1 << 16
 def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k best of n >= k rows for each query: scores in falling order, their rows, and how many scores are above 0.
 
-    Queries are [queries, dim], rows [n, dim], thresholds [n] are added to the scores. Returns float32 [queries, k],
-    int64 [queries, k] and int64 [queries].
-
-    Cost: queries x n x dim; one block of scores is held at a time.
+    Queries are [queries, dim], rows [n, dim]; thresholds [n] are added to the scores.
     """
     parts = [_best(part, rows, thresholds, k) for part in _chunks(queries)]
     scores, slots, active = zip(*parts, strict=True)
@@ -35,10 +32,7 @@ def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tu
 
 
 def above(queries: Floats, rows: Floats, thresholds: Floats | None, bound: float) -> tuple[Floats, Ints, Ints, Ints]:
-    """All scores above a bound, their rows and their queries, in no order; and of each query, how many are above 0.
-
-    Cost: as `best`; memory for what is found.
-    """
+    """All scores above a bound, their rows and their queries, in no order; and of each query, how many are above 0."""
     blocks = [(np.zeros(0, np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64))]
     active = np.zeros(len(queries), dtype=np.int64)
     for number, part in enumerate(_chunks(queries)):

@@ -66,19 +66,15 @@ class InvertedLists:
         self._index.remove_ids(self._faiss.IDSelectorArray(np.ascontiguousarray(ids)))
 
     def best(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, IntArray]:
-        """The k best that are found for each query: scores in falling order and ids; -inf and -1 where there are fewer.
-
-        The arguments are those of `exact.best`, with a column of thresholds in place of the thresholds.
-        """
-        asked = self._asked(queries, column)
-        scores, ids = self._index.search_preassigned(asked, k, *self._probed(asked))
+        """The k best that are found for each query: scores in falling order and ids, filled with -inf and -1."""
+        asked = np.zeros((len(queries), self._centroids.shape[1]), dtype=np.float32)  # [query | onehot(column)]
+        asked[:, : self._dim] = queries
+        if column is not None:
+            asked[:, self._dim + column] = 1
+        self._index.nprobe = self.probes
+        scores, lists = self._index.quantizer.search(asked, self.probes)
+        scores, ids = self._index.search_preassigned(asked, k, lists, scores)
         return np.where(ids < 0, np.float32(-np.inf), scores), ids
-
-    def above(self, queries: Floats, column: int | None, bound: float) -> tuple[Floats, IntArray, IntArray]:
-        """All scores above a bound that are found, their ids and their queries, in the order of queries."""
-        asked = self._asked(queries, column)
-        limits, scores, ids = self._index.range_search_preassigned(asked, bound, *self._probed(asked))
-        return scores, ids, np.repeat(np.arange(len(queries)), np.diff(limits.astype(np.int64)))
 
     def _calibrated(self, rows: Floats, draw: np.random.Generator) -> tuple[int, float]:
         """How many lists a query has to read, and the recall that this gives."""
@@ -93,20 +89,6 @@ class InvertedLists:
             if recall >= RECALL or self.probes == self.num_lists:
                 return self.probes, recall
             self.probes = min(2 * self.probes, self.num_lists)
-
-    def _probed(self, asked: Floats) -> tuple[IntArray, Floats]:
-        """The lists that each query reads, and what their centroids score."""
-        self._index.nprobe = self.probes
-        scores, lists = self._index.quantizer.search(asked, self.probes)
-        return lists, scores
-
-    def _asked(self, queries: Floats, column: int | None) -> Floats:
-        """[query | onehot(column)]: its product with a row is score + threshold."""
-        asked = np.zeros((len(queries), self._centroids.shape[1]), dtype=np.float32)
-        asked[:, : self._dim] = queries
-        if column is not None:
-            asked[:, self._dim + column] = 1
-        return asked
 
     def _points(self, rows: Floats) -> Floats:
         points = np.array(rows, order="C")

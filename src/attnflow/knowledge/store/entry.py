@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from itertools import count
 from typing import Any, Final, cast
 
 import numpy as np
@@ -64,8 +64,8 @@ class StoreStats(Result):
         dim: width of an embedding.
         num_thresholds: threshold columns.
         bytes_on_disk: of the files of a directory, with snapshots and old versions; None elsewhere.
-        mode: how it is searched: "exact" or "approximate".
-        reason: why; where searches are approximate, with the recall that was measured.
+        mode: how a search is done unless it says otherwise: "exact" or "approximate".
+        reason: why; after an approximate search, with the recall that was measured.
         versions: number of entries by version.
         encoders: number of entries by encoder; "" where none is recorded.
         snapshots: their names, oldest first.
@@ -124,9 +124,7 @@ def strings(name: str, values: Sequence[str | None] | None, rows: int) -> list[s
     """`values` as a list of str or None; all None where not given."""
     if values is None:
         return [None] * rows
-    if isinstance(values, str):
-        raise TypeError(f"{name} must be a sequence of {rows} strings, got one string")
-    if not isinstance(cast(object, values), Sequence | np.ndarray):
+    if isinstance(values, str) or not isinstance(cast(object, values), Sequence | np.ndarray):
         raise TypeError(f"{name} must be a sequence of {rows} strings, got {type(values).__name__}: make it a list")
     if len(values) != rows:
         raise ValueError(f"{name} must hold {rows} strings, one for each row, got {len(values)}")
@@ -135,12 +133,10 @@ def strings(name: str, values: Sequence[str | None] | None, rows: int) -> list[s
 
 def string(name: str, value: object) -> str | None:
     """A string that can be stored, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise TypeError(f"{name} must be a string or None, got {value!r} of type {type(value).__name__}")
     try:
-        value.encode()
+        (value or "").encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is not valid Unicode: {error.reason} at position {error.start}") from None
     return value
@@ -154,16 +150,17 @@ def columns(
     old: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """All columns but the vectors; entries that exist, in `old`, keep what is not given and get a version more."""
-    before = [old.get(key) for key in ids.tolist()]
-    last = max((_microseconds(one["updated"]) for one in old.values()), default=0)
-    now = max(time.time_ns() // 1000, last + 1)  # later than before, whatever the clock says
+    before = [old.get(key, {}) for key in ids.tolist()]
+    now = datetime.now(UTC)
+    if old:  # later than before, whatever the clock says
+        now = max(now, max(one["updated"] for one in old.values()) + timedelta(microseconds=1))
     return {
         "id": ids,
-        "text": [one["text"] if text is None and one else text for text, one in zip(texts, before, strict=True)],
-        "source": [one["source"] if name is None and one else name for name, one in zip(sources, before, strict=True)],
+        "text": [one.get("text") if text is None else text for text, one in zip(texts, before, strict=True)],
+        "source": [one.get("source") if name is None else name for name, one in zip(sources, before, strict=True)],
         "encoder": [encoder] * len(ids),
-        "version": [one["version"] + 1 if one else 1 for one in before],
-        "created": [_microseconds(one["created"]) if one else now for one in before],
+        "version": [one.get("version", 0) + 1 for one in before],
+        "created": [one.get("created", now) for one in before],
         "updated": [now] * len(ids),
     }
 
@@ -171,10 +168,7 @@ def columns(
 def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
     """A name that no snapshot has; the next free number where none is given."""
     if name is None:
-        number = len(taken) + 1
-        while f"snapshot-{number}" in taken:
-            number += 1
-        return f"snapshot-{number}"
+        return next(free for i in count(len(taken) + 1) if (free := f"snapshot-{i}") not in taken)
     if not isinstance(cast(object, name), str) or not _NAME.fullmatch(name):
         raise ValueError(f"a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
     if name.lower() in (other.lower() for other in taken):  # on some disks "A" and "a" are one file
@@ -182,7 +176,3 @@ def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
             f"there is a snapshot {name!r} already (case does not count): choose another name, or drop it first"
         )
     return name
-
-
-def _microseconds(moment: Any) -> int:
-    return round(moment.timestamp() * 1_000_000)

@@ -13,8 +13,8 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, integer, preview
-from attnflow.knowledge.index import EntryIndex, Mode, Neighbours, SearchMode
-from attnflow.knowledge.index.arguments import Vectors, matrix, queries
+from attnflow.knowledge.index import EntryIndex, Mode, Neighbours
+from attnflow.knowledge.index.arguments import Vectors, matrix
 from attnflow.knowledge.store import entry
 from attnflow.knowledge.store.entry import Entry, StoreStats
 from attnflow.knowledge.store.table import MEMORY, EntryTable, StoreError, check_uri
@@ -42,11 +42,11 @@ class Store:
     'north'
     """
 
-    def __init__(self, table: EntryTable, read_only: bool, search: SearchMode) -> None:
+    def __init__(self, table: EntryTable, read_only: bool) -> None:
         self.uri, self.backend = table.uri, MEMORY if table.uri == MEMORY else "lancedb"
         self.dim, self.num_thresholds = table.dim, table.num_thresholds
         self.read_only, self.revision = read_only, 0
-        self._table, self._index = table, EntryIndex(table.dim, table.num_thresholds, search)
+        self._table, self._index = table, EntryIndex(table.dim, table.num_thresholds)
         self._lock = threading.RLock()  # of the table
         self._process, self._closed = os.getpid(), False
         self._behind = True  # the index may not show what the table keeps
@@ -60,7 +60,6 @@ class Store:
         *,
         num_thresholds: int | None = None,
         read_only: bool = False,
-        search: SearchMode = "auto",
         storage_options: Mapping[str, str] | None = None,
     ) -> Store:
         """Open a store, or make one where there is none.
@@ -70,8 +69,6 @@ class Store:
             dim: width of an embedding; needed for a new store, compared with an existing one.
             num_thresholds: threshold columns; 0 for a new store by default, compared with an existing one.
             read_only: do not write; another process may write there meanwhile.
-            search: how searches are made unless they say otherwise: "exact", "approximate", or exact up to 1,000,000
-                entries ("auto").
             storage_options: of object storage, as LanceDB takes them: "endpoint", "region", "aws_access_key_id", ...
 
         Raises:
@@ -84,15 +81,11 @@ class Store:
         """
         place = os.fspath(uri)
         check_uri(place)
-        if dim is not None:
-            dim = integer("dim", dim, minimum=1)
-        if num_thresholds is not None:
-            num_thresholds = integer("num_thresholds", num_thresholds)
-        if search not in ("auto", "exact", "approximate"):
-            raise ValueError(f'search must be "auto", "exact" or "approximate", got {search!r}')
+        dim = None if dim is None else integer("dim", dim, minimum=1)
+        num_thresholds = None if num_thresholds is None else integer("num_thresholds", num_thresholds)
         table = EntryTable(place, dim, num_thresholds, read_only, storage_options)
         try:
-            return cls(table, read_only, search)
+            return cls(table, read_only)
         except BaseException:
             table.close()
             raise
@@ -152,25 +145,20 @@ class Store:
             query: [n, dim], or [dim] for a single one.
             k: how many.
             threshold_column: which threshold is added; none by default.
-            mode: "exact" or "approximate" for this search alone.
+            mode: "exact", or "approximate" by the inverted lists of faiss; by default exact up to 1,000,000 entries.
 
         Returns:
             Ids and scores, [n, k] or [k], on the CPU.
+
+        Raises:
+            ValueError: a query of another width, NaN or infinity.
+            MissingExtra: an approximate search without faiss.
         """
-        return self._current().search(queries(query, self.dim), k, threshold_column, mode)
+        return self._current().search(query, k, threshold_column, mode)
 
-    def range(
-        self, query: Vectors, threshold: float, *, threshold_column: int | None = None, mode: Mode | None = None
-    ) -> Neighbours:
-        """All entries that score above a threshold, as `search` gives them; the answer is as wide as the longest."""
-        return self._current().range(queries(query, self.dim), threshold, threshold_column, mode)
-
-    def recall(self, sample: Vectors, k: int = 10, *, threshold_column: int | None = None) -> float:
-        """Measured share of the true best k entries that searches of sample queries [n, dim] find."""
-        asked = queries(sample, self.dim)
-        if not asked.numel():
-            raise ValueError("recall is measured on at least one query, got none")
-        return self._current().recall(asked, integer("k", k, minimum=1), threshold_column)
+    def range(self, query: Vectors, threshold: float, *, threshold_column: int | None = None) -> Neighbours:
+        """All entries that score above a threshold, as an exact `search` gives them; as wide as the longest answer."""
+        return self._current().range(query, threshold, threshold_column)
 
     def insert(
         self,

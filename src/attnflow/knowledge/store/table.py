@@ -64,17 +64,6 @@ class EntryTable:
 
     Attributes:
         highest: the highest id that was ever given out, -1 at the beginning.
-
-    Args:
-        uri: see `Store.open`.
-        dim: for a new table, compared with that of an existing one.
-        num_thresholds: likewise.
-        read_only: neither make a table nor lock it.
-        storage_options: of the object storage.
-
-    Raises:
-        StoreError: there is no store, or another process writes to it.
-        ValueError: widths that are not those of the table.
     """
 
     def __init__(
@@ -132,12 +121,13 @@ class EntryTable:
     def records(self, ids: IntArray) -> dict[int, dict[str, Any]]:
         """All columns but the vector of those of these ids that there are, by id."""
         names = [field.name for field in self._table.schema if field.name != "vector"]
+        few = len(ids) <= _FEW
         with failures(f"the store {self.uri} cannot be read"):
             query = self._table.search().select(names)
-            rows = (query.where(_among(ids)) if len(ids) <= _FEW else query).to_arrow()
-        if len(ids) > _FEW:
+            rows = (query.where(_among(ids)) if few else query).to_arrow()
+        if not few:
             rows = rows.filter(self._arrow.array(np.isin(rows["id"].to_numpy(), ids)))
-        return {row["id"]: row for row in rows.to_pylist()} if len(ids) else {}
+        return {row["id"]: row for row in rows.to_pylist()}
 
     def counts(self, name: str) -> dict[Any, int]:
         """How many rows have each value of a column."""
@@ -149,14 +139,10 @@ class EntryTable:
         """Rows in place of those of the same ids, or beside the others."""
         arrow, schema = self._arrow, self._table.schema
         vector = arrow.FixedSizeListArray.from_arrays(np.ascontiguousarray(vectors).ravel(), vectors.shape[1])
-        kinds = {field.name: field.type if field.name in _TEXTS else arrow.int64() for field in schema}
-        arrays = [
-            vector if field.name == "vector" else arrow.array(columns[field.name], kinds[field.name]).cast(field.type)
-            for field in schema
-        ]
+        arrays = [arrow.array(columns[field.name], field.type) for field in schema if field.name != "vector"]
         merge = self._table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
         with failures(f"nothing was written to the store {self.uri}"):
-            version = merge.execute(arrow.table(arrays, schema=schema)).version
+            version = merge.execute(arrow.table([*arrays, vector], schema=schema)).version
         self.highest = max(self.highest, *(int(key) for key in columns["id"]))
         return self._committed(version)
 
