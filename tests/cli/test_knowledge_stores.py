@@ -61,7 +61,7 @@ def test_build_from_lines(run, tmp_path, encoder, file):
     code, out, err = run("knowledge", "build", place, file, "--encoder", encoder)
     version = TextEncoder(encoder).version
     assert (code, err) == (0, "")
-    assert out.startswith(f"{place}: 5 entries of width 16 by {version}, in ")
+    assert out == f"{place}: 5 entries of width 16 by {version}\n"
     found = entries(place)
     assert [(e.id, e.text, e.version, e.encoder) for e in found] == [(i, t, 1, version) for i, t in enumerate(TEXTS)]
     assert [e.source for e in found] == [f"lines.txt:{line}" for line in (1, 3, 4, 5, 6)]
@@ -74,7 +74,7 @@ def test_build_from_paragraphs_and_json_lines(run, tmp_path, encoder, file):
         run("knowledge", "build", place, file, "--encoder", encoder, "--split", "paragraph", "--json").out
     )
     assert found["attnflow"] == "Written"
-    assert (found["entries"], found["ids"], found["dim"], found["backend"]) == (2, [0, 1], 16, "lancedb")
+    assert (found["entries"], found["ids"], found["dim"]) == (2, [0, 1], 16)
     assert next((e.text, e.source) for e in entries(place)) == ("the cat sat on the mat", "lines.txt:1")
     assert found["truncated"] == ["lines.txt:3"]
     path = tmp_path / "facts.jsonl"
@@ -131,8 +131,7 @@ def test_search(run, encoder, store):
     version = TextEncoder(encoder).version
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("2 entries of 5, exact search in ")
-    assert lines[0].endswith(f"scores by {version}")
+    assert lines[0] == f"2 entries of 5, exact search, scores by {version}"
     assert lines[1].split() == ["id", "score", "text", "source"]
     assert lines[2].split() == ["2", "1.000", "the", "cat", "sat", "lines.txt:4"]
     found = json.loads(run("knowledge", "search", store, "the cat sat", "-k", "9", "--json").out)
@@ -141,9 +140,6 @@ def test_search(run, encoder, store):
     scores = TextEncoder(encoder)(TEXTS) @ TextEncoder(encoder)(["the cat sat"])[0]
     assert [hit["id"] for hit in found["matches"]] == scores.argsort(descending=True).tolist()
     assert [hit["score"] for hit in found["matches"]] == pytest.approx(scores.sort(descending=True).values.tolist())
-    least = str(found["matches"][1]["score"] + 1e-4)
-    above = json.loads(run("knowledge", "search", store, "the cat sat", "--above", least, "--json").out)
-    assert [hit["id"] for hit in above["matches"]] == [2]
 
 
 def test_insert_correct_and_delete(run, encoder, store, file):
@@ -216,7 +212,7 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
     place = str(tmp_path / "entries")
     code, out, err = run("knowledge", "build", place, "--from-model", tiny_model)
     assert (code, err) == (0, "")
-    assert out.startswith(f"{place}: 96 entries of width 98 by from_ffn:{tiny_model}, in ")
+    assert out == f"{place}: 96 entries of width 98 by from_ffn:{tiny_model}\n"
     assert [entry.source for entry in entries(place)] == ["layer 0"] * 48 + ["layer 1"] * 48
     assert "96 entries of width 98 and 2 threshold columns" in run("knowledge", "stats", place).out
     code, _, err = run("knowledge", "search", place, "a dog")

@@ -6,8 +6,8 @@ from attnflow.knowledge import Store
 from attnflow.knowledge.source import EntrySource
 
 
-def indexed(readers, entries, search="exact"):
+def indexed(readers, entries):
     columns = torch.cat([reader.threshold_columns(entries) for reader in readers], dim=1).detach()
-    store = Store.open("memory", dim=entries.shape[1], num_thresholds=columns.shape[1], search=search)
+    store = Store.open("memory", dim=entries.shape[1], num_thresholds=columns.shape[1])
     store.insert(embeddings=entries.detach(), ids=range(len(entries)), thresholds=columns)
     return EntrySource(store)

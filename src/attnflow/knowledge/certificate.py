@@ -145,7 +145,7 @@ class Neighbours:
     `neighbours[i]` and iteration give those of one query, without that padding.
 
     Attributes:
-        ids: of the entries (rows of an `EntryIndex`).
+        ids: of the entries.
         scores: query . entry + threshold.
         certificate: what the search promises about the entries that it left out.
         rows: the entries themselves, [entry | thresholds], zero where there is none; None where nobody asked for them.

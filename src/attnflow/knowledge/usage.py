@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from attnflow._core.checks import Indices, index_array, preview
+from attnflow._core.checks import preview
 from attnflow._core.markup import aligned
 from attnflow._core.results import Result
 from attnflow.knowledge.experts import ExpertEntries
@@ -142,17 +142,6 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         hook.remove()
 
 
-def active(reading: Reading) -> Bool[Tensor, "*tokens heads read"]:
-    """Which entries are active: those with a positive weight, of gated layers with a positive activated gate.
-
-    For ReLU, GELU and SiLU that is a positive score (gate score), for sparsemax to be in the support.
-    """
-    if len(reading.scores) == 1:
-        return reading.weights > 0
-    # weight = act(gate) * up: signs, because the product of two small numbers may be 0
-    return reading.weights.sign() * reading.scores[1].sign() > 0
-
-
 class Activity:
     """Counts over any number of forward passes; `af.knowledge.activity(model)` fills it."""
 
@@ -166,8 +155,15 @@ class Activity:
         counted: Bool[Tensor, "*tokens"] | None = None,
         fires: Bool[Tensor, "*tokens heads read"] | None = None,
     ) -> None:
-        """Count one reading: what turns its positions into ids, which tokens count (None: all), which entries fire."""
-        fires = active(reading) if fires is None else fires
+        """Count one reading: what turns its positions into ids, which tokens count (None: all), which entries fire.
+
+        Without `fires`, those with a positive weight do, of gated layers those with a positive activated gate: with
+        ReLU, GELU and SiLU that is a positive (gate) score, with sparsemax to be in the support.
+        """
+        if fires is None:
+            # Of gated layers, weight = act(gate) * up. Signs, because the product of two small numbers may be 0.
+            gates = reading.weights if len(reading.scores) == 1 else reading.weights.sign() * reading.scores[1].sign()
+            fires = gates > 0
         active_here = fires.flatten(0, -3) if counted is None else fires[counted.to(fires.device)]
         counts = self._layers.setdefault(reading.layer, _Counts())
         if reading.ids is None:
@@ -193,11 +189,8 @@ class Activity:
             raise ValueError(f"layer must be one of {sorted(self._layers)}, got {layer}")
         return self._layers[layer].ids.clone(), self._layers[layer].fired.clone()
 
-    def report(self, ids: Indices | None = None) -> ActivityReport:
+    def report(self) -> ActivityReport:
         """Everything so far.
-
-        Args:
-            ids: of the entries that all layers may read, where it is not the model's own base, such as `store.ids()`.
 
         Raises:
             ValueError: no forward pass was seen.
@@ -205,19 +198,10 @@ class Activity:
         seen = {layer: counts for layer, counts in sorted(self._layers.items()) if counts.tokens}
         if not seen:
             raise ValueError("no forward pass of the model has run inside the block: there is nothing to report")
-        listed = None if ids is None else torch.from_numpy(index_array("ids", ids)).unique()
-        layers: list[LayerActivity] = []
-        every, fired = [], []
-        for layer, counts in seen.items():
-            mine = counts.ids if listed is None else listed
-            alive = counts.ids[counts.fired > 0]
-            dead = int((~torch.isin(mine, alive)).sum())
-            layers.append(counts.summary(layer, len(mine), dead))
-            every.append(mine)
-            fired.append(alive)
-        everything = torch.cat(every).unique()
-        dead = everything[~torch.isin(everything, torch.cat(fired))]
-        return ActivityReport(tuple(layers), len(everything), tuple(dead.tolist()))
+        layers = tuple(counts.summary(layer) for layer, counts in seen.items())
+        everything = torch.cat([counts.ids for counts in seen.values()]).unique()
+        dead = everything[~torch.isin(everything, torch.cat([counts.alive for counts in seen.values()]))]
+        return ActivityReport(layers, len(everything), tuple(dead.tolist()))
 
 
 class _Counts:
@@ -229,6 +213,11 @@ class _Counts:
         self.tokens = Counter[int]()  # by their number of active entries
         self.read_all = True
 
+    @property
+    def alive(self) -> Int[Tensor, " entries"]:
+        """Ids of the entries that were active."""
+        return self.ids[self.fired > 0]
+
     def add(self, ids: Tensor, fired: Tensor) -> None:
         """Add to the counts of entries, of which no two are alike."""
         if torch.equal(ids, self.ids):
@@ -239,11 +228,12 @@ class _Counts:
         fresh = torch.zeros(len(self.ids), dtype=torch.int64)
         self.fired = fresh.index_add(0, place, torch.cat([self.fired, fired]))
 
-    def summary(self, layer: int, entries: int, dead: int) -> LayerActivity:
+    def summary(self, layer: int) -> LayerActivity:
         """In numbers."""
         tokens, active_entries = self.tokens.total(), sorted(self.tokens)
         at_most = list(accumulate(self.tokens[count] for count in active_entries))
         lower, median, upper = (active_entries[bisect_left(at_most, share * tokens)] for share in (0.05, 0.5, 0.95))
         least, most = active_entries[0], active_entries[-1]
         mean = sum(count * number for count, number in self.tokens.items()) / tokens
+        entries, dead = len(self.ids), len(self.ids) - len(self.alive)
         return LayerActivity(layer, tokens, entries, self.read_all, mean, least, lower, median, upper, most, dead)

@@ -42,28 +42,29 @@ def alone(model, tokens, text, pooling="mean"):
     return pooled / pooled.norm()
 
 
-@pytest.mark.parametrize("pooling", ["mean", "first"])
+@pytest.fixture
+def folder(tmp_path):
+    """A saved encoder, with what sentence-transformers writes beside one."""
+    bert().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 6}))
+    return tmp_path
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 32])
-def test_equals_the_model_on_one_text_at_a_time(pooling, batch_size, monkeypatch):
+def test_equals_the_model_on_one_text_at_a_time(batch_size, monkeypatch):
     monkeypatch.setattr("attnflow.knowledge.hf.encoder._WINDOW", 2)
-    model, tokens = bert().eval(), tokenizer()
-    found = TextEncoder((model, tokens), pooling=pooling, batch_size=batch_size)(TEXTS)
+    monkeypatch.setattr("attnflow.knowledge.hf.encoder._BATCH", batch_size)
+    model, tokens, seen = bert().train(), tokenizer(), []
+    found, truncated = TextEncoder((model, tokens)).encode(TEXTS, progress=lambda *now: seen.append(now))
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.stack([alone(model, tokens, text, pooling) for text in TEXTS]))
-
-
-def test_dropout_is_off_and_the_mode_of_the_model_is_kept():
-    model = bert().train()
-    encoder = TextEncoder((model, tokenizer()))
-    assert torch.equal(encoder(TEXTS), encoder(TEXTS))
-    assert model.training
-
-
-def test_progress_counts_texts():
-    seen = []
-    TextEncoder((bert(), tokenizer()), batch_size=2).encode(TEXTS, progress=lambda *now: seen.append(now))
-    assert seen == [(2, 5, "texts"), (4, 5, "texts"), (5, 5, "texts")]
-    assert TextEncoder((bert(), tokenizer()))([]).shape == (0, 16)
+    assert (seen[-1], truncated, model.training) == ((5, 5, "texts"), [], True)
+    model.eval()  # dropout was off
+    torch.testing.assert_close(found, torch.stack([alone(model, tokens, text) for text in TEXTS]))
+    assert TextEncoder((model, tokens))([]).shape == (0, 16)
 
 
 def test_what_is_cut_is_said():
@@ -71,64 +72,65 @@ def test_what_is_cut_is_said():
     encoder = TextEncoder((model, tokens))
     assert encoder.max_length == 12  # as many as it has positions
     long = "the cat sat on the mat a cat sat on the mat"
-    found = encoder.encode(["a cat", long, "mat", long])
-    assert found.truncated == (1, 3)
-    torch.testing.assert_close(found.embeddings[1], alone(model, tokens, " ".join(long.split()[:10])))
+    found, truncated = encoder.encode(["a cat", long, "mat", long])
+    assert truncated == [1, 3]
+    torch.testing.assert_close(found[1], alone(model, tokens, " ".join(long.split()[:10])))
     with pytest.warns(TruncatedText, match=r"1 of 2 texts have more than 12 tokens.*\[1\]; split them"):
         encoder(["a", long])
 
 
-def test_only_the_key_is_embedded_where_a_separator_is_given():
-    encoder = TextEncoder((bert(), tokenizer()), separator="\t")
-    with_value, key, whole = encoder(["the cat\tsat on", "the cat", "the cat sat on"])
-    assert torch.equal(with_value, key)
-    assert not torch.equal(key, whole)
+def test_keys_and_values():
+    plain, keys = (TextEncoder((bert(), tokenizer()), separator=separator) for separator in (None, "\t"))
+    halves = TextEncoder((bert(), tokenizer()), separator="\t", values=True)
+    texts = ["the cat\tsat on", "the cat", "a mat"]
+    key, value = plain(["the cat", "sat on"])
+    torch.testing.assert_close(keys(texts)[:2], torch.stack([key, key]))
+    torch.testing.assert_close(halves(texts)[:2], torch.stack([torch.cat([key, value]), torch.cat([key, key])]))
+    torch.testing.assert_close(halves.query("the cat"), torch.cat([key, torch.zeros(16)]))
+    assert not torch.equal(keys(texts)[0], plain(texts)[0])
 
 
-def test_a_version_tells_what_changes_embeddings():
+def test_a_version_tells_what_changes_embeddings(folder):
     model, tokens = bert(), tokenizer()
-    first = TextEncoder((model, tokens), name="tiny")
+    first = TextEncoder((model, tokens))
     version = first.version
-    assert version.startswith("tiny@")
-    assert TextEncoder((bert(), tokenizer()), name="tiny").version == version
+    assert version.startswith("BertModel@")
+    assert TextEncoder((bert(), tokenizer())).version == version
     others = [
-        TextEncoder((bert(1), tokens), name="tiny"),
-        TextEncoder((bert(), tokens), name="tiny", pooling="first"),
-        TextEncoder((bert(), tokens), name="tiny", normalise=False),
-        TextEncoder((bert(), tokens), name="tiny", max_length=5),
-        TextEncoder((bert().bfloat16(), tokens), name="tiny"),
-        TextEncoder((bert(), tokens), name="other"),
-        TextEncoder((bert(), tokens), name="tiny", separator="\t"),
+        TextEncoder((bert(1), tokens)),
+        TextEncoder((bert().bfloat16(), tokens)),
+        TextEncoder((bert(), tokens), separator="\t"),
+        TextEncoder((bert(), tokens), separator="\t", values=True),
+        TextEncoder(folder),
     ]
-    assert len({version, *(other.version for other in others)}) == 1 + len(others)
+    digests = [one.version.partition("@")[2] for one in (first, *others)]
+    (folder / "sentence_bert_config.json").unlink()
+    digests.append(TextEncoder(folder).version.partition("@")[2])
+    assert len(set(digests)) == len(digests)
     with torch.no_grad():
         model.embeddings.word_embeddings.weight[4, 0] += 1e-3
     assert first.version != version  # of the weights as they are now
 
 
-def test_files_of_sentence_transformers_are_respected(tmp_path):
-    bert().save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    assert (TextEncoder(tmp_path).pooling, TextEncoder(tmp_path).max_length) == ("mean", 12)
-    (tmp_path / "1_Pooling").mkdir()
-    pooling = tmp_path / "1_Pooling" / "config.json"
-    pooling.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}))
-    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 6}))
-    found = TextEncoder(tmp_path)
-    assert (found.pooling, found.max_length, found.name) == ("first", 6, str(tmp_path))
+def test_files_of_sentence_transformers_are_respected(folder):
+    found = TextEncoder(folder)
+    assert (found.pooling, found.max_length, found.name) == ("first", 6, str(folder))
+    torch.testing.assert_close(found(TEXTS[:1])[0], alone(bert().eval(), tokenizer(), TEXTS[0], "first"))
+    pooling = folder / "1_Pooling" / "config.json"
     pooling.write_text(json.dumps({"pooling_mode_cls_token": False, "pooling_mode_max_tokens": True}))
     with pytest.raises(ValueError, match="pools by pooling_mode_max_tokens, which is not supported"):
-        TextEncoder(tmp_path)
+        TextEncoder(folder)
 
 
-def test_a_language_model_embeds_by_its_trunk():
+def test_a_language_model_embeds_by_its_trunk_where_its_files_say_so(folder):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, **sizes)).eval()
     tokens = tokenizer(special=False)
-    with pytest.raises(ValueError, match="is a decoder that writes texts"):  # unless it is asked for
+    with pytest.raises(ValueError, match="is a decoder that writes texts"):
         TextEncoder((model, tokens))
-    encoder = TextEncoder((model, tokens), pooling="mean")
+    model.config.name_or_path = str(folder)
+    encoder = TextEncoder((model, tokens))
     torch.testing.assert_close(encoder(["a cat sat", "mat"])[1], alone(model.model, tokens, "mat"))
     with pytest.raises(ValueError, match="text 1 has no tokens: ''"):
         encoder(["a", ""])
@@ -137,14 +139,12 @@ def test_a_language_model_embeds_by_its_trunk():
 def test_bad_input(tmp_path):
     with pytest.raises(TypeError, match="must be a sequence of strings"):
         TextEncoder((bert(), tokenizer()))("a cat")
-    with pytest.raises(ValueError, match="max_length must be at least 3, got 2"):
-        TextEncoder((bert(), tokenizer()), max_length=2)
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         TextEncoder(tmp_path / "nothing")
     t5 = T5(T5Config(vocab_size=10, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0))
     with pytest.raises(ValueError, match=r"pass \(model.get_encoder\(\), tokenizer\)"):
         TextEncoder((t5, tokenizer()))
-    TextEncoder((t5.get_encoder(), tokenizer()), max_length=8)(["a cat"])
+    assert TextEncoder((t5.get_encoder(), tokenizer()))(["a cat"]).shape == (1, 8)
     broken = bert()
     with torch.no_grad():
         broken.embeddings.word_embeddings.weight[9] = torch.nan

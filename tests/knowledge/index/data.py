@@ -1,5 +1,6 @@
 """Rows for tests of the index, and all scores by brute force."""
 
+import numpy as np
 import torch
 
 from attnflow.knowledge.index import EntryIndex
@@ -14,9 +15,9 @@ def clustered(count, dim=16, clusters=40, seed=0, spread=0.3):
     return centres[which] + spread * torch.randn(count, dim, generator=generator)
 
 
-def built(rows, num_thresholds=0, **options):
-    index = EntryIndex(rows.shape[1] - num_thresholds, num_thresholds, **options)
-    index.build(rows)
+def built(rows, num_thresholds=0):
+    index = EntryIndex(rows.shape[1] - num_thresholds, num_thresholds)
+    index.load(np.arange(len(rows)), rows.numpy())
     return index
 
 

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from attnflow._core.checks import integer, preview
+from attnflow._core.checks import preview
 from attnflow._core.progress import Progress
 from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
@@ -30,9 +30,6 @@ from attnflow.models.evaluation import evaluating
 from attnflow.models.loader import load_model
 from attnflow.models.names import MODELS
 
-Pooling = Literal["mean", "first"]
-
-_POOLINGS: Final = ("mean", "first")
 _POOLING: Final = "1_Pooling/config.json"
 _CONVERTED: Final = "from_ffn:"
 _BATCH: Final = 32  # texts of a forward pass
@@ -48,18 +45,18 @@ class TextEncoder:
     """Embeddings of texts: the last hidden states of a transformers model, pooled over tokens and normalised.
 
     What sentence-transformers wrote beside a model (pooling, longest text) is respected: all-MiniLM-L6-v2 takes means
-    over at most 256 tokens. Embeddings of length 1 make inner products cosines. The arguments are attributes, too.
+    over at most 256 tokens. Embeddings of length 1 make inner products cosines.
 
     Args:
         model: a short name of `af.models.MODELS`, a folder or a hub id; or a loaded (model, tokenizer).
-        name: what the version calls it; default as the model was named, by which the same encoder is loaded again.
-        pooling: "mean" over the tokens of a text, or its "first" token; default as the model's folder says, else
-            "mean".
-        max_length: tokens of a text that are read; default as the model's folder says, else as its tokenizer and
-            positions allow.
         separator: only what stands before it in a text is embedded, such as the key of "key<tab>value"; default all.
         values: with a separator: an embedding has two halves, of the key and of the value, as a reader needs them (a
             text without a separator is both); that of a query, see `query`, is compared with keys alone.
+
+    Attributes:
+        name: by which the same encoder is loaded again.
+        pooling: "mean" over the tokens of a text, or its "first" token.
+        max_length: tokens of a text that are read.
 
     Raises:
         FileNotFoundError, MissingPackage, ValueError: no such model, or one that is no encoder of texts.
@@ -75,9 +72,6 @@ class TextEncoder:
         self,
         model: str | os.PathLike[str] | tuple[PreTrainedModel, PreTrainedTokenizerBase] = "minilm",
         *,
-        name: str | None = None,
-        pooling: Pooling | None = None,
-        max_length: int | None = None,
         separator: str | None = None,
         values: bool = False,
     ) -> None:
@@ -87,22 +81,18 @@ class TextEncoder:
         source = str(getattr(self.model.config, "name_or_path", "") or "")
         if named and named not in MODELS and (folder := Path(named).expanduser()).exists():
             named = str(folder.resolve())
-        self.name = name or named or source or type(self.model).__name__
+        self.name = named or source or type(self.model).__name__
         if "decoder_input_ids" in inspect.signature(self.model.forward).parameters:
             raise ValueError(f"{self.name} has an encoder and a decoder; pass (model.get_encoder(), tokenizer)")
-        if pooling is None and _writes_texts(self.model) and not _beside(source, _POOLING):
+        if _writes_texts(self.model) and not _beside(source, _POOLING):
             raise ValueError(
                 f"{self.name} is a decoder that writes texts ({type(self.model).__name__}), and nothing beside it says "
-                'that it embeds them: take an encoder such as "minilm"; in Python, pooling="mean" takes it all the same'
+                'that it embeds them: take an encoder such as "minilm"'
             )
-        self.pooling: Pooling = _pooling(source) if pooling is None else pooling
-        if self.pooling not in _POOLINGS:
-            raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, got {pooling!r}")
-        self.separator, self.values = separator, values
+        self.pooling, self.max_length = _pooling(source), _longest(source, self.model, self.tokenizer)
         if values and separator is None:
             raise ValueError("values=True needs the separator that stands before a value")
-        self.max_length = _longest(source, self.model, self.tokenizer) if max_length is None else max_length
-        integer("max_length", self.max_length, self.tokenizer.num_special_tokens_to_add(pair=False) + 1)
+        self.separator, self.values = separator, values
 
     @classmethod
     def of(cls, store: Store, name: str | None = None) -> TextEncoder:
@@ -122,18 +112,21 @@ class TextEncoder:
             raise ValueError(f"{store.uri} does not say which encoder made its entries: name it (--encoder NAME)")
         chosen = name or version.rpartition("@")[0] or "minilm"
         encoder = cls(chosen)
-        if not version or encoder.version == version:
-            return encoder
-        whole, halves = (encoder.model, encoder.tokenizer), store.dim == 2 * encoder.dim
-        keyed = cls(whole, name=encoder.name, separator=SEPARATOR, values=halves)
-        if keyed.version == version:
-            return keyed
+        for separator, values in ((None, False), (SEPARATOR, False), (SEPARATOR, True)):
+            if not version or encoder._as(separator, values).version == version:
+                return encoder._as(separator, values)
         if name is None:
             raise ValueError(
                 f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing."
                 f" build the store anew, or name the encoder to search all the same (--encoder {chosen})"
             )
         return encoder
+
+    def _as(self, separator: str | None, values: bool) -> TextEncoder:
+        """The same model, which embeds other parts of a text."""
+        other = copy.copy(self)
+        other.separator, other.values = separator, values
+        return other
 
     @property
     def dim(self) -> int:
@@ -221,9 +214,7 @@ class TextEncoder:
         parts = [text.partition(self.separator or "") for text in texts]
         pairs = [(key, value.strip() or key) for key, _, value in parts]
         distinct = {text: row for row, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-        half = copy.copy(self)
-        half.separator, half.values = None, False
-        embeddings, truncated = half.encode(list(distinct), progress)
+        embeddings, truncated = self._as(None, False).encode(list(distinct), progress)
         rows = torch.tensor([[distinct[text] for text in pair] for pair in pairs], dtype=torch.int64).view(-1, 2)
         cut = [place for place, pair in enumerate(rows.tolist()) if set(truncated) & set(pair)]
         return embeddings[rows].flatten(1), cut
@@ -261,7 +252,7 @@ def _writes_texts(model: PreTrainedModel) -> bool:
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
-def _pooling(source: str) -> Pooling:
+def _pooling(source: str) -> str:
     """What sentence-transformers wrote beside the model; means where it wrote nothing."""
     settings = _beside(source, _POOLING)
     chosen = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
@@ -269,13 +260,12 @@ def _pooling(source: str) -> Pooling:
         return "mean"
     if chosen == ["pooling_mode_cls_token"]:
         return "first"
-    raise ValueError(f"{source} pools by {', '.join(chosen)}, which is not supported: choose pooling={_POOLINGS}")
+    raise ValueError(f"{source} pools by {', '.join(chosen)}, which is not supported: take another encoder")
 
 
 def _longest(source: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> int:
-    positions = cast("int | None", getattr(model.config, "max_position_embeddings", None))
     longest = _beside(source, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
-    return min(int(longest), positions) if positions else int(longest)
+    return int(min(longest, getattr(model.config, "max_position_embeddings", None) or longest))
 
 
 def _beside(source: str, name: str) -> dict[str, Any]:

@@ -91,14 +91,6 @@ def build(
 ) -> Written:
     """A new store of texts. If it was interrupted, the same call goes on where it was.
 
-    Args:
-        uri: of the store, see `Store.open`.
-        file: of text, or .jsonl with text, or key and value, and source.
-        encoder: what embeds the texts: a short name, a folder or a hub id.
-        split: what of a text file is one entry.
-        values: embed values beside keys, in a half of their own, as a reader of a language model needs them.
-        progress: called as progress(done, total, what).
-
     Raises:
         FileNotFoundError: no such file or encoder.
         ValueError: no text, a model that is no encoder, or a store with other entries.
@@ -149,13 +141,8 @@ def insert(
 ) -> Written:
     """Add texts to a store, embedded as its entries are; or correct entries, which get the next version.
 
-    Args:
-        store: of texts.
-        new: what `records` or `read_records` returns.
-        ids: one for each text; by default the next integers above all that the store has held.
-        correct: whether the ids are those of entries that exist.
-        encoder: its name; by default the one that made the entries.
-        progress: called as progress(done, total, what).
+    There is an id for each text; by default they are the next integers. With `correct`, they are of entries that exist.
+    `encoder` names another one than that which made the entries.
 
     Raises:
         ValueError: ids that exist, or do not, values in a store of whole texts, or as `TextEncoder.of`. Nothing is
@@ -184,12 +171,6 @@ def insert(
 
 def search(store: Store, query: str, k: int = 10, *, encoder: str | None = None) -> Matches:
     """The k entries of a store that are nearest to a text.
-
-    Args:
-        store: of texts.
-        query: the text.
-        k: at most so many entries.
-        encoder: its name; by default the one that made the entries.
 
     Raises:
         ValueError: an empty query, or as `TextEncoder.of`.

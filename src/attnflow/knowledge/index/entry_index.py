@@ -50,7 +50,7 @@ class EntryIndex:
         num_thresholds: columns of thresholds.
 
     >>> index = EntryIndex(2, num_thresholds=1)
-    >>> index.build(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5]]))
+    >>> index.load(np.arange(2), np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5]], dtype=np.float32))
     >>> index.search(torch.tensor([1.0, 1.0]), k=2, threshold_column=0).ids
     tensor([1, 0])
     """
@@ -89,11 +89,6 @@ class EntryIndex:
             f"{said}; an approximate search reads {lists.probes:,} of {lists.num_lists:,} lists, and with stored "
             f"entries as queries it found {100 * lists.recall:.1f} % of the ten best"
         )
-
-    def build(self, rows: Float[Tensor, "n width"]) -> None:
-        """A copy of these rows in place of all entries; their ids are 0 to n - 1."""
-        checked = arguments.matrix("rows [entry | thresholds]", rows, self.dim + self.num_thresholds)
-        self.load(np.arange(len(checked)), checked.copy())
 
     def load(self, ids: IntArray, rows: Floats) -> None:
         """These entries in place of all others, with ids in rising order; not a copy."""

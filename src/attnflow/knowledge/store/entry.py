@@ -16,36 +16,22 @@ from attnflow._core.checks import Indices, IntArray, index_array, preview
 from attnflow._core.markup import plural, shorten
 from attnflow._core.results import Result
 
-LARGEST_ID: Final = 2**63 - 1
-
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One entry of a store.
+    """One entry of a store."""
 
-    Attributes:
-        id: what it is called, for good.
-        text: what it says, if that is known.
-        source: where it comes from.
-        version: 1 when inserted, and one more with every upsert.
-        embedding: e, float32 [dim].
-        thresholds: what is added to its score, one number per threshold column, float32 [num_thresholds].
-        encoder: name and version of what made the embedding.
-        created: when it was inserted, UTC.
-        updated: when it was written last, UTC.
-    """
-
-    id: int
-    text: str | None
-    source: str | None
-    version: int
-    embedding: Tensor
-    thresholds: Tensor
-    encoder: str | None
-    created: datetime
-    updated: datetime
+    id: int  # what it is called, for good
+    text: str | None  # what it says, if that is known
+    source: str | None  # where it comes from
+    version: int  # 1 when inserted, and one more with every upsert
+    embedding: Tensor  # e, float32 [dim]
+    thresholds: Tensor  # what is added to its score, one number per threshold column, float32 [num_thresholds]
+    encoder: str | None  # name and version of what made the embedding
+    created: datetime  # when it was inserted, UTC
+    updated: datetime  # when it was written last, UTC
 
     def __repr__(self) -> str:
         text = "" if self.text is None else f" {shorten(self.text, 60)!r}"
@@ -55,33 +41,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class StoreStats(Result):
-    """A store in numbers.
+    """A store in numbers."""
 
-    Attributes:
-        uri: where it is.
-        backend: "lancedb", or "memory".
-        count: number of entries.
-        dim: width of an embedding.
-        num_thresholds: threshold columns.
-        bytes_on_disk: of the files of a directory, with snapshots and old versions; None elsewhere.
-        mode: how a search is done unless it says otherwise: "exact" or "approximate".
-        reason: why; after an approximate search, with the recall that was measured.
-        versions: number of entries by version.
-        encoders: number of entries by encoder; "" where none is recorded.
-        snapshots: their names, oldest first.
-    """
-
-    uri: str
-    backend: str
-    count: int
-    dim: int
-    num_thresholds: int
-    bytes_on_disk: int | None
-    mode: str
-    reason: str
-    versions: Mapping[int, int]
-    encoders: Mapping[str, int]
-    snapshots: tuple[str, ...]
+    uri: str  # where it is
+    backend: str  # "lancedb", or "memory"
+    count: int  # number of entries
+    dim: int  # width of an embedding
+    num_thresholds: int  # threshold columns
+    bytes_on_disk: int | None  # of the files of a directory, with snapshots and old versions; None elsewhere
+    mode: str  # how a search is done unless it says otherwise: "exact" or "approximate"
+    reason: str  # why; after an approximate search, with the recall that was measured
+    versions: Mapping[int, int]  # number of entries by version
+    encoders: Mapping[str, int]  # number of entries by encoder; "" where none is recorded
+    snapshots: tuple[str, ...]  # their names, oldest first
 
     def __str__(self) -> str:
         size = "" if self.bytes_on_disk is None else f", {self.bytes_on_disk / 2**10:,.0f} KiB"
@@ -111,13 +83,6 @@ def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray
     if len(unique) < len(ids):
         raise ValueError(f"{name} holds some ids more than once: {preview(unique[counts > 1])}")
     return ids
-
-
-def next_ids(highest: int, count: int) -> IntArray:
-    """As many ids above the highest."""
-    if highest + count > LARGEST_ID:
-        raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
-    return np.arange(highest + 1, highest + 1 + count, dtype=np.int64)
 
 
 def strings(name: str, values: Sequence[str | None] | None, rows: int) -> list[str | None]:

@@ -267,19 +267,19 @@ class Store:
     def stats(self) -> StoreStats:
         """The store in numbers."""
         with self._lock:
-            index = self._current()
+            index, table = self._current(), self._table
             return StoreStats(
                 uri=self.uri,
                 backend=self.backend,
                 count=len(index),
                 dim=self.dim,
                 num_thresholds=self.num_thresholds,
-                bytes_on_disk=self._table.bytes_on_disk(),
+                bytes_on_disk=table.bytes_on_disk(),
                 mode=index.mode,
                 reason=index.reason,
-                versions=self._table.counts("version"),
-                encoders={name or "": count for name, count in self._table.counts("encoder").items()},
-                snapshots=tuple(self._table.snapshots()),
+                versions=table.counts("version"),
+                encoders={name or "": count for name, count in table.counts("encoder").items()},
+                snapshots=tuple(table.snapshots()),
             )
 
     def refresh(self) -> None:
@@ -360,7 +360,7 @@ class Store:
             added = np.zeros((count, columns), dtype=np.float32)
             if thresholds is not None:
                 added = matrix("thresholds", thresholds, columns, count)
-            keys = entry.next_ids(self._table.highest, count) if ids is None else entry.identifiers("ids", ids, count)
+            keys = self._next_ids(count) if ids is None else entry.identifiers("ids", ids, count)
             held = np.flatnonzero(index.places(keys) >= 0)
             if len(held) and not replaces:
                 raise ValueError(f"ids exist already: {preview(keys[held])}; use upsert to change entries")
@@ -377,6 +377,12 @@ class Store:
                 index.put(keys, rows)
                 self._behind = not alone
         return keys
+
+    def _next_ids(self, count: int) -> IntArray:
+        first = self._table.highest + 1
+        if first + count > 2**63:
+            raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
+        return np.arange(first, first + count, dtype=np.int64)
 
 
 def _known(index: EntryIndex, ids: Indices) -> IntArray:
