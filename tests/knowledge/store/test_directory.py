@@ -185,14 +185,6 @@ def test_threads_see_whole_batches(directory):
         assert all(reader.result() for reader in readers)
 
 
-def test_threads_may_write_together(directory):
-    with Store.open(directory, dim=4) as store, ThreadPoolExecutor(4) as threads:
-        ids = list(threads.map(lambda i: store.insert(embeddings=EYE, texts=[str(i)] * 4).tolist(), range(12)))
-        assert sorted(key for part in ids for key in part) == list(range(48))
-        for i, part in enumerate(ids):
-            assert {entry.text for entry in store.get(part)} == {str(i)}
-
-
 def test_a_commit_of_somebody_else_is_not_overlooked(directory):
     """The lock keeps a second writer of a directory out; on object storage nothing does."""
     import lancedb

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow._core.checks import IntArray, integer, number
+from attnflow._core.checks import IntArray, integer, number, preview
 from attnflow.knowledge.certificate import Certificate, Neighbours
 from attnflow.knowledge.index import arguments
 from attnflow.knowledge.index.arguments import Vectors
@@ -56,10 +56,9 @@ class EntryIndex:
     """
 
     def __init__(self, dim: int, num_thresholds: int = 0) -> None:
-        self.dim = integer("dim", dim, minimum=1)
-        self.num_thresholds = integer("num_thresholds", num_thresholds)
+        self.dim, self.num_thresholds = dim, num_thresholds
         self._lock = threading.RLock()  # of whoever changes entries, and of the lists
-        self.load(np.zeros(0, dtype=np.int64), np.zeros((0, self.dim + self.num_thresholds), dtype=np.float32))
+        self.load(np.zeros(0, dtype=np.int64), np.zeros((0, dim + num_thresholds), dtype=np.float32))
 
     def __len__(self) -> int:
         return len(self._view.ids)
@@ -102,11 +101,11 @@ class EntryIndex:
         return _places(self._view, ids)
 
     def take(self, ids: IntArray) -> Float[Tensor, "ids width"]:
-        """The rows of ids that are there, all of one moment; a KeyError names one that is not."""
+        """The rows of these ids, all of one moment; a KeyError names those that are not there."""
         view = self._view
         places = _places(view, ids)
         if len(ids) and places.min() < 0:
-            raise KeyError(int(ids[places.argmin()]))
+            raise KeyError(f"the store has no entries with ids {preview(ids[places < 0])}")
         return torch.from_numpy(view.rows[places])
 
     def put(self, ids: IntArray, rows: Floats) -> None:

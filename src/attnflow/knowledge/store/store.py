@@ -134,7 +134,7 @@ class Store:
             KeyError: an id is unknown.
         """
         index = self._current()
-        return index.rows.clone() if ids is None else index.take(_known(index, ids))
+        return index.rows.clone() if ids is None else index.take(entry.identifiers("ids", ids))
 
     def search(
         self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None
@@ -214,7 +214,8 @@ class Store:
             KeyError: an id is unknown; nothing is deleted.
         """
         with self._writing() as index:
-            keys = _known(index, ids)
+            keys = entry.identifiers("ids", ids)
+            index.take(keys)  # all of them are there
             if not len(keys):
                 return
             with self._following():
@@ -383,11 +384,3 @@ class Store:
         if first + count > 2**63:
             raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
         return np.arange(first, first + count, dtype=np.int64)
-
-
-def _known(index: EntryIndex, ids: Indices) -> IntArray:
-    keys = entry.identifiers("ids", ids)
-    unknown = keys[index.places(keys) < 0]
-    if len(unknown):
-        raise KeyError(f"the store has no entries with ids {preview(unknown)}")
-    return keys
