@@ -98,3 +98,18 @@ def test_long_blocks():
     assert mask.shape == (10**7, 10**7)
     with pytest.raises(ValueError, match=r"big_bird\(n=10000000, num_random=1000\) takes about"):
         masks.big_bird(10**7, 100, num_random=1000)
+
+
+@pytest.mark.parametrize("dilation", [4, 64])
+def test_windows_with_gaps_and_global_tokens_combine_at_131_072(dilation):
+    """Neither numbering keeps both small: the global tokens in front of the residue classes do."""
+    n, window = 131_072, 64
+    tokens = np.arange(0, n, 100)
+    one, two = masks.dilated_window(n, window, dilation), masks.global_tokens(n, tokens)
+    both, either = one & two, one | two
+    for query in [0, 1, 99, 100, 65_500, 65_501, n - 1]:
+        dilated = set(range(query, -1, -dilation)[:window])
+        others = set(range(n)) if query % 100 == 0 else {*tokens.tolist(), query}
+        assert both.keys(query).tolist() == sorted(dilated & others)
+        assert either.keys(query).tolist() == sorted(dilated | others)
+    assert both == two & one

@@ -135,7 +135,8 @@ def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
     plain = Numbered(a.rows)
     few = 2 * (len(a.rows.starts) + len(b.rows.starts) + a.rows.num_rows)
     many = min(RENAMED, max(a.pairs // 64, 1)) if a.pairs <= SCANNED else RENAMED
-    costs = sorted(((a.expected(n) + b.expected(n), n) for n in (plain, a, b)), key=lambda pair: pair[0])
+    candidates = [plain, a, b, *_fronted(a, b), *_fronted(b, a)]
+    costs = sorted(((a.expected(n) + b.expected(n), n) for n in candidates), key=lambda pair: pair[0])
     # That of the positions first where it keeps both small; a cost is a guess, the limit is kept exactly.
     for numbers, limit in [(plain, few), *((numbers, many) for cost, numbers in costs if cost <= 4 * RENAMED)]:
         left = a.renumbered(numbers, limit)
@@ -145,6 +146,26 @@ def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
     if a.pairs > SCANNED:
         raise too_many(what, costs[0][0])
     return Numbered(_set(a.intervals(what), b.intervals(what), sign))
+
+
+def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
+    """The numbering of `a` with the keys that most rows of `b` share as one interval (its global tokens) in front.
+
+    There both stay in few intervals: rows of `a` as they were but for those keys, and those keys beside each other.
+    """
+    size = a.rows.num_keys
+    if a.rows.num_rows != size or not all(same_rank(each.query_rank, each.key_rank) for each in (a, b)):
+        return
+    starts, ends = b.rows.starts.astype(np.int64), b.rows.ends.astype(np.int64)
+    inner = (ends - starts > 1) & (ends - starts < size)
+    pairs, count = np.unique(starts[inner] * (size + 1) + ends[inner], return_counts=True)
+    if not len(pairs) or 4 * count.max() < size:
+        return
+    start, end = divmod(int(pairs[count.argmax()]), size + 1)
+    identity = np.arange(size)
+    a_rank, b_rank = (identity if each.key_rank is None else each.key_rank for each in (a, b))
+    rank = invert(np.lexsort((a_rank, (b_rank < start) | (b_rank >= end))))
+    yield Numbered(a.rows, rank, rank)
 
 
 def _set(left: IntervalRows, right: IntervalRows, sign: str) -> IntervalRows:
