@@ -55,7 +55,7 @@ HASSE: Final = Paper(
             Settled(
                 "confirmed",
                 "Outputs and gradients of real models move where the order says, and nowhere else.",
-                ("tests/audit/test_oracle.py", "tests/audit/test_released.py"),
+                ("tests/audit/test_oracle.py", "tests/audit/test_faults.py"),
             ),
         ),
         Claim(
