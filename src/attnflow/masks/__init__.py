@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
-from attnflow.masks import export, spec  # noqa: F401  spec gives `Mask.from_json` its reader
+from attnflow.masks import export
+from attnflow.masks import spec as spec  # gives `Mask.from_json` its reader
 from attnflow.masks.batches import batch, per_head
 from attnflow.masks.build import from_block_mask, from_dense, from_edges, from_intervals, from_mask_mod
 from attnflow.masks.catalogue import (

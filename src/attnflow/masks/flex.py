@@ -153,7 +153,8 @@ def block_counts(rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[in
         return _counts_of_scattered(rows, key_rank, *blocks)
     query, starts, ends = pieces
     grid = -(-rows.num_rows // blocks[0]), -(-rows.num_keys // blocks[1])
-    return pairs_in_blocks(*map(torch.from_numpy, (query // blocks[0], starts, ends)), grid, blocks[1]).numpy()
+    block, start, end = map(torch.from_numpy, (query // blocks[0], starts, ends))
+    return pairs_in_blocks(block, start, end, grid, blocks[1]).numpy()
 
 
 def _counts_of_scattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_block: int) -> IntArray:

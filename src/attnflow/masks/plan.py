@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class Planned:
 
     __slots__ = ()
 
-    def plan(self: Mask, ranks: int, sharding: Sharding = "head-tail", block_size: int = 128) -> ShardPlan:
+    def plan(self, ranks: int, sharding: Sharding = "head-tail", block_size: int = 128) -> ShardPlan:
         """Which rank computes which queries of one sequence, and what that costs each in work and communication.
 
         Every rank holds queries, keys and values of its positions; in each layer it is sent the keys and values that
@@ -129,21 +129,22 @@ class Planned:
         >>> [round(masks.causal(1024).plan(4, how).imbalance, 2) for how in ("contiguous", "head-tail")]
         [1.75, 1.0]
         """
-        if self.num_queries != self.num_keys:
-            raise ValueError(f"a sequence is cut by its positions: expected a square mask, got {self.shape}")
+        mask = cast("Mask", self)
+        if mask.num_queries != mask.num_keys:
+            raise ValueError(f"a sequence is cut by its positions: expected a square mask, got {mask.shape}")
         ranks, block_size = checks.integer("ranks", ranks, 1), checks.integer("block_size", block_size, 1)
         if sharding not in _SHARDINGS:
             raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
-        every = np.arange(self.num_queries)
+        every = np.arange(mask.num_queries)
         if sharding == "contiguous":
-            return _counted(self, sharding, np.array_split(every, ranks))
+            return _counted(mask, sharding, np.array_split(every, ranks))
         if sharding == "head-tail":
             parts = np.array_split(every, 2 * ranks)
-            return _counted(self, sharding, [np.concatenate([parts[rank], parts[-1 - rank]]) for rank in range(ranks)])
+            return _counted(mask, sharding, [np.concatenate([parts[rank], parts[-1 - rank]]) for rank in range(ranks)])
         alone = sharding == "document"
-        parts = np.split(every, _borders(self.intervals()) if alone else every[block_size::block_size])
-        room = self.num_queries if alone else -(-len(parts) // ranks)
-        return _counted(self, sharding, _dealt(parts, self.row_counts(), ranks, room))
+        parts = np.split(every, _borders(mask.intervals()) if alone else every[block_size::block_size])
+        room = mask.num_queries if alone else -(-len(parts) // ranks)
+        return _counted(mask, sharding, _dealt(parts, mask.row_counts(), ranks, room))
 
 
 def _counted(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:

@@ -171,7 +171,7 @@ class Attached(Handle):
         """
         link = self._stored()
         rows = torch.from_numpy(matrix("embeddings", embeddings, link.store.dim))
-        named = {"encoder": link.encoder or None, **columns}
+        named: dict[str, Any] = {"encoder": link.encoder or None, **columns}
         return link.store.insert(embeddings=rows, thresholds=link.thresholds(rows, layers, experts), **named)
 
     def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:

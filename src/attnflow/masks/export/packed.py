@@ -81,8 +81,8 @@ def varlen(mask: Mask | MaskGrid) -> Varlen:
     left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
     if bands.causal:
         right = _OPEN if bands.left is None else 0
-    longest = (max(lengths, default=0) for lengths in (bands.queries, bands.keys))
-    return Varlen(_cumulative(bands.queries), _cumulative(bands.keys), *longest, bands.causal, (left, right))
+    query, key = (max(lengths, default=0) for lengths in (bands.queries, bands.keys))
+    return Varlen(_cumulative(bands.queries), _cumulative(bands.keys), query, key, bands.causal, (left, right))
 
 
 @dataclass(frozen=True, eq=False)
