@@ -12,8 +12,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoConfig
 
 import attnflow as af
-from attnflow.audit import BatchReport, check_batch, declared_order
+from attnflow.audit import check_batch, declared_order
 from attnflow.audit.batch_reading import family_of
+from attnflow.audit.batches import BatchReport
 from attnflow.testing import closure
 from tests.audit.batches import CAUSAL, CLEAN, IDS, MASKED, MISTAKES, label
 from tests.audit.common import tiny

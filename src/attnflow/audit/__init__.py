@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.audit.audit import check
-from attnflow.audit.batches import BatchReport, check_batch
+from attnflow.audit.batches import check_batch
 from attnflow.audit.declared import declared_order
 from attnflow.audit.guards import guard
 from attnflow.audit.measurement import measure
@@ -20,7 +20,7 @@ from attnflow.audit.report import AuditReport
 if TYPE_CHECKING:
     from attnflow.audit.hf import GuardCallback
 
-__all__ = ["AuditReport", "BatchReport", "GuardCallback", "check", "check_batch", "declared_order", "guard", "measure"]
+__all__ = ["AuditReport", "GuardCallback", "check", "check_batch", "declared_order", "guard", "measure"]
 
 
 def _home(_: str) -> object:

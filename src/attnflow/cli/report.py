@@ -14,7 +14,7 @@ from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print
 
 if TYPE_CHECKING:
     from attnflow._core.progress import Reporter
-    from attnflow.report import Page
+    from attnflow.report.page import Page
 
 
 def report(

@@ -1,9 +1,8 @@
 """The order that a mask generates: closure, classes, Hasse diagram, depth, receptive fields, witness paths."""
 
 from attnflow.order.flow import Flow, analyze
-from attnflow.order.hasse import Hasse
 
-__all__ = ["Flow", "Hasse", "analyze"]
+__all__ = ["Flow", "analyze"]
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,11 @@
 """Results as pictures and pages: one drawing for each kind of result, registered in `registry`."""
 
 from attnflow.report.live.notebook import widget
-from attnflow.report.page import Page
 from attnflow.report.registry import encode as encode
 from attnflow.report.registry import figure, model_page, page
 from attnflow.report.registry import notebook as notebook  # by which, and by `encode`, results show and save themselves
 
-__all__ = ["Page", "figure", "model_page", "page", "widget"]
+__all__ = ["figure", "model_page", "page", "widget"]
 
 
 def __dir__() -> list[str]:
