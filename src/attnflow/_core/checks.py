@@ -23,9 +23,9 @@ _LARGEST: Final = (1 << 63) - 1  # of int64, in which everything is computed
 
 
 def integer(name: str, value: object, minimum: int = 0, maximum: int | None = None) -> int:
-    """`value` as an int within [minimum, maximum], by default at most 2**63 - 1.
+    """Return `value` as an int within [minimum, maximum], by default at most 2**63 - 1.
 
-    Integers of numpy and torch without dimensions are welcome; bools of any kind, floats and texts are not.
+    Accepts 0-d integers of numpy and torch; refuses bools, floats and texts.
     """
     result = _index(name, value)
     if result < minimum:
@@ -37,7 +37,7 @@ def integer(name: str, value: object, minimum: int = 0, maximum: int | None = No
 
 
 def size(name: str, value: object, minimum: int = 0) -> int:
-    """`value` as a number of positions: an int in [minimum, `LARGEST_SIZE`]."""
+    """Return `value` as a number of positions: an int in [minimum, `LARGEST_SIZE`]."""
     result = _index(name, value)
     if result < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {result}")
@@ -49,7 +49,7 @@ def size(name: str, value: object, minimum: int = 0) -> int:
 
 
 def boolean(name: str, value: object) -> bool:
-    """`value` as a bool; those of numpy and torch without dimensions are welcome, numbers and texts are not."""
+    """Return `value` as a bool; accepts 0-d bools of numpy and torch, refuses numbers and texts."""
     if isinstance(value, bool):
         return value
     if getattr(value, "dtype", None) in (torch.bool, np.bool_) and getattr(value, "shape", None) == ():
@@ -58,7 +58,7 @@ def boolean(name: str, value: object) -> bool:
 
 
 def number(name: str, value: object, minimum: float | None = None) -> float:
-    """`value` as a finite float, at least `minimum`; bools and texts are no numbers."""
+    """Return `value` as a finite float of at least `minimum`; refuses bools and texts."""
     dtype = getattr(value, "dtype", None)
     if isinstance(value, bool | str | bytes) or dtype in (torch.bool, np.bool_):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
@@ -73,7 +73,7 @@ def number(name: str, value: object, minimum: float | None = None) -> float:
 
 
 def index_array(name: str, values: object, limit: int | None = None) -> IntArray:
-    """`values` (a sequence, array or tensor of integers) as int64[n]; with `limit`, each must lie in [0, limit)."""
+    """Return integers as int64[n]; with `limit`, each must lie in [0, limit)."""
     if isinstance(values, str | bytes):
         raise TypeError(f"{name} must be a sequence of integers, got the text {values!r:.40}")
     plain = values if isinstance(values, Sequence) else _as_plain(name, values)
@@ -108,7 +108,7 @@ def index_array(name: str, values: object, limit: int | None = None) -> IntArray
 
 
 def permutation(name: str, values: object, size: int | None = None) -> IntArray:
-    """`values` as a permutation of range(n)."""
+    """Check that `values` is a permutation of range(n)."""
     array = index_array(name, values)
     n = len(array) if size is None else size
     if len(array) != n or not np.array_equal(np.sort(array), np.arange(n)):
@@ -117,7 +117,7 @@ def permutation(name: str, values: object, size: int | None = None) -> IntArray:
 
 
 def preview(values: Iterable[object], limit: int = 12) -> str:
-    """The first few of many values, for a message."""
+    """Format the first few values for a message."""
     items = [str(v) for _, v in zip(range(limit + 1), values, strict=False)]
     return "[" + ", ".join(items[:limit]) + (", ...]" if len(items) > limit else "]")
 

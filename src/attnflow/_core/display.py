@@ -1,6 +1,6 @@
-"""How results and masks show themselves: by a renderer that the top-level package installs.
+"""How results and masks are drawn: by a renderer that `attnflow/__init__.py` installs.
 
-Nothing in `_core` imports the room that draws. Without `attnflow/__init__.py` there would be no renderer.
+So nothing in `_core` imports the room that draws.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Protocol, cast, runtime_checkable
 
 @runtime_checkable
 class Renderer(Protocol):
-    """What draws results; the room `report` is one."""
+    """Draws results; the room `report` is one."""
 
     def notebook(self, shown: object) -> str:
-        """The HTML of a result in a notebook."""
+        """Return the HTML of a result for a notebook."""
         ...
 
     def encode(self, shown: object, suffix: str) -> bytes:
-        """The content of a file of a result, of the format of the suffix."""
+        """Return the content of a file with this suffix."""
         ...
 
 
@@ -26,16 +26,16 @@ _loaders: list[Callable[[], object]] = []
 
 
 def install(load: Callable[[], object]) -> None:
-    """Show results by what `load` returns; it is called when the first result is shown."""
+    """Set the renderer; `load` is called when the first result is shown."""
     _loaders[:] = [load]
 
 
 def renderer() -> Renderer:
-    """The renderer that is installed."""
+    """Return the installed renderer."""
     assert _loaders, "attnflow/__init__.py installs a renderer"
     return cast(Renderer, _loaders[0]())
 
 
 def in_notebook(shown: object) -> str:
-    """HTML of a result or a mask, for `_repr_html_`."""
+    """Return the HTML of a result or a mask, for `_repr_html_`."""
     return renderer().notebook(shown)

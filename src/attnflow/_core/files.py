@@ -1,6 +1,6 @@
-"""Files and folders that are written whole or not at all.
+"""Writes files and folders whole or not at all.
 
-Each returns when what it wrote is on the disk: a machine that dies later loses nothing of it.
+Each function returns once its data is on the disk, so that a later crash loses nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ _LEFT: Final = 24 * 3600.0  # seconds after which a part that nobody writes to w
 
 @contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
-    """A binary file that becomes `path` when the block ends without an error; otherwise `path` stays as it was.
-
-    Raises:
-        FileNotFoundError: the folder of `path` does not exist.
-        IsADirectoryError: `path` is a folder.
-    """
+    """Open a binary file that replaces `path` when the block ends without an error."""
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"expected a file to write, got the folder {target}")
@@ -45,14 +40,9 @@ def write_atomically(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
 
 @contextmanager
 def write_folder(path: str | os.PathLike[str]) -> Generator[Path]:
-    """A new folder that takes the place of `path` when the block ends without an error.
+    """Make a new folder that replaces `path` when the block ends without an error.
 
-    After an error `path` is as it was. A folder that is replaced is renamed first: a kill between the two renames
-    leaves no `path`, and the old folder beside it as `.NAME.*.old`.
-
-    Raises:
-        FileNotFoundError: the folder around `path` does not exist.
-        NotADirectoryError: `path` is a file.
+    A kill between the two renames leaves no `path`, and the old folder beside it as `.NAME.*.old`.
     """
     target = Path(os.path.realpath(path))  # of a link, what it points to is replaced
     if target.exists() and not target.is_dir():
@@ -71,7 +61,7 @@ def write_folder(path: str | os.PathLike[str]) -> Generator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on the disk."""
+    """Wait until a file, or the directory of a folder, is on the disk."""
     if sys.platform == "win32" and path.is_dir():
         return  # has no such call
     opened = os.open(path, os.O_RDONLY)
@@ -82,7 +72,7 @@ def sync(path: Path) -> None:
 
 
 def _part_of(target: Path) -> Path:
-    """A new name beside `target`, for a rename within one disk; what killed writers have left there is removed."""
+    """Return a new name beside `target`, on the same disk, and remove what killed writers left there."""
     if not target.parent.is_dir():
         raise FileNotFoundError(f"no folder {target.parent} to write {target.name} in; create it first")
     for left in target.parent.glob(f".{target.name}.*.part"):

@@ -1,4 +1,4 @@
-"""Names of a room that need an optional package: imported when they are asked for, listed all the same."""
+"""Imports a room's names on first use where they need an optional package; `dir()` lists them all the same."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Callable, Sequence
 def on_demand(
     room: str, names: Sequence[str], home: Callable[[str], object]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a room whose public `names` it does not all import.
+    """Return `__getattr__` and `__dir__` for a room that imports only some of its public names.
 
-    Args:
-        room: its `__name__`.
-        names: its `__all__`.
-        home: the module that holds a name; it imports that module, so that no import hides in a string.
+    `home` imports the module of a name itself, so that no import hides in a string.
     """
 
     def find(name: str) -> object:

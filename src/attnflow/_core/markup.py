@@ -1,4 +1,4 @@
-"""Text for SVG, HTML and terminals that is safe whatever it holds: escaping, control characters, widths, tables."""
+"""Safe text for SVG, HTML and terminals: escaping, control characters, widths, tables."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _HIDDEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def visible(text: object) -> str:
-    """`text` on one line with every control, format, surrogate and unassigned character made visible."""
+    """Put `text` on one line, with control, format, surrogate and unassigned characters made visible."""
     return "".join(_glyph(character) for character in str(text))
 
 
 def escape(text: object) -> str:
-    """`text` as the content of an element or of a quoted attribute."""
+    """Escape `text` for an element or a quoted attribute."""
     return html.escape(visible(text), quote=True)
 
 
 def shorten(text: object, limit: int) -> str:
-    """`text` made visible and cut to at most `limit` characters, the last one an ellipsis if anything was cut."""
+    """Make `text` visible and cut it to `limit` characters, with an ellipsis as the last."""
     shown = visible(text)
     return shown if len(shown) <= limit else shown[: max(limit - 1, 0)].rstrip() + "…"
 
 
 def token_label(token: str, limit: int = 12) -> str:
-    """A token in a picture: without the spaces around it, on one line, cut to `limit` characters.
+    """Show a token on one line, without surrounding spaces, cut to `limit` characters.
 
     >>> token_label(" apples"), token_label(" "), token_label(chr(10)), token_label("")
     ('apples', '␣', '↵', '∅')
@@ -38,9 +38,9 @@ def token_label(token: str, limit: int = 12) -> str:
 
 
 def element(tag: str, content: str = "", /, **attributes: object) -> str:
-    """`<tag a="...">content</tag>`; attribute values are escaped, `content` is markup already.
+    """Return `<tag a="...">content</tag>`; attribute values are escaped, `content` is already markup.
 
-    Underscores in attribute names become hyphens and a trailing one is dropped (`class_`); None leaves one out.
+    Underscores in attribute names become hyphens, a trailing one is dropped (`class_`), and None omits the attribute.
     """
     parts = [tag]
     for name, value in attributes.items():
@@ -51,12 +51,12 @@ def element(tag: str, content: str = "", /, **attributes: object) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate: at most two decimals, no trailing zeros."""
+    """Format a coordinate with at most two decimals and no trailing zeros."""
     return _trim(f"{value:.2f}") if abs(value) >= 0.005 else "0"
 
 
 def grouped(value: int) -> str:
-    """An integer with thousands separated by a narrow no-break space.
+    """Format an integer with narrow no-break spaces between thousands.
 
     >>> grouped(16384).split(chr(0x202F))
     ['16', '384']
@@ -65,10 +65,10 @@ def grouped(value: int) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in [0, 1] as a percentage that never rounds to 0 % or 100 % what is neither.
+    """Format a share in [0, 1] as a percentage; only exact values read 0 % or 100 %.
 
     >>> percent(0.5), percent(1.0), percent(0.99999), percent(0.00001)
-    ('50\xa0%', '100\xa0%', '>\xa099.9\xa0%', '<\xa00.1\xa0%')
+    ('50 %', '100 %', '> 99.9 %', '< 0.1 %')
     """
     if 0 < share < 0.001:
         text = "< 0.1 %"
@@ -89,12 +89,12 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
 
 
 def columns(text: str) -> float:
-    """Width of `text` in columns of a monospaced font; wide (East Asian, emoji) characters take two."""
+    """Return the width of `text` in monospaced columns; wide characters (East Asian, emoji) take two."""
     return sum((_column(character) for character in text), 0.0)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Rows of cells in columns two spaces apart: numbers to the right, the columns in `left` to the left.
+    """Align rows of cells in columns: to the right, or to the left for the columns in `left`.
 
     >>> print(aligned([["id", "text"], ["7", "a cat"], ["12", "a mat"]], left=[1]))
     id  text

@@ -1,4 +1,4 @@
-"""Functions that a file or a command calls by name: their parameters, read from their signatures."""
+"""Functions that a file or a command calls by name, with parameters read from their signatures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST: Final = 1 << 22  # beyond it the machine would run out of memory befor
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter that text or JSON can set."""
+    """A parameter that text or JSON can set."""
 
     name: str
     kind: Literal["int", "bool", "ints", "text"]  # "ints": a list of integers
@@ -27,13 +27,13 @@ class Parameter:
     choices: tuple[str, ...] = ()  # the allowed texts, if they are few
 
     def bounded(self, value: int) -> int:
-        """`value`, unless it is too large to be meant."""
+        """Return `value`, or refuse one too large to be meant."""
         if value > _LARGEST:
             raise ValueError(f"{self.name} is at most {_LARGEST:,} by name, got {value}: call the function in Python")
         return value
 
     def read(self, text: str) -> object:
-        """The value that typed text stands for."""
+        """Parse typed text."""
         typed = f"{self.name}={text}"
         if self.kind == "bool":
             if text.lower() not in ("true", "false"):
@@ -50,7 +50,7 @@ class Parameter:
         return text
 
     def check(self, value: object, where: str) -> object:
-        """The value of a JSON file, of the right kind."""
+        """Check the kind of a JSON value."""
         if value is None and not self.required and self.default is None:
             return None
         if self.kind == "int":
@@ -66,7 +66,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Named(Generic[_T]):
-    """A function that is called by name: its parameters, and in one line what it makes."""
+    """A function called by name, with its parameters and a one-line summary."""
 
     name: str
     function: Callable[..., _T]
@@ -80,7 +80,7 @@ class Named(Generic[_T]):
         return f"{self.name}({', '.join([*self.leading, *map(_declare, self.parameters)])})"
 
     def read(self, settings: Mapping[str, str]) -> dict[str, object]:
-        """Typed values of texts, such as {"window": "4"}; `ValueError` for an unknown name or text that is no value."""
+        """Parse typed settings such as {"window": "4"}; `ValueError` for an unknown name or bad text."""
         parameters = {parameter.name: parameter for parameter in self.parameters}
         for name in settings:
             if name not in parameters:
@@ -94,7 +94,7 @@ class Named(Generic[_T]):
             raise ValueError(f"{self.signature} needs {' and '.join(missing)}")
 
     def check(self, values: object, where: str) -> dict[str, object]:
-        """The parameters of a JSON file; `ValueError` says where a name or a value is wrong or missing."""
+        """Check parameters from JSON; `ValueError` names the place of a missing or wrong one."""
         mapping = as_object(values, f"{where}.parameters")
         only_keys(mapping, f"{where}: {self.signature}", optional=[p.name for p in self.parameters])
         try:
@@ -105,7 +105,7 @@ class Named(Generic[_T]):
 
 
 def named(function: Callable[..., _T], leading: Sequence[str] = ()) -> Named[_T]:
-    """A function with the parameters of its signature, without the `leading` ones."""
+    """Describe a function by its signature, without the `leading` parameters."""
     hints = typing.get_type_hints(function)
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in leading]
     summary = (inspect.getdoc(function) or "").split("\n", 1)[0].rstrip(".")
@@ -114,7 +114,7 @@ def named(function: Callable[..., _T], leading: Sequence[str] = ()) -> Named[_T]
 
 
 def find(name: str, entries: Mapping[str, _T], what: str) -> _T:
-    """`entries[name]`; `ValueError` for an unknown name, with the closest ones."""
+    """Return `entries[name]`; `ValueError` suggests the closest names for an unknown one."""
     if name not in entries:
         hint = close_to(name, entries) or f"; known: {', '.join(sorted(entries))}"
         raise ValueError(f"unknown {what} {name!r}{hint}")

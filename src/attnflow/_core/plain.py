@@ -1,4 +1,4 @@
-"""Plain data that people write (JSON): each mistake is named with the place where it stands."""
+"""Checks JSON that people write; each message names the place of the mistake."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import NoReturn, cast
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
-    """The JSON object in a file; "-" reads standard input.
+    """Read the JSON object in a file, or in standard input for "-".
 
-    Raises:
-        ValueError: no file that can be read, not UTF-8, not JSON, a name that stands twice, NaN, or no object at the
-            top.
+    Refuses, with `ValueError`, an unreadable file, repeated names, NaN, and anything but an object at the top.
     """
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
@@ -28,11 +26,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
 
 
 def parse_json(text: str, where: str) -> dict[str, object]:
-    """The JSON object in a text; `where` names the text in messages.
-
-    Raises:
-        ValueError: as `read_json`.
-    """
+    """Parse a JSON object as `read_json` does; `where` names the text in messages."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -43,7 +37,7 @@ def parse_json(text: str, where: str) -> dict[str, object]:
 
 
 def as_object(value: object, where: str) -> dict[str, object]:
-    """`value` if it is a JSON object."""
+    """Return `value` if it is a JSON object."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: expected a JSON object, got {kind_of(value)}")
     return dict(cast(Mapping[str, object], value))
@@ -80,7 +74,7 @@ def as_text(value: object, where: str) -> str:
 def only_keys(
     values: Mapping[str, object], where: str, required: Sequence[str] = (), optional: Sequence[str] = ()
 ) -> None:
-    """Refuse missing names and names that mean nothing: a misspelt one would be ignored silently."""
+    """Refuse missing and unknown names; a misspelt one would be ignored silently."""
     names = (*required, *optional)
     for name in values:
         if name not in names:
@@ -91,13 +85,13 @@ def only_keys(
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: ": did you mean ...?", or nothing."""
+    """End a message about an unknown name with ": did you mean ...?", or with nothing."""
     near = difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=2, cutoff=0.5)
     return f": did you mean {' or '.join(near)}?" if near else ""
 
 
 def kind_of(value: object) -> str:
-    """A value of JSON in a message."""
+    """Describe a JSON value for a message."""
     if isinstance(value, Mapping | list | tuple):
         return "an object" if isinstance(value, Mapping) else "a list"
     return f"the text {value!r:.40}" if isinstance(value, str) else json.dumps(value, default=repr)

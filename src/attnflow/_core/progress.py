@@ -1,4 +1,4 @@
-"""What long work says of itself while it runs: one call, `progress(done, total, what)`, and one way to show it."""
+"""Progress of long work: one call, `progress(done, total, what)`, and one way to show it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN_SECONDS: Final = 30.0
 
 @runtime_checkable
 class Stream(Protocol):
-    """Where text is written: `sys.stderr`, or what stands in for it."""
+    """A text stream such as `sys.stderr`."""
 
     def write(self, text: str, /) -> object: ...
     def flush(self) -> object: ...
@@ -26,17 +26,10 @@ class Stream(Protocol):
 
 
 class Reporter:
-    """Shows progress on stderr: a bar on a terminal; elsewhere a line now and then, and none for short work.
+    """Shows progress on stderr, and is what `progress=` takes: a bar on a terminal, elsewhere a line now and then.
 
-    It is what `progress=` of any verb takes:
-
-        with Reporter() as progress:
-            audit.check(model, inputs, progress=progress)
-
-    Args:
-        stream: where to write; stderr by default.
-        seconds: between two lines where the stream is no terminal.
-        clock: seconds that never go back.
+    with Reporter() as progress:
+        audit.check(model, inputs, progress=progress)
     """
 
     def __init__(
@@ -52,7 +45,7 @@ class Reporter:
         self._task: TaskID | None = None
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        """Show that `done` of `total` steps of `what` are done; total 0: nobody knows how many there are."""
+        """Show that `done` of `total` steps are done; a total of 0 means unknown."""
         if self._stream.isatty():
             self._draw(done, total, what)
         elif self._clock() - self._last >= self._seconds:
@@ -60,12 +53,12 @@ class Reporter:
             print(f"{what} {done}/{total}" if total else what, file=self._stream, flush=True)
 
     def stage(self, what: str) -> None:
-        """Show what is going on where nothing can be counted, on a terminal."""
+        """Show, on a terminal, what is going on where nothing can be counted."""
         if self._stream.isatty():
             self._draw(0, 0, what)
 
     def pause(self) -> None:
-        """Take the bar off the screen, so that something can be printed; the next call shows it again."""
+        """Hide the bar so that something can be printed; the next call shows it again."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None

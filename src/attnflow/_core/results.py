@@ -66,7 +66,7 @@ class Result:
 
     @classmethod
     def _content(cls, values: Mapping[str, object]) -> dict[str, object]:
-        """What a saved result holds beside its kind and version, which must be right."""
+        """Return a saved result's fields, after checking its kind and version."""
         kind, version = values.get(_KIND), values.get(_VERSION)
         if kind != cls.__name__:
             what = repr(kind) if isinstance(kind, str) else 'no result of attnflow (no key "attnflow")'
@@ -142,7 +142,7 @@ class Result:
 
 
 def plain(value: object) -> Any:
-    """A dataclass as plain values for JSON, as `Result.to_dict` writes a field: for numbers derived from fields."""
+    """Convert a dataclass to plain values, as `Result.to_dict` converts a field."""
     return _converter.unstructure(value)
 
 
@@ -181,7 +181,7 @@ def _load_array(values: Mapping[str, Any], _: object) -> npt.NDArray[Any]:
 
 
 def _of(kind: type) -> Callable[[Any], bool]:
-    """Whether a field's type is `kind`, bare or under a jaxtyping annotation."""
+    """Match fields of type `kind`, bare or under a jaxtyping annotation."""
 
     def matches(annotation: Any) -> bool:
         array = getattr(annotation, "array_type", annotation)

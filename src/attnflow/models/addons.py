@@ -1,8 +1,7 @@
-"""Saved add-ons: what was added to a model (a bias, a reader), in a folder of its own, without the model.
+"""Saved add-ons: what was added to a model (a bias, a reader), in its own folder without the model.
 
-One format for all kinds. `KIND.safetensors` holds the tensors, and in its header the config, the identity of the base
-model, and a digest of the whole file: one rename replaces an older add-on, so that a folder always holds a whole one.
-`KIND_config.json` repeats the config for people to read; it is never read back. Nothing is unpickled or imported.
+`KIND.safetensors` holds everything, with the config, the base model's identity and a digest of the file in its header;
+one rename replaces an older add-on. `KIND_config.json` repeats the config for people and is never read back.
 """
 
 from __future__ import annotations
@@ -33,15 +32,7 @@ _ADAPTERS: Final = (".lora_", "modules_to_save")
 
 @dataclass(frozen=True)
 class Addon:
-    """A saved add-on, read without its model.
-
-    Attributes:
-        path: its file.
-        kind: such as "bias".
-        config: what `save` was given; every value in it is still to be checked.
-        base: identity of the model that it was made for.
-        tensors: by name, all finite.
-    """
+    """A saved add-on, read without its model; the tensors are finite, the values in `config` are unchecked."""
 
     path: Path
     kind: str
@@ -51,18 +42,13 @@ class Addon:
 
     @property
     def base_name(self) -> str:
-        """The name that the base model was loaded by; "" if it had none."""
+        """Return the name that the base model was loaded by, or ""."""
         return str(self.base.get("name") or "")
 
     def check_base(self, here: Mapping[str, object], strict: bool = True) -> None:
-        """Refuse a model that the add-on was not made for.
+        """Raise `WrongBase` for a model that the add-on was not made for, given the model's `identity`.
 
-        Args:
-            here: the `identity` of the model.
-            strict: refuse other weights of the same sizes, too.
-
-        Raises:
-            WrongBase: another model, with what differs.
+        Unless `strict`, other weights of the same sizes pass.
         """
         named = f" ({self.base_name})" if self.base_name else ""
         for name in (name for name in here if name not in ("name", "samples")):
@@ -78,7 +64,7 @@ class Addon:
             )
 
     def check_fit(self, expected: Mapping[str, Tensor]) -> None:
-        """Refuse tensors of other names or shapes than `expected`, which may lie on the meta device."""
+        """Refuse tensors whose names or shapes are not `expected`, which may lie on the meta device."""
         missing, extra = sorted(set(expected) - set(self.tensors)), sorted(set(self.tensors) - set(expected))
         if missing or extra:
             raise ValueError(f"{self.path} does not fit its config: missing {missing[:3]}, unexpected {extra[:3]}")
@@ -88,7 +74,7 @@ class Addon:
                 raise ValueError(f"{self.path} does not fit its config: {name} has shape {got}, expected {want}")
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy the saved values into tensors of the same names and shapes; a ValueError where they do not fit."""
+        """Copy the saved values into tensors of the same names and shapes; `ValueError` on a mismatch."""
         self.check_fit(targets)
         with torch.no_grad():
             for name, tensor in targets.items():
@@ -102,20 +88,9 @@ def save_addon(
     config: Mapping[str, object],
     base: Mapping[str, object],
 ) -> Path:
-    """Write an add-on to a folder, which is created if need be; other files there stay as they are.
+    """Write an add-on to a folder, which is created if need be; other files there stay.
 
-    Args:
-        folder: where to.
-        kind: names the files.
-        tensors: by name.
-        config: what else is needed to attach it again, as JSON holds it.
-        base: the `identity` of the model that it belongs to.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: tensors without values (meta device), sharded over processes, or with NaN or infinity in them.
+    `ValueError` for tensors on the meta device, sharded over processes, or with NaN or infinity.
     """
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ValueError(f"the {kind} is on the meta device, where it has no values to save")
@@ -137,7 +112,7 @@ def write_addon(
     config: Mapping[str, object],
     base: Mapping[str, object],
 ) -> Path:
-    """Both files of an add-on whose tensors were checked."""
+    """Write both files of an add-on whose tensors were checked."""
     about = {"kind": kind, "version": _VERSION, "base": dict(base), "config": dict(config)}
     content = encoded(dict(tensors), metadata={"attnflow": json.dumps(about), "sha256": _NO_DIGEST})
     digest = hashlib.sha256(content).hexdigest()
@@ -150,11 +125,9 @@ def write_addon(
 
 
 def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
-    """The add-on of a kind in a folder, whole and as it was saved.
+    """Read the add-on of a kind from a folder, and check it whole.
 
-    Raises:
-        FileNotFoundError: none was saved there.
-        ValueError: a file that is damaged, of another kind or version, or holds NaN or infinity.
+    `FileNotFoundError` if there is none, `ValueError` if it is damaged, of another kind or version, or not finite.
     """
     path = Path(folder) / f"{kind}.safetensors"
     if not path.is_file():
@@ -185,13 +158,10 @@ def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
 
 
 def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes: object) -> dict[str, object]:
-    """By what a base model is recognised: name, type, sizes, and a few weights of its first, middle and last layer.
+    """Identify a base model by name, type, sizes, and a few weights of its first, middle and last layer.
 
-    Args:
-        config: of the model.
-        layers: whose weights are sampled; recognised in any precision.
-        without: parameters whose name contains it are left out, as adapters are.
-        sizes: more that must be equal.
+    Parameters whose name contains `without`, such as adapters, are left out. The weights are recognised in any
+    precision.
     """
     return {
         "name": str(getattr(config, "_name_or_path", "") or ""),
@@ -216,13 +186,13 @@ def _weight_samples(layers: Sequence[nn.Module], without: str) -> list[float]:
 
 
 def add_tensor(digest: Any, label: str, tensor: Tensor) -> None:
-    """Add to a digest of `hashlib` the label, then the numbers of a tensor as they lie in memory, row by row."""
+    """Add a label and a tensor's bytes, row by row, to a digest of `hashlib`."""
     digest.update(label.encode())
     digest.update(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).data)
 
 
 def same_weights(here: object, saved: object) -> bool:
-    """Whether samples of weights are those that a file holds; no if it holds something else."""
+    """Compare samples of weights with those of a file; False if the file holds something else."""
     try:
         ours, theirs = torch.tensor(cast(Any, here)), torch.tensor(cast(Any, saved))
     except (TypeError, ValueError, RuntimeError, OverflowError):

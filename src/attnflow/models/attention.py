@@ -1,8 +1,7 @@
-"""The attention layers of a model in memory or in a checkpoint: where they are, their heads, their queries and keys.
+"""The attention layers of a model in memory or in a checkpoint: their places, heads, queries and keys.
 
-A model in memory is probed: noise through its attention modules shows of which rows of which weights their queries and
-keys consist. The registry of families speaks where nothing can be run: for a checkpoint, for weights that are not here,
-and for modules that compute attention by themselves, past transformers' interface.
+A model in memory is probed with noise. The registry of families serves checkpoints, weights that are not here, and
+modules that compute attention without transformers' interface.
 """
 
 from __future__ import annotations
@@ -44,25 +43,24 @@ _Pairs = list[tuple[Stem, Place | UnsupportedArchitecture]]
 class AttentionLayer(Place):
     """One attention module with its query and key projections, in one layout for every model.
 
-    Weights are stored (out, in): row `h * head_dim + i` of the query makes component i of the query of head h from the
-    token. Query head h scores against KV head `h // (num_heads // num_kv_heads)`. The bilinear form of a head is
-    `query_h.T @ key_h`, of which the scores of geometry, sec. 3 are taken. Biases, rotations by position, the gains of
-    norms and the factor 1/sqrt(head_dim) have no part in it.
+    Weights are stored (out, in): row `h * head_dim + i` makes component i of head h. Query head h scores against KV
+    head `h // (num_heads // num_kv_heads)`, and `query_h.T @ key_h` is its bilinear form (geometry, sec. 3), without
+    biases, rotations, norm gains and 1/sqrt(head_dim).
     """
 
     read: Read
     parameters: Mapping[str, nn.Parameter]  # of a model in memory, which hold query and key, perhaps among other rows
 
     def query(self) -> Float[Tensor, "out d_query"]:
-        """The query's weight, [num_heads * head_dim, d_query].
+        """Return the query's weight, [num_heads * head_dim, d_query]; a checkpoint is read now.
 
-        Of a model in memory gradients flow to the parameters, and it is a view of the parameter where the heads lie in
-        one run; a copy in interleaved and latent layouts. Of a checkpoint it is read now.
+        In memory, gradients flow to the parameters. It is a view if the heads lie in one run, and a copy in interleaved
+        and latent layouts.
         """
         return self.query_rows.load(self.read)
 
     def key(self) -> Float[Tensor, "kv_out d_key"]:
-        """The key's weight, [num_kv_heads * head_dim, d_key], likewise; d_key differs in some cross-attention."""
+        """Return the key's weight likewise, [num_kv_heads * head_dim, d_key]; d_key may differ in cross-attention."""
         return self.key_rows.load(self.read)
 
     def write(
@@ -70,9 +68,7 @@ class AttentionLayer(Place):
     ) -> None:
         """Replace the weights of a model in memory in place; the rest of a fused parameter stays.
 
-        Raises:
-            ValueError: a weight has another shape.
-            UnsupportedArchitecture: the weights are products (latent attention), so that there is no one way to.
+        `UnsupportedArchitecture` for latent attention, whose weights are products: they determine no factors.
         """
         for rows, weight in ((self.query_rows, query), (self.key_rows, key)):
             if weight is None:
@@ -91,20 +87,10 @@ class AttentionLayer(Place):
 
 
 def attention_layers(model: nn.Module, sites: Sequence[Site] | None = None) -> list[AttentionLayer]:
-    """Every attention module of a model in memory, in the order of its layers.
+    """List the attention modules of a model in memory, by layer; a module shared by layers (ALBERT) appears once.
 
-    Layers that share one module (ALBERT) have one entry.
-
-    Args:
-        model: the model.
-        sites: its attention modules, if `find_sites` has found them already.
-
-    Raises:
-        TypeError: not a module.
-        UnsupportedArchitecture: the model has no attention that is known, adapters on its queries or keys, or queries
-            and keys that are no linear function of a token.
-
-    Cost: one forward pass of 16 tokens.
+    Costs one forward pass of 16 tokens. `UnsupportedArchitecture` for unknown attention, adapters on queries or keys,
+    and queries or keys that are no linear function of a token.
     """
     if not isinstance(cast(object, model), nn.Module):
         raise TypeError(f"expected a torch module, got {type(model).__name__}")
@@ -121,12 +107,10 @@ def attention_layers(model: nn.Module, sites: Sequence[Site] | None = None) -> l
 
 
 def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | str]:
-    """What the queries and keys of each site consist of while the model runs, or why that cannot be told.
+    """Return what the queries and keys of each site consist of at run time, or why that is unknown.
 
-    Names are those that the model's own code uses, under adapters and when quantised, too.
-
-    Cost: one forward pass of 16 tokens; none if the weights are on the meta device. The registry speaks there, and for
-        models that do not run on tokens.
+    Names are those of the model's own code, under adapters and quantisation too. Costs one forward pass of 16 tokens;
+    the registry answers for weights on the meta device and for models that do not run on tokens.
     """
     from attnflow.models.noise import traces
     from attnflow.models.probe import projections_in
@@ -173,15 +157,10 @@ def _registered_projections(model: nn.Module, sites: Sequence[Site]) -> dict[str
 
 
 def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
-    """Every attention module of what `open_weights` opened, in order; its weights are read when they are asked for.
+    """List the attention modules of a checkpoint, in order; weights are read on demand.
 
-    Args:
-        weights: the checkpoint.
-        config: entries that replace those of its config.json.
-
-    Raises:
-        UnsupportedArchitecture: no queries and keys are known, they do not fit the config, or they are quantised in a
-            format that is not read.
+    `config` overrides entries of config.json. `UnsupportedArchitecture` where queries and keys are unknown, do not fit
+    the config, or have an unread quantisation.
     """
     packed = sorted(name for name in weights.packed if is_query_or_key(name))
     if packed:
@@ -217,7 +196,7 @@ def _can_run(model: nn.Module) -> bool:
 
 
 def _places(model: nn.Module, shapes: Shapes, config: Config, sites: Sequence[Site] | None = None) -> tuple[Place, ...]:
-    """A place for each attention module of a model in memory: what its names suggest, and what the probe has seen."""
+    """Return a place for each attention module: as its names suggest, corrected by the probe."""
     root = {**config_of(next((part for part in model.modules() if hasattr(part, "config")), model)), **config}
 
     def stated(path: str) -> Config:  # by torch's own attention
@@ -249,7 +228,7 @@ def _places(model: nn.Module, shapes: Shapes, config: Config, sites: Sequence[Si
 
 
 def _probed(model: nn.Module, sites: Sequence[Site], pairs: _Pairs) -> _Pairs:
-    """The pairs, with what the probe has seen in place of what names suggest."""
+    """Replace what names suggest by what the probe saw."""
     from attnflow.models.noise import traces
     from attnflow.models.probe import Unread, weights_in
 

@@ -1,4 +1,4 @@
-"""Looking at a model without changing it: evaluation mode, random generators and precision, put back afterwards."""
+"""Looking at a model without changing it: evaluation mode, random generators and precision are restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ REFUSALS: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupEr
 
 
 def refusal(error: Exception) -> str:
-    """What was raised, in one line."""
+    """Describe an exception in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def seed_all(seed: int) -> None:
-    """Same random numbers in every pass: models that draw some in eval (random attention, hashing) stay comparable."""
+    """Seed all generators, so that models that draw in eval (random attention, hashing) stay comparable."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - it is the legacy generator that models draw from
     torch.manual_seed(seed)
@@ -32,7 +32,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """In eval mode inside; the training flags of all modules and all random generators are restored afterwards."""
+    """Run in eval mode; training flags and all random generators are restored afterwards."""
     training = [(module, module.training) for module in model.modules()]
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
@@ -49,12 +49,10 @@ def evaluating(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
-    """Parameters and buffers in `dtype` inside; the very same tensors are put back afterwards.
+    """Hold parameters and buffers in `dtype`; the very same tensors are put back. None changes nothing.
 
-    In float64 everything is computed in float64, also what the model's code converts to float32 on purpose (norms,
-    softmax, rotary embeddings of transformers): they would limit outputs and gradients to about 1e-7.
-
-    Cost: a second copy of the parameters while it lasts. Nothing happens for None.
+    In float64, conversions to float32 in the model's code (norms, softmax, rotary embeddings) give float64 too; they
+    would limit results to about 1e-7. Costs a second copy of the parameters.
     """
     tensors = [] if dtype is None else [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     saved = [(tensor, tensor.data) for tensor in tensors]
@@ -69,7 +67,7 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
 
 
 class _Float64(TorchFunctionMode):
-    """Conversions to float32 give float64; grouped matrix products (experts), which have no such kernel, are split."""
+    """Turns conversions to float32 into float64, and splits grouped matrix products (experts), which lack it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

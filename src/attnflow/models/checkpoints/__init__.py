@@ -22,14 +22,10 @@ _SHARD: Final = re.compile(r"-\d+-of-(\d+)\.\w+$")
 
 
 def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
-    """A model in memory, a folder, a file, or a model on the hub, of which nothing but headers is read yet.
+    """Open a model in memory, a folder, a file, or a model on the hub; only headers are read.
 
-    In a folder, safetensors come first, then `.bin` and its like, then GGUF.
-
-    Raises:
-        FileNotFoundError: there is no such file, folder or model.
-        BadCheckpoint: a file is damaged, missing or in a form that is not opened.
-        MissingExtra: the hub or a GGUF file, without the packages that read them.
+    In a folder, safetensors come first, then `.bin` and its like, then GGUF. `FileNotFoundError` if it does not exist,
+    `BadCheckpoint` if a file is damaged or missing, `MissingExtra` for the hub or GGUF without their packages.
     """
     if isinstance(source, nn.Module):
         return module_weights(source)

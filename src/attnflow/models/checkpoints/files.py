@@ -1,4 +1,4 @@
-"""Files of a checkpoint, on disk or elsewhere: listed, chosen by format, and read by ranges of bytes."""
+"""Files of a checkpoint, on disk or elsewhere: listed, chosen by format, and read by byte ranges."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ class BadCheckpoint(AttnflowError, ValueError):
 
 @runtime_checkable
 class File(Protocol):
-    """A file that is read by ranges of bytes; messages call it by its name."""
+    """A file read by byte ranges; messages call it by its name."""
 
     name: str
     size: int
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes from `start` to the one before `stop`; all of them, or an error."""
+        """Return exactly the bytes from `start` to before `stop`, or raise."""
         ...
 
 
 @runtime_checkable
 class Folder(Protocol):
-    """The files of one checkpoint, those at its top level; results and messages call it by its name."""
+    """The top-level files of one checkpoint; results and messages call it by its name."""
 
     name: str
     files: tuple[str, ...]
 
     def file(self, name: str) -> File:
-        """One of its files."""
+        """Return one of its files."""
         ...
 
     def local(self, name: str) -> Path | None:
-        """Where a file is on this machine; None if it is not here."""
+        """Return a file's path on this machine, or None."""
         ...
 
 
@@ -52,7 +52,7 @@ class LocalFile:
         self.size = path.stat().st_size
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes of a range; `BadCheckpoint` if the file ends before."""
+        """Return a byte range; `BadCheckpoint` if the file ends before it."""
         # Read, not mapped: the pages of a map would stay in memory and count as this process's.
         if not 0 <= start <= stop <= self.size:  # before memory is taken for it
             raise BadCheckpoint(f"{self.name} is truncated or damaged: bytes {start} to {stop} of {self.size}")
@@ -78,27 +78,26 @@ class LocalFolder:
         self.files = tuple(name for name in there if only in (None, name) or name.endswith(".json"))
 
     def file(self, name: str) -> LocalFile:
-        """One of its files."""
+        """Return one of its files."""
         return LocalFile(self._path / name)
 
     def local(self, name: str) -> Path:
-        """Where a file is."""
+        """Return a file's path."""
         return self._path / name
 
 
 @dataclass(frozen=True)
 class Format:
-    """How the files of a format are called: by `usual`, or by another name with one of the suffixes."""
+    """A format's file names: the `usual` one, or another with one of its suffixes."""
 
     name: str
     suffixes: tuple[str, ...]
     usual: str = ""
 
     def find(self, folder: Folder) -> list[str]:
-        """The files that hold the model: the shards of the index, or the one file; empty if there are none.
+        """List the files that hold the model: the index's shards, or one file; empty if there are none.
 
-        Raises:
-            BadCheckpoint: a shard is missing, or which of several files holds the model is not clear.
+        `BadCheckpoint` for a missing shard, or several files of which any may hold the model.
         """
         there = [name for name in folder.files if name.endswith(self.suffixes) and not name.startswith(_NO_MODEL)]
         indices = [name for name in folder.files if name.endswith(f"{self.suffixes[0]}.index.json")]
@@ -124,7 +123,7 @@ GGUF: Final = Format("GGUF", (".gguf",))
 
 
 def read_json(folder: Folder, name: str) -> Mapping[str, object]:
-    """A JSON file of the folder; `BadCheckpoint` if it holds no object."""
+    """Read a JSON file of the folder; `BadCheckpoint` unless it holds an object."""
     file = folder.file(name)
     if file.size > _LARGEST_JSON:
         raise BadCheckpoint(f"{file.name} has {file.size} bytes; no config or index is longer than {_LARGEST_JSON}")
@@ -138,7 +137,7 @@ def read_json(folder: Folder, name: str) -> Mapping[str, object]:
 
 
 def shards(folder: Folder, index: str) -> list[str]:
-    """The files that an index names, all of them there."""
+    """List the files that an index names; all must exist."""
     names = read_json(folder, index).get("weight_map")
     if not isinstance(names, dict):
         raise BadCheckpoint(f"{folder.name}/{index} has no weight_map")
@@ -155,18 +154,14 @@ def shards(folder: Folder, index: str) -> list[str]:
 
 
 def check_sizes(name: str, config: Mapping[str, object], tensors: int) -> None:
-    """Refuse a config of more layers than there are tensors before a module is made of each, which takes for ever.
-
-    Raises:
-        BadCheckpoint: it asks for more than there are, and more than a model has.
-    """
+    """Refuse, with `BadCheckpoint`, a config of more layers than tensors before any module is built."""
     for word, size in _sizes(config):
         if size > max(_MOST_LAYERS, tensors):
             raise BadCheckpoint(f"{name}: {word} of its config is {size}, with {tensors} tensors in its weights")
 
 
 def _sizes(config: Mapping[Any, object]) -> Iterator[tuple[str, int]]:
-    """The numbers of modules that a config asks for, in configs within configs, too."""
+    """Yield the module counts that a config and its nested configs ask for."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(cast(Mapping[Any, object], value))
@@ -178,5 +173,5 @@ def _sizes(config: Mapping[Any, object]) -> Iterator[tuple[str, int]]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without what follows in other lines."""
+    """Return the first line of an error's message."""
     return str(error).strip().split("\n")[0][:300]

@@ -1,4 +1,4 @@
-"""GGUF: llama.cpp's files, read by the gguf package; the tensors that are asked for are dequantised."""
+"""GGUF, the format of llama.cpp: read by the gguf package and dequantised on demand."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _WORDS: Final = {
 
 
 def gguf_weights(folder: Folder, files: Sequence[str], _: Mapping[str, object]) -> Weights:
-    """A model in a GGUF file of llama.cpp, which brings its own config.
+    """Open a model in a GGUF file, which brings its own config.
 
-    In files of the llama architecture, the converter has reordered the rows inside every head, of queries and keys
-    alike; the order of the original is restored. (Scores are the same either way.)
+    llama.cpp's converter reorders the rows within each query and key head of the llama architecture; we restore the
+    order (scores are the same either way).
     """
     try:
         from gguf import quants
@@ -79,7 +79,7 @@ def gguf_weights(folder: Folder, files: Sequence[str], _: Mapping[str, object]) 
 
 
 def _permuted_heads(tensor: str, rows: int, config: Mapping[str, object]) -> int:
-    """The heads of a tensor whose rows were reordered inside each; 0 for others."""
+    """Return the number of heads of a tensor with reordered rows; 0 for other tensors."""
     keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     word = keys.get(tensor.removesuffix(".weight").rpartition(".")[2])
     heads = config.get(word, config.get("num_attention_heads")) if word else None
@@ -87,9 +87,9 @@ def _permuted_heads(tensor: str, rows: int, config: Mapping[str, object]) -> int
 
 
 def _open(path: Path) -> GGUFReader:
-    """The header of a file, all of whose parts lie inside the file.
+    """Open a file after checking that its header's parts lie inside it.
 
-    The package trusts what it reads: a damaged length would have it read past the end, for ever.
+    The gguf package trusts lengths: a damaged one would make it read past the end for ever.
     """
     from gguf import GGUFReader
 

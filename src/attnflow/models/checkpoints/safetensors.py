@@ -1,4 +1,4 @@
-"""Safetensors, in one file or in shards: the header is read, then the ranges of the tensors that are asked for."""
+"""Safetensors, in one file or in shards: reads the header, then only the byte ranges of requested tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Entry:
 
 
 def safetensors_weights(folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> Weights:
-    """A model stored as safetensors in these files; 8-bit floats are multiplied by their scales as they are read."""
+    """Open a model stored as safetensors; 8-bit floats are multiplied by their scales when read."""
     entries: dict[str, _Entry] = {}
     for name in files:
         entries |= _header(folder.file(name))
@@ -71,7 +71,7 @@ def safetensors_weights(folder: Folder, files: Sequence[str], config: Mapping[st
 
 
 def _header(file: File) -> dict[str, _Entry]:
-    """Every tensor of a file, its place checked against the file's length."""
+    """Read every tensor's entry, checked against the file's length."""
     if file.size < 8:
         raise BadCheckpoint(f"{file.name} is no safetensors file: it has {file.size} bytes")
     length = int.from_bytes(file.read(0, 8), "little")
@@ -115,7 +115,7 @@ def _counts(values: object) -> tuple[int, ...]:
 
 
 def _scaled(value: Tensor, scale: Tensor, config: Mapping[str, object]) -> Tensor:
-    """8-bit floats times their scales: one for all, one a row, or one for each block."""
+    """Multiply 8-bit floats by their scales: one for all, one a row, or one a block."""
     if scale.numel() == 1:
         return value * scale.flatten()
     if scale.ndim != 2 or value.ndim != 2:

@@ -1,4 +1,4 @@
-"""`Weights`: what the scores need of a model, wherever its tensors are; of a model in memory, and of `torch.save`."""
+"""`Weights`: the tensors of a model wherever they are, with readers for modules in memory and `torch.save` files."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ _INSIDE: Final = ("state_dict", "model", "module", "model_state_dict")
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Names and shapes of all tensors of a model, and any of them to read.
+    """Names and shapes of all tensors of a model, and a reader for each.
 
-    Attributes:
-        name: what results and messages call the model.
-        config: what config.json says; empty if there is none.
-        shapes: name and shape of every tensor.
-        packed: names of tensors that hold something else than numbers that can be read, such as quantised blocks.
-        read: a tensor, or a run of its rows, on the CPU in float32 (float64 stays).
-        module: the model, if it is in memory.
+    `read` gives a tensor or a run of its rows on the CPU in float32 (float64 stays). `packed` names tensors that cannot
+    be read as numbers, such as quantised blocks.
     """
 
     name: str
@@ -40,7 +35,7 @@ class Weights:
 
 
 def module_weights(model: nn.Module) -> Weights:
-    """The parameters of a torch module; shared ones appear once."""
+    """Open the parameters of a torch module; shared ones appear once."""
     config = config_of(model)
     name = config.get("_name_or_path")
     parameters = dict(model.named_parameters())
@@ -64,7 +59,7 @@ def module_weights(model: nn.Module) -> Weights:
 
 
 def config_of(model: nn.Module) -> Mapping[str, object]:
-    """The config that a model carries, as in config.json; empty if it carries none."""
+    """Return a model's config as in config.json; empty if it has none."""
     config = getattr(model, "config", None)
     as_dict = getattr(config, "to_dict", None)
     if callable(as_dict):
@@ -73,7 +68,7 @@ def config_of(model: nn.Module) -> Mapping[str, object]:
 
 
 def torch_weights(folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> Weights:
-    """A model saved by `torch.save`: tensors alone, so that no code is run, mapped from disk where that is possible."""
+    """Open a `torch.save` file, tensors only so that no code runs, mapped from disk if possible."""
     tensors: dict[str, Tensor] = {}
     for name in files:
         path = folder.local(name)
@@ -124,7 +119,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _require_stored(path: Path) -> None:
-    """Refuse an archive whose parts are compressed: `torch.save` never does it, and 3 MB can become 6 GB."""
+    """Refuse a compressed archive: `torch.save` never makes one, and 3 MB can become 6 GB."""
     try:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()
@@ -136,5 +131,5 @@ def _require_stored(path: Path) -> None:
 
 
 def as_float(value: Tensor) -> Tensor:
-    """The values in float32 on the CPU; float64 stays."""
+    """Convert to float32 on the CPU; float64 stays."""
     return value.to("cpu", torch.float64 if value.dtype == torch.float64 else torch.float32)

@@ -1,4 +1,4 @@
-"""Finding the queries and keys of a checkpoint by the names and shapes of its tensors and its config."""
+"""Finds the queries and keys of a checkpoint by its tensors' names and shapes and its config."""
 
 from __future__ import annotations
 
@@ -64,61 +64,54 @@ class Place:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the stored tensors that hold queries and keys."""
+        """Names of the stored tensors with queries and keys."""
         return (*self.query_rows.tensors, *self.key_rows.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """A stem of tensor names behind which there seems to be an attention module."""
+    """A prefix of tensor names that seems to belong to an attention module."""
 
     path: str
     word: str
     suffix: str
 
     def tensor(self, word: str) -> str:
-        """The name of a tensor beside it."""
+        """Name a tensor with this prefix."""
         return ".".join(part for part in (self.path, word) if part) + self.suffix
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers in its path, of its layer first."""
+        """Numbers in its path, the layer's first."""
         return [int(part) for part in self.path.split(".") if part.isdigit()]
 
     @property
     def kind(self) -> Kind:
-        """Whether it reads its own sequence, by its name."""
+        """Self- or cross-attention, by its name."""
         return "cross" if CROSS.search(f"{self.path}.{self.word}") else "self"
 
     @property
     def beside(self) -> bool:
-        """Whether it is no layer of a tower."""
+        """Whether it lies outside the layers of a tower."""
         return _OTHER.search(self.path) is not None
 
     @property
     def tower(self) -> str:
-        """The tower that it lies in; "" if its path names none."""
+        """Name of its tower; "" if the path names none."""
         return next((name for name, pattern in _TOWERS.items() if pattern.search(self.path)), "")
 
     @property
     def side(self) -> str:
-        """ "encoder" or "decoder" if its path says so, else ""."""
+        """ "encoder", "decoder", or "" if the path says neither."""
         words = {"encoder": "encoder", "enc": "encoder", "decoder": "decoder", "dec": "decoder"}
         return next((words[part] for part in self.path.split(".") if part in words), "")
 
 
 def find(shapes: Shapes, config: Config) -> tuple[Place, ...]:
-    """Where the queries and keys of a model are stored: a place for each attention module, in the order of its layers.
+    """Locate the queries and keys of a model: a place for each attention module, by layer.
 
-    Modules without a layer number, such as pooling heads, are left out where others have one, and so are small networks
-    between towers (resamplers, projectors) and linear attention.
-
-    Args:
-        shapes: name and shape of every tensor.
-        config: what config.json says.
-
-    Raises:
-        UnsupportedArchitecture: there is no attention that is known, or the shapes are not those of the config.
+    Leaves out modules without a layer number (pooling heads) where others have one, small networks between towers, and
+    linear attention. `UnsupportedArchitecture` for unknown attention, or shapes that do not fit the config.
     """
     pairs: list[tuple[Stem, Place]] = []
     for stem, place in registered(shapes, config):
@@ -133,15 +126,10 @@ def find(shapes: Shapes, config: Config) -> tuple[Place, ...]:
 def registered(
     shapes: Shapes, config: Config, stated: Callable[[str], Config] = lambda _: {}
 ) -> list[tuple[Stem, Place | UnsupportedArchitecture]]:
-    """What the registry says of everything that is named like attention: its place, or why it is not known.
+    """Look up every attention-like name in the registry: its place, or why it is unknown.
 
-    Args:
-        shapes: name and shape of every tensor.
-        config: what config.json says.
-        stated: what the module at a path says of its heads, where there is no config.
-
-    Raises:
-        UnsupportedArchitecture: queries or keys have adapters.
+    `stated` gives a module's own head counts where there is no config. Adapters on queries or keys raise
+    `UnsupportedArchitecture`.
     """
     adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
     if adapted:
@@ -279,7 +267,7 @@ def _latent(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: 
 
 
 def _config_of(root: Config, stem: Stem) -> Config:
-    """The config of the tower that the stem lies in: the root, or the part of it that is called after the tower."""
+    """Return the part of the config for the stem's tower, else the root."""
     for key in (f"{stem.tower}_config", f"{stem.tower}_encoder", stem.side):
         part = root.get(key)
         if isinstance(part, Mapping):
@@ -292,7 +280,7 @@ def _config_of(root: Config, stem: Stem) -> Config:
 
 
 def ordered(pairs: Sequence[tuple[Stem, Place]]) -> tuple[Place, ...]:
-    """The places with their towers named and their layers numbered, by tower and layer."""
+    """Name the towers, number the layers, and sort the places by both."""
     sides: dict[str, set[str]] = {}
     for stem, _ in pairs:
         sides.setdefault(stem.tower, set()).add(stem.side)
@@ -318,7 +306,7 @@ def _natural(stem: Stem) -> list[tuple[bool, int, str]]:
 
 
 def nothing_known(shapes: Shapes, config: Config) -> str:
-    """What to say of a model in which nothing is named like attention."""
+    """Say that a model has no attention by name."""
     near = sorted({re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)})
     seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
     if any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):

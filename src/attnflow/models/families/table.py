@@ -1,4 +1,4 @@
-"""The registry: how each family of models names and orders its queries and keys, and how many heads its config says."""
+"""The registry: how each family names and orders its queries and keys, and states its heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIM: Final = ("head_dim", "d_kv", "kv_channels", "global_head_dim", "attention_
 
 
 class Heads(NamedTuple):
-    """Heads of the query, heads of the key, width of a head."""
+    """Numbers of query heads and key heads, and the width of a head."""
 
     query: int
     key: int
@@ -62,7 +62,7 @@ Arrange = Callable[[str, Heads, bool], tuple[Selected, Selected]]
 
 
 def contiguous(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
-    """[query heads | key heads | value heads]."""
+    """Rows in the order [query heads | key heads | value heads]."""
     count, both = heads.query + 2 * heads.key, heads.query + heads.key
     return (
         blocks(tensor, heads.dim, count, 0, heads.query, transposed=transposed),
@@ -71,7 +71,7 @@ def contiguous(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, S
 
 
 def grouped(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
-    """For each KV head its query heads, the key and the value; without sharing, (num_heads, 3, head_dim)."""
+    """For each KV head, its query heads, key and value; without sharing, (num_heads, 3, head_dim)."""
     share = heads.query // heads.key
     return (
         blocks(tensor, heads.dim, share + 2, 0, share, heads.key, transposed),
@@ -80,7 +80,7 @@ def grouped(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Sele
 
 
 def quarters(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
-    """[query | value | key] in each of four parts, as CodeGen was trained on."""
+    """Rows as [query | value | key] in each of four parts, as CodeGen was trained."""
     part = heads.query // 4
     return (
         blocks(tensor, heads.dim, 3 * part, 0, part, 4, transposed),
@@ -122,14 +122,14 @@ FUSED_WORDS: Final = frozenset({row.word for row in FUSED} | {"wqkv", "W_pack", 
 
 
 def is_query_or_key(name: str) -> bool:
-    """Whether a tensor of this name holds queries or keys in some family."""
+    """Whether some family stores queries or keys under this name."""
     word = name.removesuffix(".weight").rpartition(".")[2]
     several = FUSED_WORDS - {"in_proj"} | {both for both, _ in BESIDE.values()}
     return word in SEPARATE or word in SEPARATE.values() or word in LATENT or word in several
 
 
 def with_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
-    """The config with the number of heads, or of KV heads, where a family says it in its own way."""
+    """Return the config with head counts that a family spells in its own way."""
     if model_type == "dbrx" and isinstance(inner := config.get("attn_config"), Mapping):
         return {**config, "num_kv_heads": cast(Mapping[str, object], inner).get("kv_n_heads")}
     heads = next((config[word] for word in ("num_attention_heads", "n_head") if word in config), None)
@@ -163,7 +163,7 @@ class UnknownHeads(UnsupportedArchitecture):
 
 
 class Stated:
-    """What a config says about the heads of one tower, of the `side` "encoder" or "decoder" where it has both."""
+    """What a config says of the heads of one tower, of one `side` if it has encoder and decoder."""
 
     def __init__(self, config: Mapping[str, object], side: str) -> None:
         self._config = config
@@ -171,10 +171,10 @@ class Stated:
         self.query_words = (*own, *_QUERY)
 
     def separate(self, name: str, stage: int, rows: int, key_rows: int, width: int | None = None) -> Heads:
-        """Heads of two separate projections with so many output rows; `UnsupportedArchitecture` if they do not fit.
+        """Count the heads of separate projections with so many rows; `UnsupportedArchitecture` if they do not fit.
 
-        `name` is for messages, `stage` counts where the config lists a number for each; `width` is what the heads must
-        add up to where the config does not say how wide they are (None: anything).
+        `stage` indexes lists in the config. `width` is the heads' total where the config gives no head width (None:
+        any).
         """
         query = self.query_heads(name, stage)
         dims = self.values(_DIM, stage)
@@ -191,7 +191,7 @@ class Stated:
         return Heads(query, key_rows // dim, dim)
 
     def fused(self, name: str, stage: int, rows: int) -> Heads:
-        """Likewise of one tensor that holds query, key and value with so many rows together."""
+        """Count the heads of one tensor that holds query, key and value."""
         query = self.query_heads(name, stage)
         key = next(iter(self.values(_KEY, stage)), query)
         dim, rest = divmod(rows, query + 2 * key)
@@ -201,7 +201,7 @@ class Stated:
         return Heads(query, key, dim)
 
     def values(self, words: Sequence[str], stage: int) -> list[int]:
-        """The whole numbers stated under these words; of a list, the one of the stage."""
+        """Return the integers under these words; of a list, the one of the stage."""
         numbers: list[int] = []
         for word in words:
             value = self._config.get(word)
@@ -213,7 +213,7 @@ class Stated:
         return numbers
 
     def query_heads(self, name: str, stage: int) -> int:
-        """Heads of the query; `UnknownHeads` if nothing says how many."""
+        """Count the query heads; `UnknownHeads` if nothing says."""
         heads = self.values(self.query_words, stage)
         if not heads:
             raise UnknownHeads(
