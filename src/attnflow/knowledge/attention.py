@@ -72,7 +72,7 @@ ACTIVATIONS: Final = MappingProxyType(
 
 
 def named(name: str | Activation) -> Activation:
-    """The function of a name, or the function itself; a ValueError for an unknown name."""
+    """Return the activation of this name, or the function itself; a ValueError for an unknown name."""
     if callable(name):
         return name
     if name not in ACTIVATIONS:
@@ -81,18 +81,18 @@ def named(name: str | Activation) -> Activation:
 
 
 class ThresholdHidden(nn.Linear):
-    """First map of the network that computes thresholds: it starts as `nn.Linear` does, whatever model holds it."""
+    """First layer of the threshold network; a type of its own, so that any model initialises it as `nn.Linear`."""
 
 
 class ThresholdOut(nn.Linear):
-    """Last map of that network. It starts at zero, and so do thresholds.
+    """Last layer of the threshold network, which starts at zero.
 
-    Scores start with standard deviation d_E ** -0.5: the usual bias, one for all entries of a layer, would leave some
-    layers with none active and others with all.
+    Scores start with standard deviation d_E ** -0.5. A random bias, shared by all entries, would leave some layers with
+    none active and others with all.
     """
 
     def reset_parameters(self) -> None:
-        """Zeros."""
+        """Set weight and bias to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -288,7 +288,7 @@ class GeneralizedCrossAttention(nn.Module):
         return self.read(weigh(self.score(hidden, entries, thresholds), self.activation), entries)
 
     def _read_in_blocks(self, hidden: Tensor, entries: Tensor, thresholds: Tensor) -> Tensor:
-        """A E, entries that fit a core's cache at a time: each is fetched once for its score and its value."""
+        """Compute A E in blocks that fit a core's cache: each entry is loaded once for its score and its value."""
         queries = self.project_query(hidden)
         flat = queries.flatten(1, -2)  # [parts, tokens * heads, d_E]
         shape = (self.parts, flat.shape[1] // self.num_heads, self.num_heads)
@@ -308,12 +308,12 @@ class GeneralizedCrossAttention(nn.Module):
 
 
 def weigh(scores: Float[Tensor, "parts *tokens"], function: Activation) -> Tensor:
-    """Weights of entries: act(score), or act(gate) * up."""
+    """Return the weights of entries: act(score), or act(gate) * up."""
     return function(scores[0]) if scores.shape[0] == 1 else function(scores[0]) * scores[1]
 
 
 def _spread(thresholds: Tensor, ndim: int) -> Tensor:
-    """Thresholds [parts, heads, entries] with the axes of scores [parts, *tokens, heads, entries]."""
+    """Reshape thresholds [parts, heads, entries] to broadcast over scores [parts, *tokens, heads, entries]."""
     parts, heads, count = thresholds.shape
     return thresholds.reshape(parts, *[1] * (ndim - 1), heads, count)
 

@@ -62,11 +62,10 @@ class KnowledgeBase(nn.Module):
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """Where the parts of a feed-forward neuron lie in its entry.
+    """The columns in which an entry holds the parts of a feed-forward neuron.
 
-    Plain layers: [w_up | w_down | b_up], d_E = 2d + 1. Gated: [w_gate | w_up | w_down | b_gate | b_up], d_E = 3d + 2.
-    The threshold is a coordinate of the entry (a network that had to memorise it misses by most of it). Where layers
-    of several widths or forms share a base, zeros stand before the thresholds of the narrower ones.
+    Plain: [w_up | w_down | b_up], d_E = 2d + 1. Gated: [w_gate | w_up | w_down | b_gate | b_up], d_E = 3d + 2.
+    Where layers of several widths share a base, narrower ones have zeros before the thresholds.
     """
 
     model_dim: int  # d
@@ -332,6 +331,6 @@ class LayeredKnowledge(KnowledgeBase):
 
 
 def _consecutive(counts: Tensor, start: int = 0) -> list[slice]:
-    """Blocks of so many rows, one after another."""
+    """Return slices for consecutive blocks of these sizes."""
     ends = [start, *cast("list[int]", (counts.cumsum(0) + start).tolist())]
     return [slice(first, last) for first, last in pairwise(ends)]

@@ -131,7 +131,7 @@ class Certificate:
         return torch.as_tensor(self.k, device=self.last.device).expand(self.last.shape)
 
     def _left_out_active(self) -> Int[Tensor, "*queries"]:
-        """How many of the entries left out may have a score > 0."""
+        """Bound how many of the entries left out have a score > 0."""
         most = self.left_out
         if self.active is not None:
             most = torch.minimum(most, (self.active - self._retrieved()).clamp(min=0))
@@ -185,13 +185,13 @@ def _side_by_side(values: Sequence[Tensor]) -> Tensor:
 
 
 def _depth(activation: str, scores: Float[Tensor, "*queries"]) -> Float[Tensor, "*queries"]:
-    """sup of |act(s)| over s <= score, for scores <= 0: |act| rises up to the minimum of act, and falls after it."""
+    """sup of |act(s)| over s <= score, for scores <= 0: |act| rises with s up to the minimum of act, then falls."""
     place, depth = _MINIMA[activation]
     return torch.where(scores < place, _SMOOTH[activation](scores).abs(), depth)
 
 
 def _gelu(scores: Tensor) -> Tensor:
-    """By erfc, which keeps its digits far below zero, where 1 + erf has none."""
+    """GELU by erfc, which keeps its digits far below zero, where 1 + erf loses them."""
     return scores * torch.special.erfc(scores / -math.sqrt(2)) / 2
 
 

@@ -95,6 +95,6 @@ def conditions(
 
 
 def _rank(matrix: Tensor) -> int:
-    """The rank in the precision of the weights: rounding is not counted."""
+    """Matrix rank with a tolerance for rounding in the precision of the weights."""
     tolerance = max(matrix.shape) * torch.finfo(matrix.dtype).eps
     return int(torch.linalg.matrix_rank(matrix.double(), rtol=tolerance))

@@ -119,7 +119,7 @@ def duplicates(
 
 
 def _read(entries: Tensor | KnowledgeBase | Store) -> tuple[Tensor, IntArray]:
-    """(float32 rows on the CPU, their ids)."""
+    """Return the entries as float32 on the CPU, and their ids."""
     if isinstance(entries, Tensor | KnowledgeBase):
         rows = (entries if isinstance(entries, Tensor) else entries.entries).detach().float().cpu()
         ids = entries.ids.cpu().numpy() if isinstance(entries, LayeredKnowledge) else np.arange(len(rows))
@@ -136,7 +136,7 @@ def _groups(labels: IntArray, ids: IntArray) -> tuple[tuple[int, ...], ...]:
 
 
 def _near_pairs(unit: Float[Tensor, "rows dim"], threshold: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Rows compared so far, and pairs first < second of rows of length 1 with a cosine of at least `threshold`."""
+    """Yield, block by block, the number of rows done and the pairs first < second of unit rows above the cosine."""
     least = threshold - torch.finfo(unit.dtype).eps * unit.shape[1] ** 0.5  # rounding must not part equals
     for start in range(0, len(unit), _ROWS):
         block = unit[start : start + _ROWS]

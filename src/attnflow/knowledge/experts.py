@@ -19,7 +19,7 @@ from attnflow.models.feed_forward import PackedExperts, by_expert
 
 @dataclass(frozen=True, eq=False)
 class _Routed:
-    """The tokens of one expert, and what its entries are for them."""
+    """The tokens routed to one expert, with the scores and weights of its entries."""
 
     expert: int
     tokens: Tensor  # which, [n]
@@ -30,16 +30,11 @@ class _Routed:
 
 
 class ExpertEntries(LayerEntries):
-    """The entries of a layer of experts: stands where the module was that held the experts' parameters.
+    """Replaces the module that held a layer's experts: y = sum_x r_x (sum_e weight_e value_e + b2_x).
 
-    y = sum over the chosen experts x of r_x (sum over the entries e of x of weight_e value_e + b2_x), where r is the
-    router's weight: an entry of an expert that was not chosen has weight 0. The functions of the scores, and b2, are
-    those of the model's own module. Where a model multiplies the tokens by r before it hands them to all experts
-    (Llama 4), so it does here, and r is in the scores.
-
-    Attributes:
-        form: how the module's parameters are read.
-        own: the module, without what became entries.
+    x runs over the chosen experts, e over the entries of x; r is the router's weight. The activation and b2 remain
+    those of the model's own module, `own`. Llama 4 multiplies the tokens by r before the experts, so r is in the scores
+    there.
     """
 
     def __init__(self, base: LayeredKnowledge, layer: int, form: PackedExperts, own: nn.Module) -> None:
@@ -48,18 +43,18 @@ class ExpertEntries(LayerEntries):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """None: what an expert adds beside its entries depends on the router."""
+        """None, because the bias of an expert's output depends on the router."""
         return None
 
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
-        """The sum over experts, where the model takes it after this module."""
+        """Sum over the experts, for models that do this after the module."""
         return output.unflatten(0, (self.form.num_experts, -1)).sum(dim=0) if self.form.sorted else output
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "*tokens model_dim"]:
-        """What the module returned, from the entries. Takes what the module took, under the same names.
+        """Compute the replaced module's output from the entries, with the same arguments.
 
-        Cost: as the module's own loop over the experts that were chosen; no copy of the entries. Observed, or with a
-        retrieval, a table of choices x entries of an expert for each token besides; a retrieval saves nothing here.
+        The entries are not copied. Retrieval saves nothing here: like observing, it needs a table of all choices x
+        entries.
         """
         given = self._bound(*args, **kwargs) if kwargs else args
         hidden = given[0]
@@ -83,7 +78,7 @@ class ExpertEntries(LayerEntries):
             yield self._weighed(expert, rows, places, routing[rows, places, None], tokens[rows])
 
     def _sorted(self, hidden: Tensor) -> Iterator[_Routed]:
-        """All tokens go to each expert, times the router's weight already."""
+        """Yield every expert with all tokens, which are already multiplied by the router's weight."""
         for expert, inputs in enumerate(hidden.flatten(0, -2).unflatten(0, (self.form.num_experts, -1))):
             rows = torch.arange(len(inputs), device=hidden.device)
             yield self._weighed(expert, rows, torch.full_like(rows, expert), inputs.new_ones(1, 1), inputs)
@@ -97,13 +92,13 @@ class ExpertEntries(LayerEntries):
         return _Routed(expert, tokens, places, routing, scores, self.form.weigh(self.own, scores))
 
     def _written(self, one: _Routed) -> Tensor:
-        """What an expert adds to its tokens, before the weight of the router."""
+        """Compute an expert's output before the router's weight."""
         values = self.base.entries[self.base.rows(self.layer, one.expert), self.layout.value]
         bias = self.form.output_bias(self.own)
         return functional.linear(one.weights, values.T, None if bias is None else bias[one.expert])
 
     def _watched(self, routed: list[_Routed], tokens: int, places: int) -> list[_Routed]:
-        """The same, with the weights that `retrieval` leaves; and observed."""
+        """Report the reading to the observer, and keep only the weights that `retrieval` selects."""
         counts = [one.weights.shape[1] for one in routed]
         like = routed[0].weights if routed else self.base.entries
         parts, width = len(self.layout.parts), max(counts, default=0)

@@ -48,7 +48,7 @@ class Fact:
 
 
 def read_facts(facts: Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path) -> list[Fact]:
-    """Facts as they are given: a `Fact`, a mapping with its fields, several of them, or a .jsonl file of mappings."""
+    """Read facts from a `Fact`, a mapping with its fields, a sequence of either, or a .jsonl file of mappings."""
     if isinstance(facts, Path):
         lines = [line for line in facts.read_text(encoding="utf-8").splitlines() if line.strip()]
         facts = [cast("Mapping[str, object]", json.loads(line)) for line in lines]

@@ -70,12 +70,12 @@ class LayerReader(ABC):
 
 
 def reads_entries(model: nn.Module) -> bool:
-    """Whether a model reads entries: converted, or modular."""
+    """Whether a model reads entries: it is converted, modular, or has a store attached."""
     return any(isinstance(module, LayerReader) for module in model.modules())
 
 
 def readers(model: nn.Module) -> list[LayerReader]:
-    """What reads entries in a model, in the order of layers; a ValueError if it is neither converted nor modular."""
+    """Return the layers of a model that read entries, in order; a ValueError if there are none."""
     layers: list[LayerReader] = [module for module in model.modules() if isinstance(module, LayerReader)]
     if not layers:
         raise ValueError(
@@ -86,7 +86,7 @@ def readers(model: nn.Module) -> list[LayerReader]:
 
 @contextmanager
 def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Generator[None]:
-    """Readings go to these observers inside; to those from before, who did not see it, afterwards."""
+    """Install these observers inside the block, and put the earlier ones back afterwards."""
     before = [reader.observer for reader, _ in observers]
     try:
         for reader, observer in observers:
@@ -98,11 +98,11 @@ def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Genera
 
 
 class SharedReader(KnowledgeReader, LayerReader):
-    """A layer that reads entries that all layers share. What it reads has ids: rows of a matrix, or a source's."""
+    """A layer that reads entries shared by all layers: rows of a matrix, or entries of a source."""
 
     @abstractmethod
     def current(self) -> Tensor | EntrySource:
-        """What it reads now: the matrix E, or a source."""
+        """The matrix E or the source that is read now."""
 
     @property
     def num_entries(self) -> int:
@@ -116,12 +116,12 @@ class SharedReader(KnowledgeReader, LayerReader):
         return self.attention.output_bias
 
     def every(self) -> Int[Tensor, " entries"]:
-        """All rows, or all ids of the source."""
+        """All rows of E, or all ids of the source."""
         now = self.current()
         return super().every() if isinstance(now, Tensor) else now.ids()
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Rows of E are their own ids, and what is read of a source has ids already."""
+        """Return the positions: rows of E are their own ids, and positions in a source are ids."""
         return positions
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
@@ -130,14 +130,14 @@ class SharedReader(KnowledgeReader, LayerReader):
         return torch.einsum("ne,hed->hnd", entries, self.attention.value)
 
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
-        """B1(E), of a source those that are stored beside the entries."""
+        """B1(E), or the thresholds that the source stores."""
         now = self.current()
         if isinstance(now, Tensor):
             return self.attention.thresholds(now)[..., positions]
         return self.split(self._rows(positions))[1]
 
     def error_bound(self, reading: Reading, source: Tensor | EntrySource | None = None) -> Float[Tensor, " tokens"]:
-        """See `KnowledgeReader.error_bound`; by default of what the layer reads now."""
+        """`KnowledgeReader.error_bound`, by default for the current source."""
         return super().error_bound(reading, self.current() if source is None else source)
 
     def _rows(self, positions: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class SharedReader(KnowledgeReader, LayerReader):
 
 
 class LayerEntries(nn.Module, LayerReader):
-    """A layer that reads entries of its own, rows of the base of a converted model."""
+    """A layer that reads its own entries, which are rows of a converted model's base."""
 
     base: LayeredKnowledge
 
@@ -192,13 +192,13 @@ class LayerEntries(nn.Module, LayerReader):
         return torch.stack([self.entries[positions, layout.threshold(part)] for part in layout.parts]).unsqueeze(1)
 
     def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
-        """The sum of the sizes of weights that were left out is bounded, whatever the activation, gated or not."""
+        """Bound the error by the left-out weights times the largest value norm; valid for any activation."""
         if reading.certificate is None:
             return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
         return reading.certificate.error_bound(self.weight.detach().norm(dim=0).amax())
 
     def reads_all(self, weights: Float[Tensor, "*tokens entries"]) -> bool:
-        """Whether a layer with these weights reads all entries."""
+        """Whether a layer with these weights reads all entries; a ValueError for an approximate search."""
         if self.retrieval is None:
             return True
         training = self.training and torch.is_grad_enabled()
@@ -212,10 +212,9 @@ class LayerEntries(nn.Module, LayerReader):
         return False
 
     def reading(self, ids: Tensor | None, scores: Tensor, weights: Tensor, reads_all: bool) -> Reading:
-        """What `retrieval` keeps of tables [*tokens, entries], those of the largest weights, and the certificate.
+        """Build the `Reading` of tables [*tokens, entries], kept to the largest weights unless `reads_all`.
 
-        The certificate is on the sizes of weights, so that `error_bound` with the largest norm of any value bounds
-        the output's error whatever the activation.
+        The certificate is about |weight|, not the score: then the bound holds for any activation.
         """
         certificate = None
         if not reads_all:
@@ -230,9 +229,9 @@ class LayerEntries(nn.Module, LayerReader):
 
 
 class EntryValues(LayerEntries):
-    """The values of a layer's entries, weighted and summed, plus b2: stands where the last linear map was.
+    """Replaces the last linear map: the weighted sum of a layer's values, plus b2.
 
-    The weights were computed by then, so that `retrieval` saves the product with the values alone.
+    The weights are already computed here, so `retrieval` only saves the product with the values.
     """
 
     def __init__(self, base: LayeredKnowledge, layer: int, bias: Float[Tensor, " model_dim"] | None) -> None:
@@ -246,7 +245,7 @@ class EntryValues(LayerEntries):
         return self.bias
 
     def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
-        """sum of weight_e value_e + b2. Cost: as the linear map; no copy of the entries."""
+        """Return sum of weight_e value_e + b2, without a copy of the entries."""
         reads_all, retrieval = self.reads_all(weights), self.retrieval
         if self.observer is not None:
             scores = torch.stack([self.scored.pop(part) for part in self.layout.parts])
@@ -265,9 +264,9 @@ class EntryValues(LayerEntries):
 
 
 class EntryScores(nn.Module):
-    """Scores of a layer's entries, h . key + threshold: stands where the first linear map of a feed-forward layer was.
+    """Replaces the first linear map of a feed-forward layer: scores h . key + threshold.
 
-    With several parts their scores lie side by side, as a fused gate and up projection has them.
+    The scores of several parts are concatenated, as in a fused gate and up projection.
     """
 
     values: EntryValues
@@ -279,11 +278,11 @@ class EntryScores(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "out model_dim"]:
-        """The keys as the weight of a linear map, for model code that asks for its type."""
+        """The keys as the weight of a linear map; some model code asks for its dtype."""
         return torch.cat([self.values.entries[:, self.values.layout.key(part)] for part in self.parts])
 
     def forward(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens entries"]:
-        """One score for each entry of the layer. Cost: as the linear map; no copy of the entries."""
+        """Score all entries of the layer, without a copy of them."""
         entries, layout = self.values.entries, self.values.layout
         scores = [
             functional.linear(hidden, entries[:, layout.key(p)], entries[:, layout.threshold(p)]) for p in self.parts

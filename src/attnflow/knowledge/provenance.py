@@ -215,7 +215,7 @@ class Trace(Result):
         return {(one.layer, one.entry, one.head): one.tokens for one in self.promoted}
 
     def _fired(self, one: LayerTrace, row: int) -> list[Fired]:
-        """What was kept of a layer for one token, in that order."""
+        """Return the kept entries of a layer for one token, in stored order."""
         position, target = self.positions[row], self.targets[row] if self.targets else ""
         count = int((one.ids[row] >= 0).sum())
 
@@ -245,13 +245,13 @@ class Trace(Result):
 
 
 def _words(one: Fired) -> str:
-    """The tokens that an entry promotes, or with a negative weight suppresses."""
+    """Format the tokens that an entry promotes, or suppresses if its weight is negative."""
     sign = "+" if one.weight > 0 else "−"
     return " ".join([sign, *map(token_label, one.promotes)]) if one.promotes else ""
 
 
 def _cell(value: object) -> object:
-    """A value as a cell of a table: numbers with the digits that float32 has, texts on one line."""
+    """Format a value for a table: float32 precision for numbers, one line for texts."""
     if isinstance(value, float):
         return None if value != value else float(f"{value:.9g}")
     if isinstance(value, tuple):

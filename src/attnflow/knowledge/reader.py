@@ -57,12 +57,6 @@ Observer = Callable[[Reading], None]
 class KnowledgeReader(nn.Module):
     """Generalized cross-attention of one layer to entries that all layers share.
 
-    Attributes:
-        layer: its number.
-        attention: the layer's projections and thresholds.
-        retrieval: which entries are read; None: all.
-        observer: called with each `Reading`, or None. It must not change it.
-
     >>> reader = KnowledgeReader(0, GeneralizedCrossAttention(8, 4, 6), Retrieval(k=2))
     >>> reader(torch.zeros(1, 3, 8), torch.zeros(5, 6)).shape
     torch.Size([1, 3, 8])
@@ -77,11 +71,11 @@ class KnowledgeReader(nn.Module):
 
     @property
     def columns(self) -> int:
-        """Columns of thresholds that this layer needs in a source: parts x heads; none where they are constant."""
+        """Threshold columns that this layer needs in a source: parts x heads, or 0 if thresholds are constant."""
         return 0 if self.attention.threshold == CONSTANT else self.attention.parts * self.attention.num_heads
 
     def threshold_columns(self, entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
-        """The thresholds of entries as columns of a source, part by part, head by head."""
+        """Compute the thresholds of entries as columns of a source, ordered by part and then head."""
         if not self.columns:
             return entries.new_zeros(len(entries), 0)
         return self.attention.thresholds(entries).flatten(0, 1).T
@@ -89,16 +83,11 @@ class KnowledgeReader(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*tokens model_dim"], source: Float[Tensor, "entries entry_dim"] | EntrySource
     ) -> Float[Tensor, "*tokens model_dim"]:
-        """What the entries add to each token.
+        """Return what the entries of E, or of a source, add to each token.
 
-        Args:
-            hidden: tokens.
-            source: E itself; or what can be searched, with this layer's thresholds from column layer * columns on.
-                Gradients reach E and the thresholds' network only through a tensor; through a source they reach the
-                queries and values of the entries that were read.
-
-        Raises:
-            ValueError: widths that do not fit; an approximate search of a tensor, which has no index.
+        A source holds this layer's thresholds from column layer * columns on. Gradients reach E and the threshold
+        network only if `source` is a tensor; otherwise they reach queries and the values that were read. A ValueError
+        reports widths that do not fit, and an approximate search of a tensor, which has no index.
         """
         if isinstance(source, Tensor):
             return self._from_tensor(hidden, source)
@@ -111,14 +100,11 @@ class KnowledgeReader(nn.Module):
     def error_bound(
         self, reading: Reading, source: Float[Tensor, "entries entry_dim"] | EntrySource
     ) -> Float[Tensor, " tokens"]:
-        """How far the output of each token (flattened) can be from that of reading all entries, in Euclidean norm.
+        """Bound the Euclidean error of each token (flattened) against reading all entries, up to float32 rounding.
 
-        The sum over heads of the certificates' bounds times the largest norm of any value, and of gated layers times
-        the largest possible up score; 0 where all were read, infinite after an approximate search. Sparsemax weights
-        are exact where no entry left out can exceed their threshold tau; elsewhere the bound is that of two points of
-        the simplex, 2. It is about the computed scores: rounding in float32 comes on top.
-
-        Cost: the values of all entries, in blocks.
+        The sum over heads of certificate bound x largest value norm, in gated layers x largest up score. Sparsemax is
+        exact if no entry left out can exceed tau; otherwise its weights are off by at most 2. Cost: the values of all
+        entries, in blocks.
         """
         attention = self.attention
         if reading.certificate is None:
@@ -143,14 +129,14 @@ class KnowledgeReader(nn.Module):
         return self.layer * self.columns
 
     def _everything(self, source: Tensor | EntrySource) -> tuple[Tensor, Tensor]:
-        """E, and this layer's thresholds [parts, heads, entries]."""
+        """Return E and this layer's thresholds [parts, heads, entries]."""
         attention = self.attention
         if isinstance(source, Tensor):
             return source, attention.thresholds(source)
         return self.split(source.rows().to(attention.query))
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Entries and this layer's thresholds [parts, heads, entries], of rows of a source."""
+        """Split rows of a source into entries and this layer's thresholds [parts, heads, entries]."""
         self._check_width(rows.shape[1])
         attention = self.attention
         entries, columns = rows[:, : attention.entry_dim], rows[:, attention.entry_dim :]
@@ -160,7 +146,6 @@ class KnowledgeReader(nn.Module):
         return entries, columns.T.reshape(attention.parts, attention.num_heads, len(rows))
 
     def _check_width(self, width: int) -> None:
-        """Raise where rows [e | columns] of a source do not fit."""
         needed = self._first_column + self.columns
         if width < self.attention.entry_dim + needed:
             raise ValueError(
@@ -230,7 +215,7 @@ class KnowledgeReader(nn.Module):
         return attention.write((weights.unsqueeze(-2) @ vectors).squeeze(-2)).view(hidden.shape)
 
     def _without(self, head: int) -> Retrieval:
-        """The retrieval by scores that lack a constant threshold, as a source without columns computes them."""
+        """Return the head's retrieval with its constant threshold subtracted: the source's scores do not contain it."""
         retrieval = cast(Retrieval, self.retrieval)
         if retrieval.threshold is None:
             return retrieval
@@ -245,12 +230,12 @@ class KnowledgeReader(nn.Module):
         return self.attention.read(weights, entries)
 
     def _retrieved(self, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and weights at rows, of which -1 is none."""
+        """Compute scores and weights at rows, where -1 means no entry."""
         best = scores.gather(-1, rows.clamp(min=0).expand(len(scores), *rows.shape))
         return best, self._weigh(best, rows >= 0)
 
     def _weigh(self, scores: Tensor, present: Tensor) -> Tensor:
-        """Weights of the entries that are there; of others, 0."""
+        """Return the weights, with 0 where there is no entry."""
         lowest = torch.finfo(scores.dtype).min / 4  # finite: GELU of minus infinity is not a number
         return weigh(scores.masked_fill(~present, lowest), self.attention.activation).masked_fill(~present, 0)
 
@@ -259,7 +244,7 @@ class KnowledgeReader(nn.Module):
 
 
 def _simplex_bound(reading: Reading) -> Float[Tensor, " queries"]:
-    """A bound on the sum of the differences of sparsemax weights to those over all entries."""
+    """Bound the L1 distance of the sparsemax weights from those over all entries."""
     certificate = cast(Certificate, reading.certificate)
     scores, weights = reading.scores[0].detach().flatten(0, -2).double(), reading.weights.detach().flatten(0, -2)
     if certificate.approximate:
@@ -275,6 +260,6 @@ def _simplex_bound(reading: Reading) -> Float[Tensor, " queries"]:
 
 
 def _padded(values: Tensor, width: int, fill: int) -> Tensor:
-    """Values [queries, k, ...] with k made `width`."""
+    """Pad values [queries, k, ...] to k = `width`."""
     missing = width - values.shape[1]
     return torch.cat([values, values.new_full((len(values), missing, *values.shape[2:]), fill)], dim=1)

@@ -16,19 +16,19 @@ SEPARATOR: Final = "\t"  # between the key of an entry, which is embedded, and i
 
 @dataclass(frozen=True)
 class Record:
-    """An entry to be."""
+    """A text that becomes an entry."""
 
     text: str  # what it says; with a value, "key<tab>value", of which the key is embedded
     source: str | None = None  # where it comes from
 
     @property
     def place(self) -> str:
-        """Where it comes from, or how it begins."""
+        """The source, or else the first characters of the text."""
         return self.source or repr(self.text[:20])
 
 
 def records(texts: Sequence[str], values: Sequence[str] | None = None, source: str | None = None) -> list[Record]:
-    """Texts as records; with values, texts are their keys."""
+    """Turn texts into records; with `values`, the texts are keys."""
     if values and len(values) != len(texts):
         raise ValueError(f"give one value for each text: got {len(values)} and {len(texts)}")
     if not all(text.strip() for text in texts):
@@ -37,11 +37,9 @@ def records(texts: Sequence[str], values: Sequence[str] | None = None, source: s
 
 
 def read_records(path: str | Path, split: Split = "line", source: str | None = None) -> list[Record]:
-    """The records of a file: lines or paragraphs of text; of a .jsonl file, objects with "text" or "key" and "value".
+    """Read lines or paragraphs of a text file, or JSON lines with "text", or "key" and "value".
 
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: nothing in it, not UTF-8, or a line that is no such object.
+    A ValueError reports an empty file, text that is not UTF-8, or a malformed JSON line.
     """
     file = Path(path).expanduser()
     try:
@@ -60,7 +58,7 @@ def read_records(path: str | Path, split: Split = "line", source: str | None = N
 
 
 def readable(text: str | None) -> str:
-    """The text of an entry as people read it."""
+    """Format an entry's text for people to read."""
     return (text or "(no text)").replace(SEPARATOR, " -> ")
 
 
@@ -89,7 +87,7 @@ def _from_json(place: str, line: str, source: str | None) -> Record:
 
 
 def _parts(content: str, joined: bool) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, with their numbers; or what is between empty lines, with the number of its first."""
+    """Yield the non-empty lines, or the paragraphs if `joined`, each with its first line number."""
     numbered = [(i, line.strip()) for i, line in enumerate(content.splitlines(), 1)]
     if not joined:
         yield from (pair for pair in numbered if pair[1])

@@ -77,7 +77,7 @@ class Retrieval:
 
 
 def best(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Int[Tensor, "*queries read"]:
-    """Which entries a `Retrieval` keeps of all that were scored, the best first; -1 where there are fewer."""
+    """Return the entries that a `Retrieval` selects from all scores, best first, padded with -1."""
     if retrieval.k is not None:
         return scores.topk(min(retrieval.k, scores.shape[-1]), dim=-1).indices
     counts = (scores > cast(float, retrieval.threshold)).sum(dim=-1)
@@ -88,7 +88,7 @@ def best(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Int
 def certify(
     scores: Float[Tensor, "*queries entries"], rows: Int[Tensor, "*queries read"], retrieval: Retrieval
 ) -> Certificate:
-    """What `best` promises, one element for each query, flattened. Cost: a pass over the scores."""
+    """Certify the result of `best`, query by query, flattened."""
     flat = scores.detach().flatten(0, -2)
     if retrieval.k is not None:
         retrieved, last = rows.shape[-1], flat.gather(-1, rows.flatten(0, -2)[:, -1:])[:, 0]
@@ -99,7 +99,7 @@ def certify(
 
 
 def chosen(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Bool[Tensor, "*queries entries"]:
-    """What `best` keeps, as a mask."""
+    """Return the selection of `best` as a mask."""
     if retrieval.threshold is not None:
         return scores > retrieval.threshold
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best(scores, retrieval), True)
@@ -108,7 +108,7 @@ def chosen(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> B
 def sum_of_rows(
     weights: Float[Tensor, "*queries read"], rows: Int[Tensor, "*queries read"], table: Float[Tensor, "total width"]
 ) -> Float[Tensor, "*queries width"]:
-    """sum of weight x table[row] over the rows of each query, without a copy of them; -1 must have weight 0."""
+    """Sum weight x table[row] for each query without copying rows; a row of -1 must have weight 0."""
     if not weights.numel():
         return weights.new_zeros(*weights.shape[:-1], table.shape[1])
     return _bags(weights, rows.clamp(min=0).flatten(0, -2), table, weights.flatten(0, -2))
@@ -119,7 +119,7 @@ def sum_of_chosen(
     mask: Bool[Tensor, "*queries total"],
     table: Float[Tensor, "total width"],
 ) -> Float[Tensor, "*queries width"]:
-    """weights @ table for weights that are 0 outside the mask: by rows where these are few."""
+    """Compute weights @ table for weights that are 0 outside the mask, by rows if these are few."""
     if int(mask.sum()) * _SHARES[-1] >= mask.numel():
         return weights @ table
     flat = mask.flatten(0, -2)
@@ -128,12 +128,12 @@ def sum_of_chosen(
 
 
 def _bags(weights: Tensor, rows: Tensor, table: Tensor, values: Tensor, starts: Tensor | None = None) -> Tensor:
-    """sum of value x table[row] of each query, in the shape and precision of weights [*queries, _]."""
+    """Sum value x table[row] for each query, in the shape and precision of weights [*queries, _]."""
     values = values.to(table.dtype)
     sums = functional.embedding_bag(rows, table, starts, per_sample_weights=values, mode="sum")
     return sums.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
-    """`value`, bit for bit, with the gradient of another tensor of the same shape."""
+    """Return `value` bit for bit, with the gradient of another tensor."""
     return value.detach() + (gradient - gradient.detach())

@@ -112,7 +112,7 @@ class EntrySource:
                 self.store.upsert(ids=ids, embeddings=rows, thresholds=self.thresholds(rows), encoder=encoder)
 
     def _all(self) -> tuple[Tensor, Tensor]:
-        """Ids and rows of one moment, read anew when the store was edited."""
+        """Return the ids and rows of one moment, read again after an edit."""
         store = self.store
         len(store)  # raises if it was closed, and sees what another process wrote
         if self._seen is None or self._seen[0] != store.revision:
@@ -128,7 +128,7 @@ class EntrySource:
 
 
 def _repeated(read: Callable[[], T]) -> T:
-    """What `read` returns, made again where another thread deletes an entry before its row is read."""
+    """Call `read` again if another thread deleted an entry before its row was read."""
     for _ in range(_TRIES):
         try:
             return read()
@@ -150,25 +150,22 @@ _untraced: Final = cast("Callable[[EntrySource, Tensor], Tensor]", torch.compile
 
 
 class Link:
-    """How the layers of a model came to read a store, and the way back.
+    """The connection of a model's layers to a store.
 
-    Attributes:
-        store: that they read.
-        source: of layers that all read all entries; else None.
-        encoder: that made the entries, named with new ones unless another is; "" if none is known.
+    `source` is None where each layer reads its own entries; `encoder` made the entries, "" if unknown.
     """
 
     def __init__(self, store: Store, source: EntrySource | None = None, encoder: str = "") -> None:
         self.store, self.source, self.encoder = store, source, encoder
 
     def put_back(self) -> None:
-        """Let the model read what it read before."""
+        """Disconnect the store."""
         raise NotImplementedError
 
     def thresholds(
         self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None
     ) -> Tensor | None:
-        """What new entries need beside them."""
+        """Compute the thresholds of new entries."""
         if layers is not None or experts is not None:
             raise ValueError("all layers of this model read all entries: leave layers and experts out")
         return None if self.source is None else self.source.thresholds(rows)

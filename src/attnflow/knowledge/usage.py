@@ -109,7 +109,7 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
     steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The mask of a forward pass, before it."""
+        """Keep the attention mask of the forward pass that begins."""
         nonlocal mask, steps
         arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         given = arguments.get("attention_mask", arguments.get("kwargs", {}).get("attention_mask"))
@@ -155,10 +155,10 @@ class Activity:
         counted: Bool[Tensor, "*tokens"] | None = None,
         fires: Bool[Tensor, "*tokens heads read"] | None = None,
     ) -> None:
-        """Count one reading: what turns its positions into ids, which tokens count (None: all), which entries fire.
+        """Count one reading.
 
-        Without `fires`, those with a positive weight do, of gated layers those with a positive activated gate: with
-        ReLU, GELU and SiLU that is a positive (gate) score, with sparsemax to be in the support.
+        `ids` maps positions to ids, `counted` selects tokens (None: all), and `fires` marks the active entries. By
+        default an entry is active if its weight is positive; in gated layers, if its activated gate is positive.
         """
         if fires is None:
             # Of gated layers, weight = act(gate) * up. Signs, because the product of two small numbers may be 0.
@@ -176,7 +176,7 @@ class Activity:
         counts.tokens.update(active_here.sum(dim=(1, 2)).tolist())
 
     def may_read(self, layer: int, ids: Int[Tensor, " entries"]) -> None:
-        """Say which entries a layer may read: those that it never does are dead."""
+        """Register the entries that a layer may read, so that unused ones count as dead."""
         self._layers.setdefault(layer, _Counts()).add(ids.cpu(), torch.zeros(len(ids), dtype=torch.int64))
 
     def fired(self, layer: int) -> tuple[Int[Tensor, " entries"], Int[Tensor, " entries"]]:
@@ -205,7 +205,7 @@ class Activity:
 
 
 class _Counts:
-    """Of one layer: how often each entry was active, and how many were for a token."""
+    """One layer's activity: how often each entry was active, and how many were active per token."""
 
     def __init__(self) -> None:
         self.ids = torch.zeros(0, dtype=torch.int64)  # ascending
@@ -219,7 +219,7 @@ class _Counts:
         return self.ids[self.fired > 0]
 
     def add(self, ids: Tensor, fired: Tensor) -> None:
-        """Add to the counts of entries, of which no two are alike."""
+        """Add to the counts of distinct entries."""
         if torch.equal(ids, self.ids):
             self.fired += fired
             return
@@ -229,7 +229,7 @@ class _Counts:
         self.fired = fresh.index_add(0, place, torch.cat([self.fired, fired]))
 
     def summary(self, layer: int) -> LayerActivity:
-        """In numbers."""
+        """Summarise the counts."""
         tokens, active_entries = self.tokens.total(), sorted(self.tokens)
         at_most = list(accumulate(self.tokens[count] for count in active_entries))
         lower, median, upper = (active_entries[bisect_left(at_most, share * tokens)] for share in (0.05, 0.5, 0.95))

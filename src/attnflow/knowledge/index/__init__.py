@@ -1,7 +1,7 @@
 """One index over the rows [E | thresholds] of a knowledge base: exact or approximate search for all layers.
 
-`entry_index.py` is what users of the index see; `exact.py` computes all scores block by block; `lists.py` reads only
-the lists of near entries that promise most; `arguments.py` checks arrays of numbers.
+`entry_index.py` is the interface, `exact.py` scores all entries, `lists.py` searches approximately with faiss, and
+`arguments.py` checks arrays.
 """
 
 from attnflow.knowledge.certificate import Neighbours

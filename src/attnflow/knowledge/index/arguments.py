@@ -20,7 +20,7 @@ _BLOCK: Final = 1 << 16  # rows checked at once
 
 
 def matrix(name: str, values: Vectors, width: int, rows: int | None = None) -> Floats:
-    """`values` as finite float32 [n, width], a copy where need be; with `rows`, n must be that."""
+    """Check `values` and return them as finite float32 [rows, width], copied only if needed."""
     array = _floats(name, values)
     if array.ndim != 2 or array.shape[1] != width or (rows is not None and len(array) != rows):
         expected = f"[{'n' if rows is None else rows}, {width}]"
@@ -36,7 +36,7 @@ def matrix(name: str, values: Vectors, width: int, rows: int | None = None) -> F
 
 
 def queries(values: Vectors, width: int) -> Tensor:
-    """Queries as float32 [..., width]."""
+    """Check queries and return them as float32 [..., width]."""
     array = _floats("query", values)
     if not array.ndim or array.shape[-1] != width:
         raise ValueError(f"query must have shape [{width}] or [..., {width}], got {list(array.shape)}")
@@ -44,7 +44,7 @@ def queries(values: Vectors, width: int) -> Tensor:
 
 
 def column(value: int | None, num_thresholds: int) -> int | None:
-    """A threshold column, or None."""
+    """Check a threshold column, or None."""
     if value is None:
         return None
     if not num_thresholds:

@@ -27,27 +27,19 @@ _GROWTH: Final = 1.5
 
 
 class _View(NamedTuple):
-    """The entries at one moment: ids in rising order, and [entry | thresholds] of each. Never changed in place."""
+    """An immutable view of the entries: ascending ids, and [entry | thresholds] of each."""
 
     ids: IntArray
     rows: Floats
 
 
 class EntryIndex:
-    """Search of the best entries for a query, for all layers by one index (knowledge, sec. 4, corrected).
+    """Search of the best entries for a query, with one index for all layers (knowledge, sec. 4, corrected).
 
-    A row is [e | B_1(e) .. B_L(e)]: an entry and its threshold in each layer (or head). A query of column l is
-    [q ; onehot(l)], so that the inner product is score + threshold exactly.
-
-    Exact search computes all scores in float32, block by block. Approximate search keeps the rows a second time, in
-    inverted lists (faiss), and reads only those lists that promise most. The lists are made by the first approximate
-    search, follow `put` and `drop`, and are made anew when half of the entries have changed.
-
-    Any number of threads may search while one changes entries: a search sees all of a change or nothing of it.
-
-    Args:
-        dim: width of an entry and a query.
-        num_thresholds: columns of thresholds.
+    A row is [e | B_1(e) .. B_L(e)]: an entry and its threshold in each layer or head. With [q ; onehot(l)] as the query
+    of column l, the inner product is exactly score + threshold. Approximate search keeps the rows a second time, in
+    inverted lists. The first such search builds them, and they are rebuilt once half of the entries have changed.
+    Threads may search during a change: a search sees all of it or nothing.
 
     >>> index = EntryIndex(2, num_thresholds=1)
     >>> index.load(np.arange(2), np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5]], dtype=np.float32))
@@ -65,7 +57,7 @@ class EntryIndex:
 
     @property
     def ids(self) -> IntArray:
-        """Of all entries, ascending."""
+        """Ids of all entries, ascending."""
         return self._view.ids
 
     @property
@@ -75,12 +67,12 @@ class EntryIndex:
 
     @property
     def mode(self) -> Mode:
-        """How a search is done unless it says otherwise."""
+        """The default search: "exact" or "approximate"."""
         return "approximate" if len(self) > MOST_EXACT else "exact"
 
     @property
     def reason(self) -> str:
-        """Why `mode` is what it is, and the recall of approximate searches, measured when the first was made."""
+        """Explain `mode`, with the recall measured when the lists were built."""
         said, lists = f"all entries are compared, up to {MOST_EXACT:,} of them", self._lists
         if lists is None:
             return said
@@ -90,18 +82,18 @@ class EntryIndex:
         )
 
     def load(self, ids: IntArray, rows: Floats) -> None:
-        """These entries in place of all others, with ids in rising order; not a copy."""
+        """Replace all entries, given with ascending ids; the arrays are not copied."""
         with self._lock:
             self._lists: InvertedLists | None = None
             self._changed = 0  # entries since the lists were made
             self._show(ids, rows)
 
     def places(self, ids: IntArray) -> IntArray:
-        """The row of each id, -1 of one that is not there."""
+        """Return the row of each id, -1 if unknown."""
         return _places(self._view, ids)
 
     def take(self, ids: IntArray) -> Float[Tensor, "ids width"]:
-        """The rows of these ids, all of one moment; a KeyError names those that are not there."""
+        """Copy the rows of these ids; a KeyError names unknown ones."""
         view = self._view
         places = _places(view, ids)
         if len(ids) and places.min() < 0:
@@ -109,10 +101,7 @@ class EntryIndex:
         return torch.from_numpy(view.rows[places])
 
     def put(self, ids: IntArray, rows: Floats) -> None:
-        """Add entries, or replace those that are there.
-
-        Cost: that of the new rows where their ids are above all others; else a copy of all rows.
-        """
+        """Insert or replace entries. This copies all rows unless the ids are above all others."""
         with self._lock:
             view, order = self._view, np.argsort(ids)
             ids, rows = ids[order], rows[order]
@@ -134,7 +123,7 @@ class EntryIndex:
             self._show(merged[order], kept)
 
     def drop(self, ids: IntArray) -> None:
-        """Forget entries that are there. Cost: a copy of all rows."""
+        """Remove entries that are there. This copies all rows."""
         with self._lock:
             stays = np.ones(len(self), dtype=np.bool_)
             stays[self.places(ids)] = False
@@ -150,20 +139,9 @@ class EntryIndex:
         threshold_column: int | None = None,
         mode: Mode | None = None,
     ) -> Neighbours:
-        """The k entries with the largest query . entry + threshold; among equal ones, any.
+        """Find the k entries with the largest query . entry + threshold; see `Store.search`.
 
-        Args:
-            queries: of any number of leading dimensions.
-            k: how many.
-            threshold_column: whose thresholds are added; None: none.
-            mode: "exact" or "approximate"; None: exact up to 1,000,000 entries.
-
-        Returns:
-            Ids and scores in the shape of the queries, on the CPU.
-
-        Raises:
-            ValueError: another width, NaN or infinity.
-            MissingExtra: an approximate search without faiss.
+        Queries may have any number of leading dimensions. Results are on the CPU.
         """
         if mode not in (None, "exact", "approximate"):
             raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
@@ -183,10 +161,7 @@ class EntryIndex:
         return Neighbours(ids, scores, Certificate(approximate, k, total, last.view(shape), active))
 
     def range(self, queries: Vectors, threshold: float, threshold_column: int | None = None) -> Neighbours:
-        """All entries with query . entry + threshold of the column > `threshold`, as an exact `search` gives them.
-
-        The answer is as wide as the longest.
-        """
+        """Find all entries with query . entry + threshold > `threshold`, padded to the longest answer."""
         flat, shape, view = *self._asked(queries), self._view
         bound = float(threshold) if threshold in (math.inf, -math.inf) else number("threshold", threshold)
         column = arguments.column(threshold_column, self.num_thresholds)
@@ -203,7 +178,7 @@ class EntryIndex:
         self._view = self._room
 
     def _append(self, ids: IntArray, rows: Floats) -> None:
-        """Behind the others, where no search that is under way looks."""
+        """Append entries in spare room, beyond the rows that running searches see."""
         first, needed = len(self), len(self) + len(ids)
         if needed > len(self._room.ids):
             more = int(needed * _GROWTH) - first
@@ -226,7 +201,7 @@ class EntryIndex:
         return torch.from_numpy(scores), torch.from_numpy(ids)
 
     def _asked(self, queries: Vectors) -> tuple[Floats, tuple[int, ...]]:
-        """Checked queries [n, dim], and the dimensions before the last that they had."""
+        """Return checked queries [n, dim], and their leading dimensions."""
         checked = arguments.queries(queries, self.dim)
         return checked.view(-1, self.dim).numpy(), tuple(checked.shape[:-1])
 

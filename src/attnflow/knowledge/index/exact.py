@@ -22,9 +22,9 @@ _ROWS: Final = 1 << 16
 
 
 def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k best of n >= k rows for each query: scores in falling order, their rows, and how many scores are above 0.
+    """Return the scores in falling order, rows and active counts (score > 0) of each query's k best.
 
-    Queries are [queries, dim], rows [n, dim]; thresholds [n] are added to the scores.
+    There must be at least k rows. `thresholds`, one for each row, are added to the scores.
     """
     parts = [_best(part, rows, thresholds, k) for part in _chunks(queries)]
     scores, slots, active = zip(*parts, strict=True)
@@ -32,7 +32,7 @@ def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tu
 
 
 def above(queries: Floats, rows: Floats, thresholds: Floats | None, bound: float) -> tuple[Floats, Ints, Ints, Ints]:
-    """All scores above a bound, their rows and their queries, in no order; and of each query, how many are above 0."""
+    """Return the scores above a bound with their rows and queries, unordered, and the active count of each query."""
     blocks = [(np.zeros(0, np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64))]
     active = np.zeros(len(queries), dtype=np.int64)
     for number, part in enumerate(_chunks(queries)):
@@ -46,7 +46,7 @@ def above(queries: Floats, rows: Floats, thresholds: Floats | None, bound: float
 
 
 def padded(scores: Tensor, slots: Tensor, queries: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Scores and slots of each of `count` queries side by side, filled with -inf and -1; `queries` is in order."""
+    """Group scores and slots by query, padded with -inf and -1; `queries` must be ascending."""
     counts = queries.bincount(minlength=count)
     place = torch.arange(len(queries)) - (counts.cumsum(0) - counts)[queries]
     shape = (count, int(counts.max()) if count else 0)
@@ -56,7 +56,7 @@ def padded(scores: Tensor, slots: Tensor, queries: Tensor, count: int) -> tuple[
 
 
 def of_column(rows: Floats, dim: int, column: int | None) -> tuple[Floats, Floats | None]:
-    """The entries and the thresholds of a column, of rows [entry | thresholds]."""
+    """Split rows [entry | thresholds] into the entries and one column of thresholds."""
     return rows[:, :dim], None if column is None else rows[:, dim + column]
 
 
@@ -65,7 +65,7 @@ def _chunks(queries: Floats) -> Iterator[Floats]:
 
 
 def _blocks(queries: Floats, rows: Floats, thresholds: Floats | None) -> Iterator[tuple[int, Floats]]:
-    """(first row, scores [queries, rows of the block])."""
+    """Yield (first row, scores [queries, rows of the block])."""
     step = max(1, min(_ROWS, _SCORES // max(len(queries), 1)))
     for start in range(0, len(rows), step):
         scores = queries @ rows[start : start + step].T
@@ -91,6 +91,6 @@ def _best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> t
 
 
 def _candidates(scores: Tensor, last: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """The few scores of a block above the k-th so far: cheaper than a top-k of the block."""
+    """Keep only scores above the k-th best so far: cheaper than a top-k of the block."""
     query, column = (scores > last).nonzero(as_tuple=True)
     return padded(scores[query, column], column + start, query, len(scores))

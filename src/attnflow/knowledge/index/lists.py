@@ -18,14 +18,11 @@ _LEAST: Final = 8  # lists that a query reads
 
 
 class InvertedLists:
-    """Rows [entry | thresholds] by their ids, in about 2 sqrt(n) lists around centroids.
+    """Inverted lists of rows [entry | thresholds], about 2 sqrt(n) of them around centroids.
 
-    Lists are made by Euclidean distance and read in the order of query . centroid. Thresholds count no more in the
-    distance than an entry's length, so that a penalty of -1e9 does not hide where the entry lies.
-
-    Attributes:
-        recall: share of the ten best that searches found when the lists were made, with stored entries as queries.
-        probes: lists that a query reads, as few as reach `RECALL`.
+    Rows are assigned by Euclidean distance, with thresholds clipped to an entry's mean length: a penalty of -1e9 must
+    not hide where the entry lies. Queries rank lists by inner product. `recall` is the share of the ten best found when
+    the lists were built; `probes` is the number of lists read, doubled until recall reaches `RECALL`.
     """
 
     def __init__(self, ids: IntArray, rows: Floats, dim: int) -> None:
@@ -50,11 +47,11 @@ class InvertedLists:
 
     @property
     def num_lists(self) -> int:
-        """How many there are."""
+        """Number of lists."""
         return len(self._centroids)
 
     def put(self, ids: IntArray, rows: Floats) -> None:
-        """Add rows whose ids are not there."""
+        """Add rows with new ids."""
         for start in range(0, len(ids), 1 << 16):
             block, keys = np.ascontiguousarray(rows[start : start + (1 << 16)]), ids[start : start + (1 << 16)].copy()
             homes = self._nearest.search(self._points(block), 1)[1][:, 0].copy()
@@ -66,7 +63,7 @@ class InvertedLists:
         self._index.remove_ids(self._faiss.IDSelectorArray(np.ascontiguousarray(ids)))
 
     def best(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, IntArray]:
-        """The k best that are found for each query: scores in falling order and ids, filled with -inf and -1."""
+        """Return scores in falling order and ids of each query's k best found, padded with -inf and -1."""
         asked = np.zeros((len(queries), self._centroids.shape[1]), dtype=np.float32)  # [query | onehot(column)]
         asked[:, : self._dim] = queries
         if column is not None:
@@ -77,7 +74,7 @@ class InvertedLists:
         return np.where(ids < 0, np.float32(-np.inf), scores), ids
 
     def _calibrated(self, rows: Floats, draw: np.random.Generator) -> tuple[int, float]:
-        """How many lists a query has to read, and the recall that this gives."""
+        """Find how many lists a query must read, and the recall this gives."""
         places = draw.choice(len(rows), size=min(len(rows), _SAMPLE), replace=False)
         columns = rows.shape[1] - self._dim
         column, k = (int(draw.integers(columns)) if columns else None), min(_K, len(rows))
@@ -97,14 +94,14 @@ class InvertedLists:
 
 
 def recall_of(found: Floats, truth: Floats) -> float:
-    """The share of the true best scores [queries, k] that were found; equal scores count as equal."""
+    """Return the share of the true best scores [queries, k] that were found; ties count as found."""
     tolerance = 1e-5 * np.maximum(np.abs(truth[:, -1:]), 1e-3)
     reached = (found >= truth[:, -1:] - tolerance).sum(axis=1)
     return float((reached / max(truth.shape[1], 1)).mean()) if len(truth) else 1.0
 
 
 def faiss() -> Any:
-    """The package, imported on use."""
+    """Import faiss on first use."""
     try:
         import faiss as package
     except ImportError as error:

@@ -72,7 +72,7 @@ class StoreStats(Result):
 
 
 def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray:
-    """`values` as int64 [n] in [0, 2**63), no two alike; with `rows`, n must be that."""
+    """Check `values` and return them as distinct int64 ids, `rows` of them if given."""
     ids = index_array(name, values)
     if rows is not None and len(ids) != rows:
         raise ValueError(f"{name} must hold {rows} ids, one for each row, got {len(ids)}")
@@ -86,7 +86,7 @@ def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray
 
 
 def strings(name: str, values: Sequence[str | None] | None, rows: int) -> list[str | None]:
-    """`values` as a list of str or None; all None where not given."""
+    """Check `values` and return them as a list of str or None; all None if not given."""
     if values is None:
         return [None] * rows
     if isinstance(values, str) or not isinstance(cast(object, values), Sequence | np.ndarray):
@@ -97,7 +97,7 @@ def strings(name: str, values: Sequence[str | None] | None, rows: int) -> list[s
 
 
 def string(name: str, value: object) -> str | None:
-    """A string that can be stored, or None."""
+    """Check that a value is None or a string that can be encoded."""
     if not isinstance(value, str | None):
         raise TypeError(f"{name} must be a string or None, got {value!r} of type {type(value).__name__}")
     try:
@@ -114,7 +114,7 @@ def columns(
     encoder: str | None,
     old: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """All columns but the vectors; entries that exist, in `old`, keep what is not given and get a version more."""
+    """Build all columns but the vectors; entries in `old` keep what is not given, and their version goes up."""
     before = [old.get(key, {}) for key in ids.tolist()]
     now = datetime.now(UTC)
     if old:  # later than before, whatever the clock says
@@ -131,7 +131,7 @@ def columns(
 
 
 def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
-    """A name that no snapshot has; the next free number where none is given."""
+    """Check that a snapshot's name is valid and free; by default choose the next number."""
     if name is None:
         return next(free for i in count(len(taken) + 1) if (free := f"snapshot-{i}") not in taken)
     if not isinstance(cast(object, name), str) or not _NAME.fullmatch(name):

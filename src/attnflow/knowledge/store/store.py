@@ -311,7 +311,7 @@ class Store:
         return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"
 
     def _current(self) -> EntryIndex:
-        """The index, which shows what the table keeps."""
+        """Return the index, updated to what the table holds."""
         if self._closed:
             raise StoreError(f"the store {self.uri} is closed: open it again")
         if os.getpid() != self._process:
@@ -327,7 +327,7 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Generator[EntryIndex]:
-        """The index, while nobody else changes the store through this object."""
+        """Hold the lock and yield the index, for a change of the store."""
         if self.read_only:
             raise StoreError(f"the store {self.uri} was opened with read_only=True")
         with self._lock:
@@ -335,7 +335,7 @@ class Store:
 
     @contextmanager
     def _following(self) -> Generator[None]:
-        """Around a commit that the index follows: cut short, it may have happened, and the next call looks again."""
+        """Surround a commit. An interrupted commit may have happened, so the next call reads the table again."""
         try:
             yield
         except BaseException:
@@ -354,7 +354,7 @@ class Store:
         encoder: str | None,
         replaces: bool,
     ) -> IntArray:
-        """One commit; returns the ids."""
+        """Write entries in one commit and return their ids."""
         with self._writing() as index:
             vectors = matrix("embeddings", embeddings, self.dim)
             count, columns = len(vectors), self.num_thresholds

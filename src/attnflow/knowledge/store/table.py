@@ -37,11 +37,7 @@ class StoreError(AttnflowError):
 
 
 def check_uri(uri: str) -> None:
-    """Refuse what cannot name a store, before anything is read or made.
-
-    Raises:
-        ValueError: an unknown scheme, or a folder that is named like a file of texts.
-    """
+    """Raise a ValueError for a uri that cannot name a store, before anything is read or written."""
     if not uri or ("://" in uri and not uri.startswith(_SCHEMES)):
         raise ValueError(f'uri must be a directory, "memory" or "s3://bucket/path", got {uri!r}')
     if is_directory(uri) and Path(uri).suffix.lower() in _FILES and not Path(uri).is_dir():
@@ -52,18 +48,15 @@ def check_uri(uri: str) -> None:
 
 
 def is_directory(uri: str) -> bool:
-    """Whether a uri names a place on the disk."""
+    """Whether a uri names a local directory."""
     return uri != MEMORY and "://" not in uri
 
 
 class EntryTable:
-    """The rows of a store, in the newest version of the table that was read: every change is one commit of LanceDB.
+    """The rows of a store in LanceDB, at the newest version read; each change is one commit.
 
-    A row has the columns of an `Entry`, and a `vector` [embedding | thresholds]. The widths are in the table's schema.
-    What changes rows returns whether nobody else has committed in between.
-
-    Attributes:
-        highest: the highest id that was ever given out, -1 at the beginning.
+    Methods that change rows return whether nobody else has committed in between. `highest` is the highest id ever given
+    out, -1 at the beginning.
     """
 
     def __init__(
@@ -97,13 +90,13 @@ class EntryTable:
             raise
 
     def refresh(self) -> bool:
-        """Look at the newest version that anybody has committed; returns whether it is another one."""
+        """Check out the newest version; return whether it differs from the last one."""
         with failures(f"the store {self.uri} cannot be read"):
             self._table.checkout_latest()
             return self._table.version != self._version
 
     def load(self) -> tuple[IntArray, Floats]:
-        """The ids of all rows in rising order, and their vectors."""
+        """Return the ids of all rows in ascending order, and their vectors."""
         with failures(f"the store {self.uri} cannot be read"):
             self._version, count, done = self._table.version, self._table.count_rows(), 0
             ids, vectors = np.empty(count, np.int64), np.empty((count, self.dim + self.num_thresholds), np.float32)
@@ -119,7 +112,7 @@ class EntryTable:
         return (ids, vectors) if (np.diff(ids) > 0).all() else (ids[order], vectors[order])
 
     def records(self, ids: IntArray) -> dict[int, dict[str, Any]]:
-        """All columns but the vector of those of these ids that there are, by id."""
+        """Return all columns but the vector, by id; unknown ids are left out."""
         names = [field.name for field in self._table.schema if field.name != "vector"]
         few = len(ids) <= _FEW
         with failures(f"the store {self.uri} cannot be read"):
@@ -130,13 +123,13 @@ class EntryTable:
         return {row["id"]: row for row in rows.to_pylist()}
 
     def counts(self, name: str) -> dict[Any, int]:
-        """How many rows have each value of a column."""
+        """Count the rows by the value of a column."""
         with failures(f"the store {self.uri} cannot be read"):
             values = self._table.search().select([name]).to_arrow()[name]
         return {one["values"]: one["counts"] for one in values.value_counts().to_pylist()}
 
     def put(self, columns: Mapping[str, Iterable[Any]], vectors: Floats) -> bool:
-        """Rows in place of those of the same ids, or beside the others."""
+        """Insert rows, or replace those with the same ids."""
         arrow, schema = self._arrow, self._table.schema
         vector = arrow.FixedSizeListArray.from_arrays(np.ascontiguousarray(vectors).ravel(), vectors.shape[1])
         arrays = [arrow.array(columns[field.name], field.type) for field in schema if field.name != "vector"]
@@ -147,38 +140,38 @@ class EntryTable:
         return self._committed(version)
 
     def delete(self, ids: IntArray) -> bool:
-        """Rows no longer."""
+        """Delete rows."""
         with failures(f"nothing was deleted from the store {self.uri}"):
             if self.highest in ids:
                 self._retire()
             return self._committed(self._table.delete(_among(ids)).version)
 
     def snapshots(self) -> list[str]:
-        """Names, oldest first."""
+        """Names of the snapshots, oldest first."""
         with failures(f"the snapshots of {self.uri} cannot be read"):
             tags = self._table.tags.list()
         return sorted(tags, key=lambda name: (tags[name]["version"], name))
 
     def snapshot(self, name: str) -> None:
-        """Give the present version a name, which keeps its files."""
+        """Tag the current version, which keeps its files."""
         with failures(f"no snapshot of {self.uri} was taken"):
             self._table.tags.create(name, self._table.version)
 
     def drop_snapshot(self, name: str) -> None:
-        """Forget a name."""
+        """Remove a tag."""
         self._find(name)
         with failures(f"the snapshot {name!r} of {self.uri} was not dropped"):
             self._table.tags.delete(name)
 
     def restore(self, name: str) -> None:
-        """A new version with the rows of a snapshot."""
+        """Commit the rows of a snapshot as a new version."""
         self._find(name)
         with failures(f"the snapshot {name!r} of {self.uri} was not restored"):
             self._retire()
             self._table.restore(name)
 
     def compact(self, keep: timedelta = timedelta(milliseconds=1)) -> None:
-        """Few files in place of many; versions older than this go, but no snapshot nor what came after one."""
+        """Merge files and drop older versions, except snapshots and all versions since the first of them."""
         with failures(f"the files of {self.uri} were not compacted"):
             tagged = {tag["version"] for tag in self._table.tags.list().values()}
             dates = [one["timestamp"] for one in self._table.list_versions() if one["version"] in tagged]
@@ -187,17 +180,17 @@ class EntryTable:
             self._version, self._commits = self._table.version, 0
 
     def bytes_on_disk(self) -> int | None:
-        """Of all files of a directory; None elsewhere."""
+        """Size of all files of a directory; None elsewhere."""
         if not is_directory(self.uri):
             return None
         return sum(path.stat().st_size for path in Path(self.uri).rglob("*") if path.is_file())
 
     def close(self) -> None:
-        """Let others write."""
+        """Release the writer's lock."""
         self._close()
 
     def _committed(self, version: int) -> bool:
-        """Follow one's own commit; now and then, write files together."""
+        """Record our own commit, and compact after `_COMPACT` of them."""
         alone, self._version = version == self._version + 1, version
         self._commits += 1
         if alone and self._commits >= _COMPACT:
@@ -209,7 +202,7 @@ class EntryTable:
         return alone
 
     def _retire(self) -> None:
-        """Remember the highest id before its entry goes."""
+        """Record the highest id before its entry is deleted, so that it is never given out again."""
         if self.highest > self._retired:
             row = self._arrow.table({"id": [self.highest]})
             if _RETIRED in self._names():
@@ -252,7 +245,7 @@ class EntryTable:
 
 @contextmanager
 def failures(what: str) -> Generator[None]:
-    """Whatever LanceDB raises, which is of many kinds, as a `StoreError` that says what did not happen."""
+    """Raise any LanceDB exception as a `StoreError` that says what did not happen."""
     try:
         yield
     except StoreError:
@@ -268,9 +261,9 @@ def _nothing(uri: str, read_only: bool) -> StoreError:
 
 
 def _locked(directory: Path) -> Callable[[], None]:
-    """Be the one who writes to a directory, which is made for a new store; returns what ends it.
+    """Lock a directory, created if need be, for writing; return what releases it.
 
-    The kernel holds the lock, so that nothing is left to clean up after a crash.
+    The kernel holds the lock, so a crash leaves nothing to clean up.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
