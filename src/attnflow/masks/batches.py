@@ -186,7 +186,7 @@ class MaskGrid(Priced):
         return max(rows.width() for rows in self._relations()[0]) > MAX_UNROLLED
 
     def _relations(self) -> tuple[list[IntervalRows], list[IntArray] | None]:
-        """(rows of each sequence and head; the number that each key goes by in them, None where that is its own)."""
+        """(rows of each sequence and head; number of each key in these rows, None for its own position)."""
         masks = [mask for row in self.padded() for mask in row]
         plain = [_narrow(mask) for mask in masks]
         if all(rows is not None for rows in plain):
@@ -262,7 +262,6 @@ def per_head(masks: Iterable[Mask]) -> MaskGrid:
 
 
 def _row(mask: object, number: int) -> tuple[Mask, ...]:
-    """The masks of one sequence."""
     if isinstance(mask, MaskGrid):
         if mask.shape[0] > 1:
             raise ValueError(f"expected the mask of one sequence, got those of {mask.shape[0]} as number {number}")
@@ -273,7 +272,7 @@ def _row(mask: object, number: int) -> tuple[Mask, ...]:
 
 
 def _same_length(number: int, a: Mask, b: Mask, cut: tuple[bool, ...]) -> tuple[Mask, Mask]:
-    """Both masks over the positions of one sequence; of a mask for all sequences (`cut`), its leading part."""
+    """Cuts a mask that stands for all sequences (`cut`) to the other's length; other differences raise ValueError."""
     if a.shape != b.shape:
         if cut[0]:
             a = a[: b.num_queries, : b.num_keys]
@@ -285,7 +284,7 @@ def _same_length(number: int, a: Mask, b: Mask, cut: tuple[bool, ...]) -> tuple[
 
 
 def _padded(mask: Mask, num_queries: int, num_keys: int) -> Mask:
-    """The mask with positions behind its own, which attend to themselves alone; to nothing if it is not square."""
+    """Adds pad positions at the end: they attend to themselves alone, or to nothing if the mask is not square."""
     rows, rank = mask.numbered_keys()
     extra = np.arange(mask.num_queries, num_queries, dtype=np.int64)
     at = np.arange(len(extra))
@@ -297,7 +296,7 @@ def _padded(mask: Mask, num_queries: int, num_keys: int) -> Mask:
 
 
 def _narrow(mask: Mask) -> IntervalRows | None:
-    """The rows of a mask by its own keys, None where they are wide for their number of keys."""
+    """The rows of a mask by its own keys; None if they have many intervals for their number of keys."""
     rows, rank = mask.numbered_keys()
     if rank is None:
         return rows

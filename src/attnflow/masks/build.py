@@ -226,14 +226,13 @@ def _states(block_mask: BlockMask) -> npt.NDArray[np.int64]:
 
 
 def _listed(counts: Tensor, indices: Tensor, columns: int) -> npt.NDArray[np.int64]:
-    """How often each block is listed."""
     valid = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     table = torch.zeros((*counts.shape, columns), dtype=torch.int64, device=indices.device)
     return table.scatter_add_(-1, indices.long(), valid.long()).cpu().numpy()
 
 
 def _relation(block_mask: BlockMask, states: npt.NDArray[np.int64], place: tuple[int, int], free: bool) -> IntervalRows:
-    """The pairs that are computed for one sequence and head; an error where a block contradicts `mask_mod`."""
+    """The pairs computed for one sequence and head; raises if a block contradicts `mask_mod`."""
     num_queries, num_keys = block_mask.seq_lengths
     q_block, k_block = block_mask.BLOCK_SIZE
     device = block_mask.kv_indices.device

@@ -276,7 +276,7 @@ def _heavy_paths(parent: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def divides(name: str, n: int, block: int) -> int:
-    """The number of blocks in n; an error if a block would be cut."""
+    """The number of blocks in n; raises if n is not a multiple of the block size."""
     block = integer("block", block, 1)
     if n % block:
         raise ValueError(f"{name} must be a multiple of block = {block}, got {n}; pad to {-(-n // block) * block}")
@@ -284,7 +284,7 @@ def divides(name: str, n: int, block: int) -> int:
 
 
 def blow_up(blocks: IntervalRows, block: int) -> IntervalRows:
-    """The relation in which every row and key of `blocks` stands for `block` of them."""
+    """Replaces every row and key of `blocks` by `block` of them."""
     rows = blocks.take(np.repeat(np.arange(blocks.num_rows), block))
     return IntervalRows(rows.indptr, rows.starts * np.int32(block), rows.ends * np.int32(block), rows.num_keys * block)
 

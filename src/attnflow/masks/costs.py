@@ -79,7 +79,7 @@ class BlockSparsity:
 
 
 def block_sparsity(mask: Mask, block: int = 128) -> BlockSparsity:
-    """Counts full, partial and empty blocks; like torch, a block that sticks out of the sequence is never full."""
+    """Counts full, partial and empty blocks; as in torch, a block that sticks out of the sequence is never full."""
     counts = mask.block_counts(block) if 0 not in mask.shape else np.zeros(0, np.int64)
     full, computed = int((counts == block * block).sum()), int((counts > 0).sum())
     used = mask.nnz / (computed * block * block) if computed else 0.0
@@ -171,7 +171,7 @@ class Cost(Result):
 
 
 class Priced(Blocked):
-    """What a mask and the masks of a batch share: `cost`."""
+    """Adds `cost` to a mask and to the masks of a batch."""
 
     __slots__ = ()
 

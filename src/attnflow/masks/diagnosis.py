@@ -93,15 +93,12 @@ class Diagnosis(Result):
 
 
 def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> tuple[Mask, list[Finding]]:
-    """The mask of a file, and what is wrong with its values.
+    """Reads a mask from a file, with findings about its values; raises ValueError if there is no mask.
 
     Args:
-        path: `.json` as of `Mask.from_json`, or "-"; `.npy`, `.pt`, `.safetensors`: one tensor [queries, keys], or
-            with one or two axes more before them, of bools or of 0 and 1 (true allows), or additive (0 allows).
+        path: `.json` as of `Mask.from_json`, or "-"; `.npy`, `.pt`, `.safetensors`: one tensor [queries, keys], also
+            after one or two leading axes, of bools or of 0 and 1 (true allows), or additive (0 allows).
         masked_true: true, or 1, forbids.
-
-    Raises:
-        ValueError: the file cannot be read or holds no mask.
     """
     if str(path) == "-" or Path(path).suffix == ".json":
         spec = read_json(path)
@@ -126,16 +123,7 @@ def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> tuple[
 def diagnose(
     mask: Mask, source: str = "mask", findings: list[Finding] | None = None, against: Mask | None = None
 ) -> Diagnosis:
-    """What a mask is, and what looks wrong with it.
-
-    Args:
-        mask: any mask.
-        source: where it comes from.
-        findings: what its file has shown to be wrong.
-        against: what it should be.
-
-    Cost: a few passes over the intervals; some formats take one byte per pair.
-    """
+    """Tells what a mask is and what looks wrong with it; `findings` are those of its file."""
     everything = (*(findings or ()), *_findings(mask, against))
     refusals: dict[str, str] = {}
     for name, make in export.FORMATS.items():
@@ -150,7 +138,7 @@ def diagnose(
 
 
 def equal_to(mask: Mask) -> Mask | None:
-    """The mask of the catalogue, or documents with a window, that equals a mask."""
+    """Finds the mask of the catalogue, or documents with a window, that equals a mask."""
     return next((candidate for candidate in _candidates(mask) if candidate == mask), None)
 
 
@@ -176,7 +164,7 @@ def _findings(mask: Mask, against: Mask | None) -> Iterator[Finding]:
 
 
 def _mistaken(mask: Mask) -> Iterator[Finding]:
-    """What a mask that is none of the catalogue may have been meant to be."""
+    """Findings about a mask outside the catalogue: inverted, transposed, or a few pairs off."""
     if (other := equal_to(~mask)) is not None and mask.nnz:
         yield Finding("inverted", f"its complement is {other!r}: true seems to mean masked (`mask` and `~mask`)")
         return
@@ -197,7 +185,7 @@ def _distance(mask: Mask, other: Mask) -> int:
 
 
 def _candidates(mask: Mask) -> Iterator[Mask]:
-    """Masks of the catalogue whose parameters can be read off a mask."""
+    """Masks of the catalogue with parameters read off the mask."""
     n, keys = mask.shape
     if not n or not keys:
         return
@@ -253,7 +241,7 @@ def _tensor(path: Path) -> Tensor:
 
 
 def _allowed(tensor: Tensor, masked_true: bool) -> tuple[Tensor, list[Finding]]:
-    """bool with True = allowed, and what is wrong with the values."""
+    """Converts values to bool, True = allowed, with findings about them."""
     findings: list[Finding] = []
     if tensor.dtype == torch.bool:
         return tensor ^ masked_true, findings

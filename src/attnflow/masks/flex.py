@@ -1,7 +1,6 @@
 """Compilation of relations for torch's FlexAttention: `mask_mod` and `BlockMask` straight from row intervals.
 
-A relation is given as the intervals of each query's row, in internal key numbers, and the internal number of each key
-(None where it is its own).
+Rows hold intervals of internal key numbers; `rank` gives the internal number of each key, or is None.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _COVERED: Final = 1 << 22  # keys that are counted at a time where they are numb
 
 
 class Blocked:
-    """What a mask and the masks of a batch share: their compilation for FlexAttention."""
+    """FlexAttention forms, shared by masks and the masks of a batch."""
 
     __slots__ = ()
 
@@ -76,7 +75,7 @@ class Blocked:
 
 
 def bounds_of(rows: IntervalRows, width: int) -> Int32[np.ndarray, "queries bounds"]:
-    """The intervals of each row, start, end, start, end, ...; unused ones are (0, 0)."""
+    """The intervals of each row as start, end, start, end, ...; unused ones are (0, 0)."""
     table = np.zeros((rows.num_rows, 2 * width), dtype=np.int32)
     row = rows.row_index()
     slot = 2 * (np.arange(len(row)) - rows.indptr[row])
@@ -85,7 +84,7 @@ def bounds_of(rows: IntervalRows, width: int) -> Int32[np.ndarray, "queries boun
 
 
 def mask_mod_of_bounds(bounds: Int32[Tensor, "queries bounds"], rank: Int32[Tensor, " keys"] | None) -> MaskMod:
-    """`mask_mod(b, h, q, k)` that compares k with the bounds of row q's intervals; one for all sequences and heads."""
+    """`mask_mod(b, h, q, k)` that compares k with the intervals of row q; ignores b and h."""
 
     @no_type_check
     def compare(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -99,9 +98,9 @@ def mask_mod_of_bounds(bounds: Int32[Tensor, "queries bounds"], rank: Int32[Tens
 
 
 def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMod:
-    """`mask_mod` of one bit a pair, eight keys a byte, the first in the lowest bit: for rows of many intervals.
+    """`mask_mod` from one bit per pair, eight keys per byte, lowest bit first, for rows of many intervals.
 
-    (A binary search over the intervals needs less memory, but torch's code generation is exponential in its steps.)
+    A binary search over the intervals needs less memory, but torch's code generation is exponential in its steps.
     """
     several, heads = bits.shape[0] > 1, bits.shape[1] > 1
 
@@ -114,7 +113,7 @@ def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMo
 
 
 def packed(allowed: Bool[Tensor, "batch heads queries keys"]) -> UInt8[Tensor, "batch heads queries bytes"]:
-    """Eight keys a byte, as `mask_mod_of_bits` takes them; their number must be a multiple of eight."""
+    """Packs eight keys per byte for `mask_mod_of_bits`; the number of keys must be a multiple of eight."""
     weight = 1 << torch.arange(8, device=allowed.device, dtype=torch.uint8)
     return (allowed.unflatten(-1, (-1, 8)) * weight).sum(-1, dtype=torch.uint8)
 
@@ -125,9 +124,9 @@ def block_mask_of_counts(
     mask_mod: MaskMod,
     shape: tuple[int, int],
 ) -> BlockMask:
-    """The `BlockMask` of the allowed pairs in each block: it is full if all its pairs are allowed, partial if some are.
+    """Builds a `BlockMask` from the number of allowed pairs per block, identical to `create_block_mask`.
 
-    Identical to `create_block_mask`, which also leaves a block that sticks out of the sequence partial.
+    As in torch, a block that sticks out of the sequence is partial.
     """
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
@@ -158,9 +157,9 @@ def block_counts(rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[in
 
 
 def _counts_of_scattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_block: int) -> IntArray:
-    """Allowed pairs per block where relabelling leaves no long intervals: O(keys met by each block of queries).
+    """Allowed pairs per block if relabelling leaves no long intervals: O(keys met by each block of queries).
 
-    The rows of a block of queries are added up while their keys still lie together; only the sum is relabelled.
+    Rows of a block are summed while their keys still lie together; only the sum is relabelled.
     """
     stride, grid = rows.num_keys + 1, (-(-rows.num_rows // q_block), -(-rows.num_keys // k_block))
     block_of_key = np.empty(rows.num_keys, dtype=np.int64)
@@ -188,17 +187,9 @@ def pairs_in_blocks(
     width: int,
     rank: Int[Tensor, " keys"] | None = None,
 ) -> Int[Tensor, "rows columns"]:
-    """Allowed pairs in each cell of a grid, from intervals of keys; empty ones count for nothing.
+    """Counts allowed pairs in each cell of a grid, from key intervals; `row` is the grid row of each interval.
 
-    Args:
-        row: of the grid, of each interval.
-        starts: its first key.
-        ends: the key after its last.
-        grid: rows and columns.
-        width: keys of a column.
-        rank: the number that each key goes by in the intervals; None where that is its own.
-
-    Cost: O(intervals + cells); with `rank` also a number for each key in each row of the grid.
+    `width` is the number of keys per column. With `rank`, the cost adds one number per key and grid row.
     """
     if rank is not None:
         return _pairs_of_renumbered(row, starts, ends, rank, grid, width)
@@ -226,7 +217,7 @@ def pairs_in_blocks(
 def _pairs_of_renumbered(
     row: Tensor, starts: Tensor, ends: Tensor, rank: Tensor, grid: tuple[int, int], width: int
 ) -> Tensor:
-    """The rows of a row of the grid are added up while their keys still lie together; only the sum is renumbered."""
+    """`pairs_in_blocks` with a rank: sums rows while keys lie together, then renumbers the sum."""
     num_keys = len(rank)
     cover = torch.zeros(grid[0], num_keys + 1, dtype=torch.int32, device=rank.device)
     for at, change in ((starts, 1), (ends, -1)):
@@ -237,7 +228,7 @@ def _pairs_of_renumbered(
 
 
 def _block_rows(present: Tensor) -> tuple[Tensor, Tensor]:
-    """(number of blocks per row, block columns with the present ones first), as torch lays them out."""
+    """(number of present blocks per row, block columns with these first), as torch lays them out."""
     before = present.cumsum(-1, dtype=torch.int32)  # of the present ones, with each column itself
     number, column = before[..., -1], torch.arange(present.shape[-1], dtype=torch.int32, device=present.device)
     place = torch.where(present, before - 1, number[..., None] + column - before)

@@ -25,7 +25,7 @@ def ragged(starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> tuple[IntArra
 
 
 def offsets(lengths: npt.NDArray[Any] | Sequence[int]) -> IntArray:
-    """Where each part begins if parts of these lengths lie end to end, and the end: int64[parts + 1]."""
+    """Start of each part when parts of these lengths lie end to end, and the end: int64[parts + 1]."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
@@ -33,9 +33,8 @@ def offsets(lengths: npt.NDArray[Any] | Sequence[int]) -> IntArray:
 class IntervalRows:
     """Row r holds the intervals `[starts[t], ends[t])` for `t` in `[indptr[r], indptr[r + 1])`.
 
-    The intervals of a row are sorted, disjoint and never touch, so that equal relations have equal arrays.
-    Memory is O(rows + intervals). All set operations put the rows end to end on one line (row r at offset
-    `r * (num_keys + 1)`, so that rows never touch) and walk along that line: O(intervals log intervals).
+    The intervals of a row are sorted, disjoint and never touch, so that equal relations have equal arrays. Set
+    operations put row r at offset `r * (num_keys + 1)` of one line and walk along it: O(intervals log intervals).
     """
 
     indptr: IntArray
@@ -109,14 +108,14 @@ class IntervalRows:
         return self.sums(np.arange(self.num_keys + 1))
 
     def sums(self, upto: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """For each row the sum over its keys of values whose sums over the first k keys are `upto[k]`."""
+        """Sums values over the keys of each row; `upto[k]` is the sum over the first k keys."""
         total = np.concatenate([upto[:1], np.cumsum(upto[self.ends] - upto[self.starts], dtype=upto.dtype)])
         return total[self.indptr[1:]] - total[self.indptr[:-1]]
 
     def cover(self, weight: IntArray | None = None) -> IntArray:
-        """How many rows hold each key, int64[keys]: where it is not 0, some row reads the key. Cost: O(intervals).
+        """How many rows hold each key, int64[keys], or the sum of their intervals' weights.
 
-        With a weight of each interval, the sum of the weights of those that hold the key (exact below 2^53).
+        Weighted sums are exact below 2^53. Cost: O(intervals).
         """
         size = self.num_keys + 1
         begun, ended = (np.bincount(at, weight, size).astype(np.int64) for at in (self.starts, self.ends))
@@ -147,7 +146,7 @@ class IntervalRows:
         return IntervalRows.build(self.row_index(), starts, ends, self.num_rows, last - first)
 
     def with_diagonal(self) -> IntervalRows:
-        """Row by row, the keys and the row's own number; the rows must be as many as the keys. Cost: O(intervals)."""
+        """Adds to each row its own number; rows must be as many as keys."""
         starts, ends = self._line()
         point = np.arange(self.num_rows, dtype=np.int64) * (self.num_keys + 2)
         slot = np.searchsorted(starts, point, side="right")  # the interval before is the only one that can hold it
@@ -207,7 +206,7 @@ class IntervalRows:
 
 
 def _union(starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
-    """The maximal stretches of the line that intervals cover, those that touch made one."""
+    """The maximal stretches of the line that intervals cover; those that touch are merged."""
     if not len(starts):
         return starts, ends
     if (starts[1:] < starts[:-1]).any():
@@ -221,7 +220,7 @@ def _union(starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
 def _intersection(
     starts: IntArray, ends: IntArray, other_starts: IntArray, other_ends: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """What two sequences of sorted, disjoint intervals of the line have in common, in order."""
+    """The intersection of two sequences of sorted, disjoint intervals of the line, in order."""
     first = np.searchsorted(other_ends, starts, side="right")  # the first that ends behind the start
     count = np.maximum(np.searchsorted(other_starts, ends) - first, 0)
     mine, other = ragged(first, count)

@@ -373,7 +373,7 @@ class Mask(Priced, Planned):
 
 
 def _holds_masks(value: object) -> bool:
-    """Whether it is masks by sequence and head, whose operators take a single mask."""
+    """Whether the value is a `MaskGrid`, whose operators take a single mask."""
     return bool(getattr(type(value), "holds_masks", False))
 
 

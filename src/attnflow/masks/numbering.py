@@ -1,7 +1,4 @@
-"""Relations whose positions have internal numbers: combined and compared in the numbering that keeps them small.
-
-`renamed` gives the intervals of keys after the keys got other numbers, in time and memory of the answer.
-"""
+"""Relations with internal position numbers: combined and compared in the numbering that keeps them small."""
 
 from __future__ import annotations
 
@@ -60,14 +57,14 @@ class Numbered:
         return self.rows if self.query_rank is None else self.rows.take(self.query_rank)
 
     def new_keys(self, other: Numbered) -> IntArray | None:
-        """The number in `other` of each key number of this relation; None where they are the same."""
+        """The number in `other` of each key number of this relation; None if the numberings agree."""
         if same_rank(self.key_rank, other.key_rank):
             return None
         keys = np.arange(self.rows.num_keys) if self.key_rank is None else invert(self.key_rank)
         return keys if other.key_rank is None else other.key_rank[keys]
 
     def renumbered(self, other: Numbered, limit: int) -> IntervalRows | None:
-        """Its rows with the numbers of `other`; None where they have more than `limit` intervals."""
+        """The rows in the numbering of `other`; None if they need more than `limit` intervals."""
         if same_rank(self.query_rank, other.query_rank):
             rows = self.rows
         else:
@@ -95,11 +92,7 @@ class Numbered:
             yield start, part if self.key_rank is None else part[:, self.key_rank]
 
     def intervals(self, what: str) -> IntervalRows:
-        """The relation in the numbers of queries and keys themselves.
-
-        Raises:
-            ValueError: it has too many intervals there; `what` names it.
-        """
+        """The relation in plain positions; raises ValueError, naming `what`, if it has too many intervals."""
         plain = Numbered(self.rows)
         few = self.pairs // 64 if self.pairs <= SCANNED else RENAMED
         rows = self.renumbered(plain, max(4 * self.rows.num_rows, min(few, RENAMED)))
@@ -123,12 +116,10 @@ def same_rank(a: IntArray | None, b: IntArray | None) -> bool:
 
 
 def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
-    """Their intersection ("&") or union ("|"), in the numbering of positions or of one of the two.
+    """Intersection ("&") or union ("|"), in the numbering with the fewest intervals: positions, or either operand's.
 
-    Cost: O(n log n) and O(log n) for each interval of the result's numbering, which is that with the fewest.
-
-    Raises:
-        ValueError: in each numbering there are too many; `what` names the relation.
+    Raises ValueError if every numbering needs too many; `what` names the relation. Cost: O(n log n), and O(log n) per
+    interval of the result.
     """
     if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank):
         return Numbered(_set(a.rows, b.rows, sign), a.query_rank, a.key_rank)
@@ -149,9 +140,9 @@ def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
 
 
 def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
-    """The numbering of `a` with the keys that most rows of `b` share as one interval (its global tokens) in front.
+    """Yields the numbering of `a` with the keys shared by most rows of `b` (its global tokens) first, as one interval.
 
-    There both stay in few intervals: rows of `a` as they were but for those keys, and those keys beside each other.
+    Both relations stay in few intervals there.
     """
     size = a.rows.num_keys
     if a.rows.num_rows != size or not all(same_rank(each.query_rank, each.key_rank) for each in (a, b)):
@@ -173,9 +164,9 @@ def _set(left: IntervalRows, right: IntervalRows, sign: str) -> IntervalRows:
 
 
 def differing(a: Numbered, b: Numbered) -> IntArray:
-    """Queries whose keys are not the same: those over which random numbers of the keys add up to others.
+    """Queries whose keys differ, found by sums of random 64-bit numbers over the keys, drawn twice.
 
-    Fresh numbers of 64 bits, twice: one chance in 2^128 that a query is missed. Cost: O(intervals).
+    A query is missed with probability 2^-128.
     """
     generator, unlike = np.random.default_rng(), np.zeros(len(a.rows.indptr) - 1, dtype=np.bool_)
     for _ in range(2):
@@ -185,7 +176,7 @@ def differing(a: Numbered, b: Numbered) -> IntArray:
 
 
 def _sums(relation: Numbered, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """For each query the sum, modulo 2^64, of the values of its keys."""
+    """The sum, modulo 2^64, of the values of each query's keys."""
     rows, zero = relation.rows, np.zeros(1, np.uint64)
     if relation.key_rank is not None:
         values = values[invert(relation.key_rank)]
@@ -194,7 +185,7 @@ def _sums(relation: Numbered, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.
 
 
 def pieces_of(rows: IntervalRows, new_key: IntArray | None, limit: int) -> Pieces | None:
-    """Disjoint (row, start, end) with key k called `new_key[k]`, in no order; None if there are over `limit`.
+    """Disjoint (row, start, end), unordered, with key k renumbered `new_key[k]`; None if over `limit`.
 
     Cost: O((intervals + pieces) log keys), pieces up to `limit`.
     """
@@ -206,15 +197,9 @@ def pieces_of(rows: IntervalRows, new_key: IntArray | None, limit: int) -> Piece
 
 
 def renamed(starts: IntArray, ends: IntArray, new_key: IntArray, limit: int) -> Pieces | None:
-    """(number of the interval, start, end) of each stretch of new numbers; None if there are more than `limit`.
+    """(interval, start, end) of each stretch of new key numbers; None if there are more than `limit`.
 
-    Args:
-        starts: int64[m], first key of each interval.
-        ends: int64[m], the key after its last; intervals are not empty.
-        new_key: int64[n], the number that each key gets; no number twice within an interval.
-        limit: of stretches.
-
-    Cost: O((m + stretches) log n), stretches up to `limit`.
+    Intervals are not empty, and `new_key` repeats no number within one. Cost: O((intervals + stretches) log n).
     """
     first = np.concatenate([[0], np.flatnonzero(np.abs(np.diff(new_key)) != 1) + 1])  # where numbers stop to run on
     run = np.searchsorted(first, np.stack([starts, ends - 1]), side="right") - 1
@@ -238,7 +223,7 @@ def renamed(starts: IntArray, ends: IntArray, new_key: IntArray, limit: int) -> 
 
 
 def expected(starts: IntArray, ends: IntArray, new_key: IntArray, sample: int = _SAMPLE) -> int:
-    """About how many stretches `renamed` gives, from a sample of the intervals. Cost: O(n)."""
+    """Estimates the number of stretches from `renamed` on a sample of the intervals."""
     if not len(starts):
         return 0
     chosen = np.random.default_rng(0).integers(len(starts), size=min(len(starts), sample))
@@ -252,13 +237,13 @@ def expected(starts: IntArray, ends: IntArray, new_key: IntArray, sample: int = 
 
 
 def hopeless(starts: IntArray, ends: IntArray, new_key: IntArray, limit: int) -> bool:
-    """Whether two samples say that there are far more stretches than `limit`. Cost: O(n), of which there is less."""
+    """Whether two samples predict far more stretches than `limit`; costs O(n)."""
     larger = max(_SAMPLE, min(1 << 10, (1 << 28) // max(1, len(new_key))))
     return all(expected(starts, ends, new_key, sample) > 4 * limit for sample in (_SAMPLE, larger))
 
 
 def _sorted_runs(starts: IntArray, ends: IntArray, new_key: IntArray, old_key: IntArray, limit: int) -> Pieces | None:
-    """The maximal stretches of each interval: a key begins one iff the key numbered just below it is outside."""
+    """The maximal stretches of each interval: a key begins one iff the key numbered just below is outside."""
     n, stride = len(new_key), len(old_key) + 1
     pairs, which = np.unique(starts * (n + 1) + ends, return_inverse=True)  # rows of a block share their intervals
     starts, ends = np.divmod(pairs, n + 1)
@@ -300,10 +285,9 @@ class _Ranges:
         return cls(lowest, highest)
 
     def outside(self, starts: IntArray, ends: IntArray, limit: int) -> tuple[IntArray, IntArray] | None:
-        """(interval, index) of the entries in each interval whose values are not in it; None if over `limit`.
+        """(interval, index) of entries whose values lie outside their interval; None if over `limit`.
 
-        A range within an interval is entered only if it holds such an entry, so the ranges of a level are at most as
-        many as the answers, and two more for each interval.
+        Only ranges with such an entry are entered: per level at most as many as answers, plus two per interval.
         """
         top = len(self.lowest) - 1
         level_of = np.minimum(np.frexp((ends - starts).astype(np.float64))[1], top)

@@ -99,7 +99,7 @@ class ShardPlan:
 
 
 class Planned:
-    """What a mask over one sequence can do beside: `plan`."""
+    """Adds `plan` to a mask over one sequence."""
 
     __slots__ = ()
 
@@ -148,7 +148,7 @@ class Planned:
 
 
 def _counted(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:
-    """The plan by which each rank holds the given positions."""
+    """Counts the work and traffic of a plan from the positions of each rank."""
     count, holder = len(positions), np.empty(mask.num_queries, np.int64)
     for rank, held in enumerate(positions):
         holder[held] = rank
@@ -164,7 +164,7 @@ def _counted(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> S
 
 
 def _borders(rows: IntervalRows) -> IntArray:
-    """Positions that no pair crosses: where documents begin, but for the first."""
+    """Positions that no pair crosses: the beginnings of documents, except the first."""
     row, n = rows.row_index(), rows.num_rows
     first, last = np.minimum(rows.starts, row), np.maximum(rows.ends - 1, row)  # a pair covers what lies between
     step = np.bincount(first + 1, minlength=n + 1) - np.bincount(last + 1, minlength=n + 1)
@@ -172,7 +172,7 @@ def _borders(rows: IntervalRows) -> IntArray:
 
 
 def _dealt(parts: Sequence[IntArray], counts: IntArray, ranks: int, room: int) -> list[IntArray]:
-    """Each part, by work, to the rank with the least work so far that holds fewer than `room` parts."""
+    """Deals parts, the most work first, to the least loaded rank with fewer than `room` parts."""
     work = np.array([counts[part].sum() for part in parts], np.int64)
     queue = [(0, rank) for rank in range(ranks)]
     held: list[list[IntArray]] = [[] for _ in range(ranks)]

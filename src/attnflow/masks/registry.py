@@ -1,4 +1,4 @@
-"""What files above `mask` give to it: the catalogue by name, a reader of plain data; and advice for what is no mask."""
+"""Hooks by which files above `mask` give it the catalogue and a reader of plain data; advice for a wrong type."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _READERS: Final[list[Callable[[object, str], Any]]] = []
 
 
 def reads_masks(reader: Callable[[object, str], Any]) -> None:
-    """Name the function that makes a mask of plain data and the name of its place."""
+    """Registers the function (plain data, name of its place) -> mask."""
     _READERS[:] = [reader]
 
 
 def read_mask(spec: object, where: str = "mask") -> Any:
-    """The mask of plain data, as `attnflow.masks.spec` reads it."""
+    """Makes a mask from plain data with `attnflow.masks.spec`."""
     return _READERS[0](spec, where)
 
 
 def not_a_mask(value: object) -> TypeError:
-    """The error for something that should have been a mask: what came, and which call makes a mask of it."""
+    """The error for a wrong type: what came, and which call makes a mask of it."""
     return TypeError(f"expected a Mask, got {type(value).__name__}; {_how_to_make_one(value)}")
 
 

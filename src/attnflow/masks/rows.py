@@ -1,15 +1,10 @@
-"""The masks of a batch as one plain tensor, its *row intervals*, and what attention kernels take, made on its device.
+"""The masks of a batch as one plain tensor, its *row intervals*, and the kernel forms made from it on its device.
 
 Row intervals are int32 [batch or 1, heads or 1, 2 x width, queries]: query q attends to the keys in
-`[rows[..., 2 t, q], rows[..., 2 t + 1, q])` for t in 0..width - 1, of which unused ones are (0, 0). With an odd number
-of rows the last one numbers the keys anew: key k stands in for `rows[..., -1, k]` (masks whose keys lie scattered, such
-as a permuted order, stay few intervals then; their queries are as many as their keys). The number of rows is never the
-number of queries, so that a kernel that takes the tensor for a mask of pairs fails.
-
-Being a plain tensor of a batch, it is copied, sliced, pinned, sent and gathered as any other; everything else is built
-from it where the model is, in shapes that depend on its shape alone.
-
-Where each layer has its own mask, row intervals are in int64 and not in int32: [batch, layers, rows, queries].
+`[rows[..., 2 t, q], rows[..., 2 t + 1, q])` for each t < width; unused intervals are (0, 0). An odd last row renumbers
+the keys: key k stands for `rows[..., -1, k]`, which keeps scattered masks small (queries are then as many as keys).
+The number of rows never equals the number of queries, so a kernel that reads the tensor as pairs fails. With a mask
+for each layer, row intervals are int64 [batch, layers, rows, queries]. Forms depend in shape on its shape alone.
 """
 
 from __future__ import annotations
@@ -36,14 +31,14 @@ LAYERED: Final = torch.int64  # of row intervals
 
 
 def is_row_intervals(value: object) -> bool:
-    """Whether a value has the form of row intervals, whatever is in it."""
+    """Whether a value has the dtype and shape of row intervals; values are not read."""
     return isinstance(value, Tensor) and value.ndim == 4 and value.dtype == torch.int32
 
 
 def split_rows(
     rows: Int32[Tensor, "batch heads rows queries"],
 ) -> tuple[Int32[Tensor, "batch heads bounds queries"], Int32[Tensor, "batch heads queries"] | None]:
-    """(bounds of the intervals, number of each key or None): views."""
+    """Views: (interval bounds, number of each key or None)."""
     even = rows.shape[2] // 2 * 2
     return rows[:, :, :even], rows[:, :, -1] if rows.shape[2] > even else None
 
@@ -51,7 +46,7 @@ def split_rows(
 def allowed_of_rows(
     rows: Int32[Tensor, "batch heads rows queries"], num_keys: int
 ) -> Bool[Tensor, "batch heads queries keys"]:
-    """The relation as bool. Cost: two bytes a pair while it is made."""
+    """The relation as bool; takes two bytes per pair while it is made."""
     bounds, rank = split_rows(rows)
     batch, heads, _, queries = rows.shape
     step = torch.zeros(batch, heads, queries, num_keys + 1, dtype=torch.int8, device=rows.device)
@@ -63,7 +58,7 @@ def allowed_of_rows(
 
 
 def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: int) -> MaskMod:
-    """`mask_mod(b, h, q, k)`, vectorised; it captures one tensor, so masks of one shape share one kernel."""
+    """`mask_mod(b, h, q, k)` that captures one tensor, so masks of one shape share one kernel."""
     if rows.shape[2] > 2 * MAX_UNROLLED + 1:
         allowed = torch.nn.functional.pad(allowed_of_rows(rows, num_keys), (0, -num_keys % 8))
         return mask_mod_of_bits(packed(allowed))
@@ -85,7 +80,7 @@ def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: 
 def block_mask_of_rows(
     rows: Int32[Tensor, "batch heads rows queries"], num_keys: int, blocks: tuple[int, int] = (128, 128)
 ) -> BlockMask:
-    """The `BlockMask` of row intervals, on their device; see `attnflow.masks.flex.block_mask_of_counts`."""
+    """The `BlockMask` of row intervals, on their device."""
     counts = block_counts_of_rows(rows, num_keys, blocks)
     return block_mask_of_counts(counts, blocks, mask_mod_of_rows(rows, num_keys), (rows.shape[-1], num_keys))
 
@@ -113,17 +108,17 @@ def block_counts_of_rows(
 
 
 def num_layers_of(mask: object) -> int | None:
-    """For how many layers row intervals are one each; None of anything else."""
+    """The number of layers in per-layer row intervals; None for anything else."""
     return mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == LAYERED else None
 
 
 def rows_of_layer(rows: Tensor, layer: int) -> Tensor:
-    """The row intervals of one layer as they would be for all."""
+    """The row intervals of one layer, in the form without layers."""
     return rows[:, layer : layer + 1].to(torch.int32)
 
 
 def first_alike(rows: Tensor) -> list[int]:
-    """For each layer the first one with the same mask. Cost: O(layers x different masks) comparisons."""
+    """For each layer the first with the same mask; compares each layer with every different mask."""
     views, first = rows.unbind(1), list[int]()
     for layer, view in enumerate(views):
         first.append(next((other for other in dict.fromkeys(first) if torch.equal(views[other], view)), layer))

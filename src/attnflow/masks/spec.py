@@ -55,15 +55,9 @@ def named_masks() -> Mapping[str, Named[Mask]]:
 
 
 def mask_from_dict(spec: object, where: str = "mask", depth: int = 0) -> Mask:
-    """The mask of plain data in any of the forms above; a `Mask` is itself.
+    """Makes a mask from plain data in any of the forms above; a `Mask` is returned unchanged.
 
-    Args:
-        spec: what `json.loads` gave.
-        where: name of the place, for messages.
-        depth: masks around this one; at most 100.
-
-    Raises:
-        ValueError: a part is missing, unknown, of the wrong kind or refused by the mask; the message says where.
+    `where` names the place in errors (ValueError); `depth` counts the masks around this one, at most 100.
 
     >>> mask_from_dict({"not": {"dense": ["10", "11"]}}).dense().int().tolist()
     [[0, 1], [0, 0]]

@@ -53,11 +53,7 @@ def chunks(num_rows: int, row_bytes: int, limit: int = 1 << 23) -> Iterator[slic
 
 
 def require_room(matrices: int, size: int, what: str) -> None:
-    """Refuse, before memory is taken, what needs more bit matrices of `size` squared than fit.
-
-    Raises:
-        ValueError: with what it would take.
-    """
+    """Raises ValueError before allocation if bit matrices of `size` squared do not fit memory."""
     needed = matrices * size * size // 8
     if needed > _ROOM:
         raise ValueError(
@@ -67,11 +63,7 @@ def require_room(matrices: int, size: int, what: str) -> None:
 
 
 def refuse_more(edges: int) -> None:
-    """Refuse a Hasse diagram that memory has no room for.
-
-    Raises:
-        ValueError: with the number of its edges.
-    """
+    """Raises ValueError if a Hasse diagram has too many edges for memory."""
     if edges > LARGEST:
         raise ValueError(
             f"the Hasse diagram has at least {edges:,} edges, more than {LARGEST:,}: take a shorter sequence, or one "
@@ -82,8 +74,8 @@ def refuse_more(edges: int) -> None:
 def product(rows: IntervalRows, words: Words) -> Words:
     """The Boolean product: row i is the union of the rows `words[k]` over the keys k of row i.
 
-    Rows of few intervals take unions over ranges from a sparse table, O((n log n + intervals) n / 64) word
-    operations; shattered rows take the method of four Russians, O(n^3 / 512).
+    Few intervals: unions over ranges from a sparse table, O((n log n + intervals) n / 64) word operations; otherwise
+    the method of four Russians, O(n^3 / 512).
     """
     n = rows.num_keys
     if 2 * len(rows.starts) + n * n.bit_length() > (n // 8 + 1) * (n + 256):
@@ -99,7 +91,7 @@ def product(rows: IntervalRows, words: Words) -> Words:
 
 
 def _four_russians(left: Words, right: Words) -> Words:
-    """The Boolean product of bit matrices: for eight rows of `right` at a time, all 256 unions are looked up."""
+    """The Boolean product of bit matrices, with a table of all 256 unions per eight rows of `right`."""
     index = left.view(np.uint8)
     result = np.zeros((len(left), right.shape[1]), dtype="<u8")
     table, unions = np.zeros((256, right.shape[1]), dtype="<u8"), np.empty_like(result)
@@ -117,11 +109,9 @@ def _four_russians(left: Words, right: Words) -> Words:
 def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
     """(class of each node, the classes at or below each class, covers) of a square relation with its diagonal.
 
-    Walks the classes in topological order with one bit set each: Python's integers, the fastest at hand (the highest
-    bit is free, a union of 16,384 bits takes 0.3 us). For a class, the latest direct predecessor that is not yet
-    covered is a cover; its closure is added, and so on: each union belongs to one Hasse edge.
-
-    Cost: O(edges x n / 64) word operations and n^2 / 4 bytes when n classes remain.
+    Walks the classes in topological order with Python ints as bit sets, the fastest at hand. The latest direct
+    predecessor not yet covered is a cover; its closure is added, and so on: one union per Hasse edge.
+    Cost: O(edges x n / 64) word operations and n^2 / 4 bytes for n classes.
     """
     class_of = np.arange(rows.num_rows) if reads_only_before(rows) else _classes(rows)
     count = int(class_of.max()) + 1
@@ -165,7 +155,7 @@ def _direct(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:
 
 
 def _integers(rows: IntervalRows) -> Iterator[int]:
-    """Each row as a Python int, bit k for key k: intervals shifted into place, or dense chunks where rows have many."""
+    """Each row as a Python int, bit k for key k."""
     if len(rows.starts) > 8 * rows.num_rows:
         for part in chunks(rows.num_rows, rows.num_keys):
             yield from _integers_of(rows.to_bool(part))
@@ -179,15 +169,13 @@ def _integers(rows: IntervalRows) -> Iterator[int]:
 
 
 def _integers_of(table: BoolArray) -> Iterator[int]:
-    """Each row of a bool table as a Python int."""
     for packed in np.packbits(table, axis=1, bitorder="little"):
         yield int.from_bytes(packed.tobytes(), "little")
 
 
 def _classes(rows: IntervalRows) -> IntArray:
-    """Strong components in topological order, int64[n], by Kosaraju's algorithm.
+    """Strong components in topological order, int64[n], by Kosaraju's algorithm on bit sets.
 
-    The next unvisited neighbour is the highest bit of `neighbours & unvisited`.
     Cost: O(n^2 / 64) word operations and n^2 / 4 bytes.
     """
     finished = [node for tree in _search(list(_integers(rows)), range(rows.num_rows)) for node in tree]
@@ -199,7 +187,7 @@ def _classes(rows: IntervalRows) -> IntArray:
 
 
 def _search(neighbours: list[int], roots: Iterable[int]) -> Iterator[list[int]]:
-    """Depth-first trees, each as its nodes in the order in which they are finished."""
+    """Depth-first trees, each listing its nodes in finishing order."""
     unvisited = (1 << len(neighbours)) - 1
     for root in roots:
         if not unvisited >> root & 1:

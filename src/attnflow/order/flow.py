@@ -152,7 +152,7 @@ class Flow(Result):
 
     @cached_property
     def _step(self) -> tuple[IntervalRows, IntArray | None]:
-        """(relation with its diagonal, rank): the relation whose closure is the order, in compact numbering."""
+        """(relation whose closure is the order, with its diagonal; rank of each position in it, or None)."""
         if self.num_layers is None:
             rows, rank = self.masks[0].relabelled()
             return rows.with_diagonal(), rank
@@ -164,12 +164,12 @@ class Flow(Result):
 
     @property
     def _layers(self) -> list[IntervalRows]:
-        """A = allow | I of each layer (one for all of a single mask), in the numbers that `_rank` gives positions."""
+        """A = allow | I of each layer (one for a single mask), in the numbering of `_rank`."""
         return self._numbered[0]
 
     @property
     def _rank(self) -> IntArray | None:
-        """The number of each position in `_layers`: long masks are not taken out of their compact numbering."""
+        """The number of each position in `_layers`: long masks keep their compact numbering."""
         return self._numbered[1]
 
     @cached_property
@@ -367,7 +367,7 @@ class Flow(Result):
         return self._layers[:layers] if self.num_layers is not None else self._layers * min(layers, self.size)
 
     def _number(self, position: int) -> int:
-        """Of a position in `_layers`."""
+        """The number of a position in `_layers`."""
         return position if self._rank is None else int(self._rank[position])
 
     def _layer_count(self, layers: int | None) -> int | None:

@@ -1,6 +1,6 @@
-"""Products of relations as row intervals: what flows through two layers, in time and memory of the intervals.
+"""Boolean products of row intervals: the flow through two layers, in time and memory of the intervals.
 
-Over a range of consecutive rows, intervals of neighbouring rows that touch make a chain, which is one interval.
+A chain is a run of touching intervals in consecutive rows; over a range of these rows its union is one interval.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_scattered(rows: IntervalRows) -> bool:
 
 
 def reads_only_before(rows: IntervalRows) -> bool:
-    """Whether a square relation that holds its diagonal is triangular: every key at or before its query."""
+    """Whether a square relation with its diagonal is triangular: every key at or before its query."""
     return bool((rows.ends[rows.indptr[1:] - 1] == np.arange(rows.num_rows) + 1).all())
 
 
@@ -38,7 +38,7 @@ def reads_only_after(rows: IntervalRows) -> bool:
 
 
 def quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows | None:
-    """For each class the classes that its members may attend to; None if that takes too many intervals."""
+    """For each class the classes that its members may attend to; None if it needs too many intervals."""
     n, count = rows.num_rows, int(class_of.max()) + 1
     if count == 1:
         return IntervalRows.build([0], [0], [1], 1, 1)
@@ -58,25 +58,16 @@ def quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows | None:
 
 
 def room(rows: IntervalRows) -> int:
-    """How many intervals a product of these rows may have before bit matrices are taken."""
+    """How many intervals a product of these rows may have before bit matrices take over."""
     return max(4 * (rows.num_rows + len(rows.starts)), 16 * rows.num_rows)
 
 
 def compose(rows: IntervalRows, before: IntervalRows, limit: int) -> IntervalRows | None:
-    """The Boolean product: row i is the union of the rows k of `before` over the keys k of row i.
+    """The Boolean product: row i is the union of the rows k of `before` (the earlier layer) over the keys k of row i.
 
-    Intervals of consecutive rows of `before` that touch make a chain, and over a range of keys a chain is one
-    interval, from its lowest start to its highest end. Each range of keys is looked up once, however many rows have it.
-
-    Args:
-        rows: the later layer.
-        before: the earlier one.
-        limit: of intervals, in the answer and on the way.
-
-    Returns:
-        None where there are more.
-
-    Cost: O(m log m) for m intervals of both masks, of the answer and, for each range, of the chains in it.
+    Over a range of keys, a chain of `before` gives one interval, from its lowest start to its highest end; each
+    distinct range is looked up once. None if more than `limit` intervals arise, also on the way.
+    Cost: O(m log m) for m intervals of both masks and the answer, plus the chains in each range.
     """
     if not len(rows.starts) or not len(before.starts):
         empty = np.zeros(0, np.int64)
@@ -95,7 +86,7 @@ def compose(rows: IntervalRows, before: IntervalRows, limit: int) -> IntervalRow
 
 
 def _gathered(indptr: IntArray, which: IntArray, unions: IntervalRows, limit: int) -> IntervalRows | None:
-    """Row i is the union of the rows `which[indptr[i]:indptr[i + 1]]` of `unions`."""
+    """Row i is the union of the rows `which[indptr[i]:indptr[i + 1]]` of `unions`; None if over `limit`."""
     length = offsets(np.diff(unions.indptr)[which])
     parts: list[IntervalRows] = []
     total = 0
@@ -111,10 +102,7 @@ def _gathered(indptr: IntArray, which: IntArray, unions: IntervalRows, limit: in
 
 
 def closure_of(rows: IntervalRows, limit: int) -> IntervalRows | None:
-    """The transitive closure of a square relation that holds its diagonal; None where a power has too many intervals.
-
-    Cost: log2(depth) products.
-    """
+    """The transitive closure of a square relation with its diagonal; None if a power exceeds `limit` intervals."""
     while True:
         square = compose(rows, rows, limit)
         if square is None or square.equals(rows):
@@ -123,9 +111,9 @@ def closure_of(rows: IntervalRows, limit: int) -> IntervalRows | None:
 
 
 def without_twins(rows: IntervalRows) -> IntervalRows:
-    """One node for each run of neighbours that read the same and are read by the same; the depth stays what it is.
+    """Merges neighbours that read the same and are read by the same; the depth stays unchanged.
 
-    The relation must hold its diagonal. Cost: O(intervals log n).
+    The relation must hold its diagonal.
     """
     n = rows.num_rows
     cut = np.zeros(n + 1, dtype=np.bool_)
@@ -142,7 +130,7 @@ def without_twins(rows: IntervalRows) -> IntervalRows:
 
 
 def _same_as_before(rows: IntervalRows) -> BoolArray:
-    """bool[rows - 1]: whether row r + 1 is row r."""
+    """bool[rows - 1]: whether row r + 1 equals row r."""
     length = np.diff(rows.indptr)
     same = length[1:] == length[:-1]
     row = rows.row_index()
@@ -155,7 +143,7 @@ def _same_as_before(rows: IntervalRows) -> BoolArray:
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """The intervals of a relation chain by chain: each touches the one before, which lies in the row before."""
+    """The intervals of a relation by chain: each touches its predecessor, one row earlier."""
 
     rows: IntervalRows
     place: IntArray  # of each interval of `rows`, in `lows` and `highs`
@@ -219,7 +207,7 @@ class Chains:
         return self.rows.num_keys
 
     def _pieces(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """(range, start, end) of the union of each chain over each range, range by range."""
+        """(range, start, end) of each chain's union over each range, range by range."""
         alive = np.diff(self.rows.indptr)[starts]
         low, high = np.searchsorted(self.head_row, starts, side="right"), np.searchsorted(self.head_row, ends)
         count = alive + high - low
@@ -237,7 +225,7 @@ class Chains:
 
 
 def _followers(rows: IntervalRows, row: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
-    """For each interval one of the next row that it touches or overlaps, none for two; -1 where there is none left."""
+    """For each interval a touching or overlapping one of the next row, used only once; -1 if none is left."""
     stride = rows.num_keys + 2  # one more than keys and the end, so that the last end of a row touches nothing
     ahead = (row + 1) * stride
     line_starts, line_ends = starts + row * stride, ends + row * stride
@@ -252,7 +240,7 @@ def _followers(rows: IntervalRows, row: IntArray, starts: IntArray, ends: IntArr
 
 
 def pieces_at_a_time(total: IntArray) -> Iterator[slice]:
-    """Consecutive rows with about `_PIECES` pieces each (at least one row); `total[r]` are the pieces before row r."""
+    """Consecutive rows with about `_PIECES` pieces each; `total[r]` counts those before row r."""
     first, last = 0, len(total) - 1
     while first < last:
         upto = max(first + 1, int(np.searchsorted(total, total[first] + _PIECES, side="right")) - 1)
@@ -265,7 +253,7 @@ def range_reduce(
 ) -> npt.NDArray[Any]:
     """`ufunc.reduce(values[starts[t]:ends[t]])` for every t, for an idempotent ufunc (maximum, minimum, or).
 
-    A range is the union of two overlapping ranges of a power of two; only one level of that sparse table is kept.
+    A range is the union of two overlapping power-of-two ranges; only one level of that sparse table is kept.
     """
     starts, ends = starts.astype(np.int64), ends.astype(np.int64)
     level = np.frexp((ends - starts).astype(np.float64))[1] - 1

@@ -1,4 +1,4 @@
-"""What has reached which position after some layers: row intervals where they stay few, else a bit matrix."""
+"""Which positions reach which after some layers: row intervals while they stay few, else a bit matrix."""
 
 from __future__ import annotations
 
@@ -28,26 +28,19 @@ class Reach:
 
     @classmethod
     def of(cls, rows: IntervalRows) -> Reach:
-        """After one layer: of a short mask as bits."""
+        """Reach after one layer; bits for a short mask."""
         return cls(rows if rows.num_rows > interval_products.LONG else dense.from_rows(rows), rows.num_keys)
 
     @classmethod
     def nothing_moved(cls, size: int) -> Reach:
-        """Before the first layer."""
+        """Reach before the first layer."""
         node = np.arange(size)
         return cls.of(IntervalRows.build(node, node, node + 1, size, size))
 
     def through(self, layer: IntervalRows, what: str, matrices: int = 2, limit: int | None = None) -> Reach:
-        """After one more layer (with its diagonal).
+        """Reach after one more layer (with its diagonal); above `limit` intervals, bit matrices take over.
 
-        Args:
-            layer: the layer.
-            what: for the error.
-            matrices: how many bit matrices there may have to be, this one with them.
-            limit: of intervals, above which bit matrices take over; by default as many as take their memory.
-
-        Raises:
-            ValueError: there are too many intervals, and bit matrices do not fit into memory.
+        Raises ValueError, naming `what`, if `matrices` bit matrices do not fit memory.
         """
         content = self.content
         if isinstance(content, IntervalRows):
@@ -87,11 +80,7 @@ class Reach:
 
 
 def products(layers: Sequence[IntervalRows]) -> list[Reach]:
-    """What has reached which position after 0..L layers.
-
-    Raises:
-        ValueError: it fits into memory neither as intervals nor as dense.
-    """
+    """Reach after 0..L layers; raises ValueError if neither intervals nor bits fit memory."""
     size, what = layers[0].num_rows, f"the flow through {len(layers)} layers"
     if size <= interval_products.LONG:
         dense.require_room(len(layers) + 1, size, what)
@@ -102,13 +91,10 @@ def products(layers: Sequence[IntervalRows]) -> list[Reach]:
 
 
 def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArray | None]:
-    """(relation of each mask with its diagonal, rank): all in the numbers that keep them small.
+    """(relation of each mask with its diagonal, rank): all in one numbering that keeps them small.
 
-    `rank[i]` is the number of position i; None is the identity. Equal masks are converted once. Short masks keep the
-    numbers of their positions.
-
-    Raises:
-        ValueError: in each numbering some mask has too many intervals.
+    `rank[i]` is the number of position i, or None for the identity, which short masks keep. Raises ValueError if some
+    mask has too many intervals in each numbering.
     """
     distinct = {id(mask): mask for mask in masks}
     if masks[0].num_queries <= interval_products.LONG:

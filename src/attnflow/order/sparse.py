@@ -25,18 +25,10 @@ _ROUNDS: Final = 8  # covers of a class that are looked for one at a time
 
 
 def close(rows: IntervalRows) -> tuple[IntArray, IntervalRows, IntArray, IntArray] | None:
-    """The order of a square relation with its diagonal; None where that takes too many intervals.
+    """The order of a square relation with its diagonal; None if it takes too many intervals.
 
-    Nodes that reach one another are collapsed first. The rest is squared until it is closed, and most masks are as
-    they stand.
-
-    Returns:
-        (class of each node, closure over representatives of the nodes, the one that stands for each class, covers).
-
-    Raises:
-        ValueError: there are more covers than memory has room for.
-
-    Cost: O(m log m) for m intervals of mask and closure, times the logarithm of the depth.
+    Returns (class of each node of `rows`, closure over representatives, representative of each class, covers). Raises
+    ValueError if the covers do not fit memory. Cost: O(m log m) for m intervals of mask and closure, times log(depth).
     """
     class_of, between = condensed(rows)
     node = np.arange(between.num_rows)
@@ -58,13 +50,10 @@ def close(rows: IntervalRows) -> tuple[IntArray, IntervalRows, IntArray, IntArra
 
 
 def condensed(rows: IntervalRows) -> tuple[IntArray, IntervalRows]:
-    """(class of each node, relation of the classes): nodes that easily seen attend to each other are merged.
+    """(class of each node, relation of the classes), merging nodes that easily seen attend to each other.
 
-    The relation must be square and hold its diagonal. Neighbours, first and last keys are looked at until nothing is
-    left to merge. The classes are not all strong components, and their relation is not always triangular; one that
-    reads only after itself is turned round.
-
-    Cost: O(intervals log n) for each round, of which most masks need one.
+    Looks at neighbours, first and last keys until nothing merges. Classes need not be all strong components, nor their
+    relation triangular; one that reads only after itself is reversed. Cost: O(intervals log n) per round, mostly one.
     """
     class_of = np.arange(rows.num_rows)
     while not reads_only_before(rows):
@@ -85,7 +74,7 @@ def _mirrored(rows: IntervalRows) -> IntervalRows:
 
 
 def _merged(rows: IntervalRows) -> IntArray:
-    """A label for each node, equal only for nodes that attend to each other; numbered by their first nodes."""
+    """A label for each node, equal only for nodes that attend to each other; numbered by first node."""
     node = np.arange(rows.num_rows)
     queries = np.tile(node, 3)
     first, last = rows.starts[rows.indptr[:-1]], rows.ends[rows.indptr[1:] - 1] - 1
@@ -100,7 +89,7 @@ def _merged(rows: IntervalRows) -> IntArray:
 def classes_of_closure(closure: IntervalRows) -> tuple[IntArray, IntArray]:
     """(class of each node, first node of each class) of a transitive, reflexive relation; lower classes come first.
 
-    Nodes reach one another iff they reach the same, and what lies below a node reaches fewer.
+    Nodes reach each other iff they reach the same, and nodes below reach fewer.
     """
     counts = closure.counts()
     values = np.random.default_rng().integers(1 << 64, size=closure.num_keys, dtype=np.uint64)
@@ -117,11 +106,9 @@ def classes_of_closure(closure: IntervalRows) -> tuple[IntArray, IntArray]:
 def covers_if_closed(rows: IntervalRows) -> IntArray | None:
     """The covers (lower, upper) of a triangular relation with its diagonal, int64[covers, 2]; None if not transitive.
 
-    None also where a node has many covers: `covers_of_closure` finds those.
-
-    The latest key of a node that is not yet below one of its covers is a cover. The relation is transitive iff every
-    node reads what its covers read and nothing else beside itself, by induction. Most nodes of most masks have one
-    cover and read what it reads and themselves: these take O(intervals), the rest a few set operations.
+    None also if a node has many covers: `covers_of_closure` finds those. The latest key not below a known cover is a
+    cover; the relation is transitive iff every node reads exactly itself and what its covers read, by induction.
+    Nodes with one cover, the most frequent, take O(intervals) together.
     """
     node = np.arange(rows.num_rows)
     strict = _strict(rows)
@@ -155,7 +142,7 @@ def _strict(rows: IntervalRows) -> IntervalRows:
 
 
 def _is_extension(rows: IntervalRows, node: IntArray, latest: IntArray) -> BoolArray:
-    """bool[nodes]: whether row `node[i]` is row `latest[i]` and the node itself."""
+    """bool[nodes]: whether row `node[i]` equals row `latest[i]` plus the node itself."""
     mine, other = rows.take(node), rows.take(latest)
     beside = latest == node - 1  # the last interval of the row is one longer, else there is one more
     same = np.diff(mine.indptr) == np.diff(other.indptr) + ~beside
@@ -173,13 +160,8 @@ def _is_extension(rows: IntervalRows, node: IntArray, latest: IntArray) -> BoolA
 def covers_of_closure(closure: IntervalRows, number: IntArray, first: IntArray) -> IntArray | None:
     """The covers (lower, upper) of a transitive, reflexive relation in any numbering of its nodes.
 
-    Args:
-        closure: the relation.
-        number: class of each node; lower classes come first.
-        first: a node of each class.
-
-    Returns:
-        None where unions over the keys of nodes with many covers have too many intervals.
+    `number` is the class of each node (lower first), `first` a node of each class. None if unions over
+    the keys of nodes with many covers take too many intervals.
     """
     count, node = len(first), np.arange(closure.num_rows)
     own = IntervalRows.build(number, node, node + 1, count, closure.num_keys)

@@ -12,7 +12,7 @@ from attnflow.masks.intervals import BoolArray, IntervalRows
 
 
 def field(layers: Sequence[IntervalRows], query: int) -> BoolArray:
-    """bool[n]: where the information in `query` after these layers can have come from."""
+    """bool[n]: positions whose information can be in `query` after these layers."""
     n = len(layers[0].indptr) - 1 if layers else 0
     inside = np.zeros(max(n, query + 1), dtype=np.bool_)
     inside[query] = True
@@ -22,14 +22,10 @@ def field(layers: Sequence[IntervalRows], query: int) -> BoolArray:
 
 
 def arrivals(layers: Sequence[IntervalRows], query: int, most: int | None) -> IntArray:
-    """int64[n]: after how many layers the information of each position is first in `query`; -1 if it never is.
+    """int64[n]: the layers after which each position's information first reaches `query`; -1 if never.
 
-    Args:
-        layers: relations with their diagonals, first layer first.
-        query: the position that reads.
-        most: `layers` holds one relation, which so many layers have at most; None where it holds one for each layer.
-
-    Cost: of one relation, a breadth-first walk: O(n) for each layer; of a stack, `field` for each number of layers.
+    With `most`, `layers` holds one relation, repeated up to so often (breadth-first, O(n) per layer); with None, one
+    per layer, walked anew by `field` for each number of layers.
     """
     first = np.full(layers[0].num_rows, -1)
     first[query] = 0
@@ -47,7 +43,7 @@ def arrivals(layers: Sequence[IntervalRows], query: int, most: int | None) -> In
 
 
 def shortest_path(rows: IntervalRows, source: int, target: int) -> list[int]:
-    """Fewest steps from `source` up to `target`; `source` must be below `target`."""
+    """A path of fewest steps from `source` up to `target`; `source` must be below `target`."""
     towards = np.full(rows.num_rows, -1)  # the next position on the way up
     towards[target] = target
     frontier = [target]
@@ -66,7 +62,7 @@ def shortest_path(rows: IntervalRows, source: int, target: int) -> list[int]:
 
 
 def layered_path(layers: Sequence[IntervalRows], source: int, target: int) -> list[int]:
-    """Positions after 0..L layers on the way from `source` to `target` with the fewest moves; [] if there is none."""
+    """Positions after 0..L layers from `source` to `target` with the fewest moves; [] if unreachable."""
     if source == target:
         return [source]
     n = layers[0].num_rows
@@ -93,7 +89,7 @@ def layered_path(layers: Sequence[IntervalRows], source: int, target: int) -> li
 
 
 def budget(n: int, window: int | None, anchors: int | Sequence[int] | None) -> IntervalRows | None:
-    """The pairs with |q - k| < window or k an anchor; None if neither is asked for."""
+    """The pairs with |q - k| < window or k an anchor; None if neither is given."""
     node = np.arange(n)
     keep: IntervalRows | None = None
     if window is not None:

@@ -32,11 +32,7 @@ class NotExpressible(AttnflowError, ValueError):
 
 
 def sequences(mask: Mask | MaskGrid, format: str) -> list[Mask]:
-    """The mask of each sequence, without padding, for a format whose heads share one mask.
-
-    Raises:
-        NotExpressible: the heads of a sequence differ.
-    """
+    """The unpadded mask of each sequence; raises NotExpressible if the heads of a sequence differ."""
     if isinstance(mask, Mask):
         return [mask]
     if not isinstance(mask, MaskGrid):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -50,7 +46,7 @@ def sequences(mask: Mask | MaskGrid, format: str) -> list[Mask]:
 
 
 def end_to_end(masks: list[Mask]) -> Mask:
-    """The sequences of a batch as one: no query sees another sequence. Cost: O(intervals)."""
+    """Joins the sequences of a batch into one, in which no query sees another sequence."""
     if len(masks) == 1:
         return masks[0]
     total, first = sum(mask.num_keys for mask in masks), 0
@@ -64,15 +60,10 @@ def end_to_end(masks: list[Mask]) -> Mask:
 
 @dataclass(frozen=True)
 class Bands:
-    """Query i of a document of Q queries and K keys attends to the keys from i + K - Q - left to i + K - Q + right.
+    """Documents end to end with one window, aligned to the bottom right corner as in flash-attn.
 
-    The diagonal is that of the bottom right corner, as everywhere in flash-attn. Keys of other documents are not seen.
-
-    Attributes:
-        queries: number of queries of each document.
-        keys: number of keys of each document.
-        left: keys before the diagonal; None for all of the document.
-        right: keys after it; None for all.
+    Query i of a document of Q queries and K keys attends to keys i + K - Q - left to i + K - Q + right of it. None for
+    `left` or `right` means no limit on that side.
     """
 
     queries: tuple[int, ...]
@@ -109,15 +100,10 @@ class Bands:
 
 
 def bands_of(mask: Mask, format: str) -> Bands:
-    """The documents and the window of a mask: the fewest documents that suffice, one if it can be.
+    """Finds the fewest documents and the window that give a mask, or raises NotExpressible.
 
-    A square mask is cut into documents of as many queries as keys. Any other mask is one document.
-
-    Raises:
-        NotExpressible: there are none. The search is complete: if any cut into such documents and any window gives the
-            mask, so does the cut at every place that no pair crosses, with the farthest reach of a query as the window.
-
-    Cost: O(intervals).
+    The search is complete: if any cut gives the mask, so does the cut at every place that no pair crosses, with the
+    farthest reach of a query as the window. A square mask is cut into square documents; any other is one document.
     """
     rows = mask.intervals()
     first, last = _one_interval(mask, rows, format)
@@ -144,11 +130,7 @@ def bands_of(mask: Mask, format: str) -> Bands:
 
 
 def bands_of_batch(masks: list[Mask], format: str) -> Bands:
-    """The documents and the window of sequences end to end; one that is not square is one document.
-
-    Raises:
-        NotExpressible: as `bands_of`, of the sequences as one.
-    """
+    """`bands_of` for sequences end to end; one that is not square is one document."""
     whole = end_to_end(masks)
     if len(masks) == 1 or all(mask.num_queries == mask.num_keys for mask in masks):
         return bands_of(whole, format)
@@ -179,7 +161,7 @@ def _one_interval(mask: Mask, rows: IntervalRows, format: str) -> tuple[IntArray
 
 
 def _with_window(queries: tuple[int, ...], keys: tuple[int, ...], first: IntArray, last: IntArray) -> Bands:
-    """The window with the farthest reach of any query; sides that no query needs to be cut are left open."""
+    """Takes the farthest reach of any query as the window; a side that cuts no query stays open."""
     low, high = Bands(queries, keys, None, None).bounds()
     sizes = np.array(queries, np.int64)
     place = ragged(np.cumsum(np.array(keys, np.int64)) - sizes, sizes)[1]
@@ -196,7 +178,7 @@ def _with_window(queries: tuple[int, ...], keys: tuple[int, ...], first: IntArra
 
 
 def _differing(bands: Bands, first: IntArray, last: IntArray) -> int | None:
-    """The first query whose keys are others than the bands say."""
+    """The first query whose keys differ from those of the bands."""
     low, high = bands.bounds()
     same = ((low == first) & (high == last)) | ((low >= high) & (first >= last))
     return None if same.all() else int(np.argmin(same))

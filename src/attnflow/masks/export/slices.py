@@ -103,7 +103,7 @@ def flashmask(mask: Mask | MaskGrid) -> FlashMask:
 
 
 def _forbidden(mask: Mask) -> tuple[IntArray, IntArray, bool]:
-    """(lower, upper stretch of forbidden queries of each key, int64[keys, 2]; whether the upper one is all before)."""
+    """(lower and upper stretch of forbidden queries of each key, int64[keys, 2]; whether the form is causal)."""
     rows, (n, num_keys) = mask.intervals(), mask.shape
     forbidden, key = rows.complement(), np.arange(num_keys)
     lower, upper = np.full((num_keys, 2), n), np.zeros((num_keys, 2), np.int64)
@@ -131,7 +131,7 @@ def _forbidden(mask: Mask) -> tuple[IntArray, IntArray, bool]:
 
 
 def transposed(rows: IntervalRows) -> IntervalRows:
-    """Row k of the result holds the rows that hold k. Cost: O(intervals of both)."""
+    """Row k of the result lists the rows that hold key k."""
     (row, key), (last_row, last_key) = (part.expand() for part in _changes(rows))
     first, last = row[np.argsort(key, kind="stable")], last_row[np.argsort(last_key, kind="stable")]
     indptr = np.concatenate([[0], np.cumsum(np.bincount(key, minlength=rows.num_keys))]).astype(np.int64)
@@ -139,14 +139,14 @@ def transposed(rows: IntervalRows) -> IntervalRows:
 
 
 def _changes(rows: IntervalRows) -> tuple[IntervalRows, IntervalRows]:
-    """(keys that a row holds and the row before does not, the reverse), each with a row more than `rows`."""
+    """(keys added, keys removed) against the row before, each with one row more than `rows`."""
     empty = IntervalRows(np.zeros(2, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32), rows.num_keys)
     here, before = (IntervalRows.stack(parts, rows.num_keys) for parts in ([rows, empty], [empty, rows]))
     return here.intersection(before.complement()), before.intersection(here.complement())
 
 
 def _runs_per_key(rows: IntervalRows) -> IntArray:
-    """How many stretches of rows hold each key, int64[keys]. Cost: O(intervals)."""
+    """Number of runs of rows that hold each key, int64[keys]."""
     return _changes(rows)[0].cover()
 
 

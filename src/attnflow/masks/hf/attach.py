@@ -179,11 +179,9 @@ def attach(
 def _refuse_mixing(
     model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site], keep: bool, beside: Sequence[str]
 ) -> str:
-    """Why a stack could not be looked at by running it, else "".
+    """Raises UnsupportedArchitecture if something besides attention mixes positions (unless `keep`).
 
-    Raises:
-        UnsupportedArchitecture: its attention is not called; or, unless they are to be kept, there are mixers
-            `beside` it, or it moves information between positions in other ways.
+    It also raises if the stack calls none of its attention modules. Returns why a run could not check it, else "".
     """
     found = ", ".join(beside[:4]) + (f" and {len(beside) - 4} more" if len(beside) > 4 else "")
     check = Check() if beside and not keep else check_stack(model, owner, sites)
@@ -206,7 +204,7 @@ def _refuse_mixing(
 
 
 def _sites_of_batches(sites: Sequence[Site], layers: Sequence[int] | None) -> list[Site]:
-    """The attention modules that read the masks of each batch: all of a model that reads one sequence."""
+    """The attention modules that read each batch's masks; the model must read one sequence."""
     if layers is not None:
         raise ValueError("layers= goes with a mask; the masks of a batch are for all layers")
     if any(site.part for site in sites):
@@ -220,7 +218,6 @@ def _sites_of_batches(sites: Sequence[Site], layers: Sequence[int] | None) -> li
 def _assign(
     sites: Sequence[Site], mask: object, per_layer: object, layers: Sequence[int] | None
 ) -> dict[nn.Module, AnyMask]:
-    """The mask of each attention module that gets one."""
     if (mask is None) == (per_layer is None):
         raise TypeError(
             'attach takes either one mask or per_layer=[...], one mask for each attention layer; "batch" in place of a '
@@ -252,7 +249,7 @@ def _assign(
 
 
 def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
-    """What was asked for, for each part of the model; of a model of one part, that part is ""."""
+    """The requested masks of each part of the model; the only part of a model is named ""."""
     two = any(site.part for site in sites)
     if not isinstance(value, Mapping):
         if two:
@@ -271,7 +268,7 @@ def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
 
 
 def _one_each(values: object, sites: Sequence[Site]) -> list[object]:
-    """The masks given for the layers, as many as there are."""
+    """Checks that there is one mask for each layer."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"per_layer takes a list of masks, one for each attention layer, got {type(values).__name__}")
     masks = list(cast(Sequence[object], values))

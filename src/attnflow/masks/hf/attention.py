@@ -19,7 +19,7 @@ Native = tuple[AttentionMask, Tensor | None]  # a mask as a kernel takes it; que
 
 
 class Positions:
-    """Offsets and padding of one forward pass, from which each layer takes its own mask."""
+    """Offsets and padding of one forward pass; each layer derives its mask from them."""
 
     def __init__(self, request: MaskRequest) -> None:
         eager = not torch.compiler.is_compiling()
@@ -33,7 +33,7 @@ class Positions:
     def native(
         self, forms: GridForms, cross: bool, crop: bool, implementation: str, device: torch.device, dtype: torch.dtype
     ) -> Native:
-        """(mask in the form that `implementation` takes, queries that may attend to nothing or None)."""
+        """(mask in the implementation's form; queries that may attend to nothing, or None)."""
         key = (id(forms), implementation, str(device), dtype)
         if key not in self._masks:
             self._masks[key] = self._make(forms, cross, crop, implementation, device, dtype)
@@ -65,7 +65,6 @@ class Positions:
         return dense_form(rows[0] if len(rows) == 1 else torch.cat(rows), may_be_empty, implementation, dtype)
 
     def _sequence(self, number: int) -> Positions:
-        """Of one sequence of the batch alone."""
         one = copy.copy(self)
         part = slice(number, number + 1)
         one._shape = 1, *self._shape[1:]
@@ -80,7 +79,7 @@ class Positions:
         return Span(first, queries, self.first_key, keys, end)
 
     def _check(self, forms: MaskForms, span: Span, cross: bool, crop: bool) -> bool:
-        """Raise unless the mask covers the call and, without `crop`, loses nothing; returns whether it was cut."""
+        """Raises unless the mask covers the call and, without `crop`, loses no key; returns whether it was cut."""
         mask = forms.mask
         what = "encoder" if cross else "sequence"
         if cross and span.num_queries != mask.num_queries:
@@ -120,7 +119,7 @@ class Positions:
         return cut
 
     def _check_compiled(self, forms: MaskForms, span: Span, crop: bool) -> bool:
-        """The check without values of tensors or rows of the mask: stricter, never laxer."""
+        """`_check` without reading tensor values or mask rows: stricter, never laxer."""
         if span.first_key:
             raise ValueError(
                 f"a compiled model needs all keys in its cache, which has kept those from {span.first_key} on; pass "
@@ -134,7 +133,7 @@ class Positions:
         return forms.looks_ahead
 
     def _check_length(self, forms: MaskForms, span: Span, what: str) -> None:
-        """Slots beyond the mask are an error unless they are padding."""
+        """Raises if slots beyond the mask are not padding."""
         size = forms.mask.num_keys
         needed = span.end
         if self.padding is not None and not torch.compiler.is_compiling():
@@ -148,7 +147,7 @@ class Positions:
             )
 
     def _allowed(self, forms: MaskForms, cross: bool, device: torch.device) -> Tensor:
-        """bool[batch or 1, 1, queries, keys]: what each query of the call may attend to."""
+        """bool[batch or 1, 1, queries, keys]: the keys that each query of the call may attend to."""
         _, queries, keys = self._shape
         mask = forms.mask
         first = 0 if cross else self.first_query
@@ -182,7 +181,7 @@ class Positions:
 
 @dataclass(frozen=True, eq=False)
 class MaskedAttention:
-    """The interceptor that puts a mask of ours in the place of the model's, at one attention module."""
+    """Interceptor that replaces the model's mask with ours at one attention module."""
 
     name: str  # the module's path, for messages
     forms: GridForms
@@ -191,7 +190,7 @@ class MaskedAttention:
     flex_on_cpu: FlexOnCpu
 
     def __call__(self, call: AttentionCall, proceed: Proceed) -> Output:
-        """Attention under the mask, by whatever computes it."""
+        """Computes attention under the mask."""
         self._check(call)
         positions = self._positions(call)
         route = route_of(self.name, self.flex_on_cpu, call, proceed)
@@ -200,7 +199,7 @@ class MaskedAttention:
         return attend(call, proceed, route, native)
 
     def _check(self, call: AttentionCall) -> None:
-        """Raise unless there is a mask for each sequence and head of the call."""
+        """Raises unless there is a mask for each sequence and head of the call."""
         for own, size, what in zip(self.forms.shape, call.query.shape, ("sequences", "heads"), strict=False):
             if own not in (1, size):
                 raise ValueError(
@@ -209,7 +208,7 @@ class MaskedAttention:
                 )
 
     def _positions(self, call: AttentionCall) -> Positions:
-        """Where the call's tokens lie: shared by the layers that the model gave one mask."""
+        """Positions of the call's tokens, shared by layers that the model gave the same mask."""
         batch, _, queries, _ = call.query.shape
         keys, request, mask = call.key.shape[2], call.request, call.mask
         if mask is None and request is None and (queries == keys or self.cross):
@@ -233,7 +232,7 @@ class MaskedAttention:
 
 
 def route_of(name: str, flex_on_cpu: FlexOnCpu, call: AttentionCall, proceed: Proceed) -> str:
-    """The implementation that computes a call; differs from the chosen one only as `flex_on_cpu` says."""
+    """The implementation that computes a call; only `flex_on_cpu` can change the chosen one."""
     if call.implementation != FLEX or call.query.device.type != "cpu":
         return call.implementation
     if flex_on_cpu == "sdpa":
@@ -254,7 +253,7 @@ def route_of(name: str, flex_on_cpu: FlexOnCpu, call: AttentionCall, proceed: Pr
 
 
 def dense_form(allowed: Tensor, may_be_empty: bool, implementation: str, dtype: torch.dtype) -> Native:
-    """What SDPA or eager attention takes for `allowed`, bool[batch or 1, heads or 1, queries, keys]."""
+    """The mask for SDPA or eager attention, from bool[batch or 1, heads or 1, queries, keys]."""
     empty = None
     if may_be_empty:
         # A softmax over nothing is NaN or uniform, by kernel. Such a query attends everywhere here, and its
@@ -268,7 +267,7 @@ def dense_form(allowed: Tensor, may_be_empty: bool, implementation: str, dtype: 
 
 
 def attend(call: AttentionCall, proceed: Proceed, implementation: str, native: Native) -> Output:
-    """The call under a mask in the form that the implementation takes; queries that may attend to nothing give 0."""
+    """Computes the call under a native mask; queries that may attend to nothing give 0."""
     mask, empty = native
     output, weights = proceed(call.replace(mask=mask, empty=empty, implementation=implementation))
     if empty is not None:

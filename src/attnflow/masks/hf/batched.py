@@ -25,7 +25,7 @@ _NATIVE: Final = "_attnflow_native"  # of the tensor that a batch brings: what i
 
 @dataclass(frozen=True, eq=False)
 class BatchAttention:
-    """The interceptor that reads the masks of a batch; a call that brings none goes on under the model's own mask."""
+    """Interceptor that reads the masks of a batch; a call without them runs under the model's own mask."""
 
     name: str  # the module's path, for messages
     layer: int  # its number among the attention modules
@@ -33,7 +33,7 @@ class BatchAttention:
     flex_on_cpu: FlexOnCpu
 
     def __call__(self, call: AttentionCall, proceed: Proceed) -> Output:
-        """Attention under the masks of the batch, by whatever computes it."""
+        """Computes attention under the masks of the batch."""
         mask, (batch, heads, queries, _), num_keys = call.mask, call.query.shape, call.key.shape[2]
         layers = num_layers_of(mask)
         if not isinstance(mask, Tensor) or not (layers or is_row_intervals(mask)):
@@ -49,7 +49,7 @@ class BatchAttention:
         return attend(call, proceed, route, _native(mask, layer, num_keys, route, call.query))
 
     def _check(self, rows: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
-        """Raise unless the masks are those of this call. Reads no values but of masks for a cache."""
+        """Raises unless the masks fit this call; reads values only for a cache."""
         sequences, own_heads, _, size = rows.shape
         if size != queries or rows.shape[2] in (1, queries):
             pairs = rows.shape[2] in (1, queries)
@@ -80,10 +80,7 @@ class BatchAttention:
 
 
 def _native(mask: Tensor, layer: int | None, num_keys: int, implementation: str, query: Tensor) -> Native:
-    """A layer's mask in the form that `implementation` takes: made once for all layers with the same mask.
-
-    (Outside of a compiler, which merges them itself.)
-    """
+    """A layer's mask in the implementation's form; outside a compiler, layers with the same mask share it."""
     kept = _kept(mask)
     if layer is not None and kept is not None:
         if "layers" not in kept:
@@ -103,7 +100,7 @@ def _native(mask: Tensor, layer: int | None, num_keys: int, implementation: str,
 
 
 def _kept(mask: Tensor) -> dict[object, Any] | None:
-    """What was made of a tensor since it was last written to; None where nothing can be kept."""
+    """The cache of forms made since the tensor was last written to; None if nothing can be cached."""
     if torch.compiler.is_compiling() or mask.is_inference():
         return None
     kept = getattr(mask, _NATIVE, None)

@@ -25,13 +25,13 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 def _untraced(function: _F) -> _F:
-    """Run outside of a compiled model: what it does is numpy."""
+    """Runs a numpy function outside of a compiled model."""
     return cast(_F, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where the queries and keys of one attention call lie, in positions of the sequence before any left padding."""
+    """Where one call's queries and keys lie, in slots: left padding is not subtracted."""
 
     first_query: int
     num_queries: int
@@ -46,7 +46,7 @@ class Span:
 
 
 class MaskForms:
-    """A mask with what has been derived from it; copies and pickles carry the mask alone."""
+    """A mask with its cached forms; copies and pickles carry the mask alone."""
 
     def __init__(self, mask: Mask) -> None:
         self.mask = mask
@@ -59,7 +59,7 @@ class MaskForms:
 
     @cached_property
     def pieces(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(query, first key, last key + 1) of disjoint intervals that make up the mask, in no given order."""
+        """(query, first key, last key + 1) of disjoint intervals of the mask, unordered."""
         pieces = self.mask.pieces()
         if pieces is not None:
             return pieces
@@ -76,7 +76,7 @@ class MaskForms:
         return first, last
 
     def prepare(self, devices: set[torch.device]) -> None:
-        """Build what a compiled model cannot build on its way, where that is cheap."""
+        """Builds the cheap forms that a compiled model cannot build itself."""
         if max(self.mask.shape) <= _WHOLE:
             self.looks_ahead = bool((self.bounds[1] > np.arange(1, self.mask.num_queries + 1)).any())
             for device in devices:
@@ -103,7 +103,7 @@ class MaskForms:
         return table
 
     def placed(self, span: Span, query_shift: int = 0, key_shift: int = 0) -> Mask:
-        """The mask as seen by one call: rows and keys moved up by the shifts, then cut to the span."""
+        """The mask of one call: rows and keys moved up by the shifts, then cut to the span."""
         whole = (span.first_query, span.first_key, query_shift, key_shift) == (0, 0, 0, 0)
         if whole and self.mask.shape == (span.num_queries, span.num_keys) and span.num_keys <= span.end:
             return self.mask
@@ -115,10 +115,7 @@ class MaskForms:
         return Mask(IntervalRows.build(query[keep], starts, ends, span.num_queries, span.num_keys))
 
     def padded(self, span: Span, real: BoolArray, query_shift: int, key_shift: int) -> Mask:
-        """The mask as seen by one call of a padded sequence: moved up by its leading pads, without keys that are pads.
-
-        `real` is bool[>= span keys], False at slots to skip.
-        """
+        """`placed` for a padded sequence, without pad keys; `real` is False at slots to skip."""
         keys = real[None, span.first_key : span.first_key + span.num_keys]
         columns = IntervalRows.from_bool(keys).take(np.zeros(span.num_queries, np.int64))
         return Mask(self.placed(span, query_shift, key_shift).intervals().intersection(columns))
@@ -126,7 +123,7 @@ class MaskForms:
 
 @dataclass(frozen=True, eq=False)
 class GridForms:
-    """The forms of a mask, or of each sequence's and head's mask: what all layers under it share."""
+    """The forms of a mask, or of a grid of masks, shared by all layers under it."""
 
     mask: Mask | MaskGrid
     parts: tuple[tuple[MaskForms, ...], ...]  # of each sequence and head; one row, or one column, stands for all
@@ -134,7 +131,7 @@ class GridForms:
 
     @classmethod
     def of(cls, mask: Mask | MaskGrid) -> GridForms:
-        """Equal masks share theirs."""
+        """The forms of a mask or grid; equal masks share theirs."""
         rows = ((mask,),) if isinstance(mask, Mask) else mask.masks
         forms = {one: MaskForms(one) for row in rows for one in row}
         return cls(mask, tuple(tuple(forms[one] for one in row) for row in rows))
@@ -148,7 +145,7 @@ class GridForms:
         return len(self.parts), len(self.parts[0])
 
     def prepare(self, devices: set[torch.device]) -> None:
-        """Build what a compiled model cannot build on its way, where that is cheap."""
+        """Builds the cheap forms that a compiled model cannot build itself."""
         for form in {id(form): form for row in self.parts for form in row}.values():
             form.prepare(devices)
 
@@ -169,10 +166,10 @@ class GridForms:
     def padded_block_mask(
         self, span: Span, padding: Tensor, left: tuple[int, ...], key_only: bool, device: torch.device
     ) -> BlockMask:
-        """The BlockMask of one call on a padded batch, exact per batch element: O(batch x rows x intervals).
+        """The BlockMask of one call on a padded batch, exact per sequence: O(batch x rows x intervals).
 
-        `padding` is bool[batch, >= span keys], False at slots to skip; `left` counts the leading pads per element, by
-        which positions of the mask are shifted, those of keys alone if `key_only` (cross-attention).
+        `padding` is bool[batch, >= span keys], False at slots to skip; `left` counts leading pads per sequence and
+        shifts the mask's positions, those of keys alone if `key_only` (cross-attention).
         """
         padding = padding & (torch.arange(padding.shape[1], device=padding.device) < span.end)
         forms = self.parts * (1 if len(self.parts) > 1 else len(left))

@@ -22,12 +22,9 @@ _CHANGED: Final = 1  # the position whose token is another one
 
 @dataclass(frozen=True)
 class Check:
-    """What a run of a stack showed while each of its positions attended to itself alone.
+    """What a run of a stack showed while each position attended to itself alone.
 
-    Attributes:
-        used: whether any of its attention modules was called.
-        moved: positions that move with another position's token all the same.
-        unchecked: why nothing can be said, else "".
+    `moved` lists positions that changed with another position's token; `unchecked` is why nothing is known, else "".
     """
 
     used: bool = True
@@ -39,9 +36,9 @@ _checks: Final[WeakKeyDictionary[nn.Module, Check]] = WeakKeyDictionary()
 
 
 def check_stack(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
-    """Run `owner`, a stack of `model` that reads text, on two sequences that differ in one token.
+    """Runs a stack of `model` on two sequences that differ in one token, 2 x 4 tokens in all.
 
-    Cost: one forward pass of 2 x 4 tokens, once for each stack; the model and all random generators are as they were.
+    The model and all random generators are restored.
     """
     if owner not in _checks:
         _checks[owner] = _run(model, owner, [site for site in sites if site.owner is owner])
@@ -81,7 +78,7 @@ def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Che
 
 
 def _diagonal(call: AttentionCall) -> AttentionCall:
-    """The call with a mask by which each position attends to itself alone, for those who compute with it on the way."""
+    """The call with a diagonal mask, for interceptors that compute with it; unchanged if it is not square."""
     queries, keys = call.query.shape[2], call.key.shape[2]
     if queries != keys:
         return call
