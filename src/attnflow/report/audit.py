@@ -1,4 +1,4 @@
-"""What the audit of a model found: the first offending module first, how far each break is carried, as a chart."""
+"""Page sections and a chart for an audit: the first offending module, and how far each leak is carried."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROWS: Final = 48  # runs of layers that a chart shows
 
 
 def audit_part(report: AuditReport, _: Context) -> Part:
-    """The verdict, what was tested, each violation, every watched module."""
+    """Describes the verdict, what was tested, each violation and every watched module."""
     count = len(report.violations)
     if report.ok:
         tested = f"{percent(report.coverage)} of the forbidden pairs tested"
@@ -89,7 +89,7 @@ Strip = tuple[str, tuple[str, ...], list[tuple[str, tuple[str | None, ...]]]]
 
 @chart
 def audit_chart(report: AuditReport, *, title: str | None = None) -> Figure:
-    """Every watched module, layers downwards: where a flow against the order starts and how far it is carried."""
+    """Draws every watched module, layers downwards: where a leak starts and how far it is carried."""
     from matplotlib.patches import Patch
 
     strips = strips_of(report.modules)
@@ -135,7 +135,7 @@ def _draw(axes: Any, strip: Strip, widest: int) -> None:
 
 
 def strips_of(modules: Sequence[ModuleResult]) -> list[Strip]:
-    """The watched modules by stack, layer and name within the layer; those outside of all layers last."""
+    """Groups the watched modules by stack, layer and name; modules outside all layers come last."""
     cells: dict[str, dict[int, dict[str, str]]] = {}  # path before the layer's number -> layer -> name -> status
     outside: dict[str, str] = {}
     for result in modules:

@@ -1,4 +1,4 @@
-"""How strongly a model attends: what its bias adds in each layer, to which keys; its weights; its reasoning graph."""
+"""Page sections for a bias: its strength by layer, the keys it favours, the weights, and the reasoning graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEIGHT: Final = 40.0
 
 
 def bias_part(bias_map: BiasMap, context: Context) -> Part:
-    """Strength by layer, who is drawn to whom, the weights, the reasoning graph."""
+    """Describes a bias map on a page."""
     sections = [_layers(bias_map)]
     if _strength(bias_map):
         sections += [_maps(bias_map), _weights(bias_map)]
@@ -49,13 +49,13 @@ def bias_part(bias_map: BiasMap, context: Context) -> Part:
 
 
 def graph_part(graph: BiasGraph, _: Context) -> Part:
-    """The reasoning graph alone."""
+    """Describes a reasoning graph alone."""
     title = f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph"
     return Part(title, [_graph(graph, "here")])
 
 
 def _layers(bias_map: BiasMap) -> Section:
-    """The strength of the bias in each layer, what it moves, and how simple a bias would do the same."""
+    """Shows each layer's bias strength, its effect, and how simple an equivalent bias would be."""
     lead = (
         "Softmax cannot see what is added to all keys of a query alike, so that every number here is of the "
         "row-centred bias. Strength is its root mean square over the pairs that exist. Moved is the weight that goes "
@@ -88,7 +88,7 @@ def _layers(bias_map: BiasMap) -> Section:
 
 
 def _maps(bias_map: BiasMap) -> Section:
-    """The bias of the last query in all layers, and of all queries in the layers where it moves the most."""
+    """Draws the bias of the last query in all layers, and of all queries where it moves most."""
     last = len(bias_map.queries) - 1
     title = f"Query {query_name(bias_map, last)} in every layer"
     caption = "Blue keys draw the query, red ones turn it away; zero is in the middle."
@@ -102,7 +102,7 @@ def _maps(bias_map: BiasMap) -> Section:
 
 
 def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
-    """For each layer the keys that the last query is drawn to most and least."""
+    """Lists for each layer the keys that the last query is drawn to most and least."""
     row = len(bias_map.queries) - 1
     rows: list[list[Content]] = []
     for one in bias_map:
@@ -114,7 +114,7 @@ def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
 
 
 def _weights(bias_map: BiasMap) -> Section:
-    """The weights of the last query with and without the bias, in the layer where it moves the most."""
+    """Compares the last query's weights with and without the bias, in the layer it moves most."""
     row = len(bias_map.queries) - 1
     layer = max(bias_map, key=lambda one: float((one.weights - one.weights_without)[:, row].abs().sum())).layer
     caption = (
@@ -179,11 +179,10 @@ def _share(value: float) -> str:
 
 
 def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST, standalone: bool = True) -> str:
-    """A graph as one `<svg>`: a box for each token that has an edge, an arrow from each key to its query.
+    """Draws a graph as one `<svg>`: a box for each token with an edge, an arrow from key to query.
 
-    A token stands above all earlier ones that it has an edge with; an arrow that runs against the order of the text,
-    as only bidirectional attention has them, points down. Thick arrows are strong, and each carries its bias. Of a
-    larger graph the strongest edges are drawn, and the picture says so.
+    Tokens stand above the earlier tokens they share an edge with; only bidirectional attention has downward arrows.
+    Beyond `max_edges` the strongest edges are drawn, and the picture says so.
     """
     checks.integer("max_edges", max_edges, 1)
     drawn = graph.strongest(max_edges)
@@ -235,7 +234,7 @@ def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], share: float) -> st
 
 
 def _label(edge: Edge, x: float, y: float) -> str:
-    """The bias of an edge, on a ground of its own."""
+    """Writes the bias of an edge on its own background."""
     frame = {"x": x - 14.0, "y": y - 10.0, "width": 28.0, "height": 13.0, "rx": 3}
     ground = element("rect", **frame, fill="#fff", fill_opacity=0.8, class_="af-face")
     text = element("text", f"{edge.bias:.2f}", x=x, y=y, text_anchor="middle", font_size=10, fill="currentColor")

@@ -1,4 +1,4 @@
-"""Charts of a bias: keys that a query is drawn to (blue) or turned away from (red), and weights."""
+"""Charts of a bias: the keys that a query is drawn to (blue) or turned away from (red), and the weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def map_chart(
     names: Sequence[str] = (),
     title: str | None = None,
 ) -> Figure:
-    """The row-centred bias over the context (daa, fig. 1): blue for keys that a query is drawn to, zero in the middle.
+    """Draws the row-centred bias over the context (daa, fig. 1), zero in the middle of the colour scale.
 
-    The paper shows one query in one layer. Without arguments all captured layers are shown for the last query, which
-    is the one that generates; with `layer`, all captured queries in that layer; with both, that one row. "compare"
-    (daa, fig. 6): the weights of one query with and without the bias and in the base model, as bars coloured by it.
+    The paper shows one query in one layer. By default: the last query, which generates, in all captured layers; with
+    `layer`, all captured queries of it. "compare" (daa, fig. 6): the weights of one query with the bias, without it, and
+    in the base model.
     """
     if picture == "compare":
         return _bars([bias_map, *others], layer, -1 if query is None else query, head, names, title)
@@ -73,7 +73,7 @@ def map_chart(
 def _bars(
     maps: Sequence[BiasMap], layer: int | None, query: int, head: int | None, names: Sequence[str], title: str | None
 ) -> Figure:
-    """The weights of one query under each bias, without any, and in the base model, a panel each."""
+    """Draws one panel of weights for each bias, for no bias and for the base model."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -112,9 +112,9 @@ def _bars(
 def weight_panels(
     maps: Sequence[BiasMap], layer: int | None, query: int, head: int | None, names: Sequence[str] = ()
 ) -> list[tuple[str, Array, Array | None]]:
-    """(name, weights, row-centred bias or None) of one query: in the base model if it was run, then with each bias.
+    """Returns (name, weights, row-centred bias or None) of one query: base model first, if it was run.
 
-    Of a single map also the weights for the same queries and keys without the bias.
+    A single map also gives the weights of the same queries and keys without the bias.
     """
     first = maps[0]
     labels = list(names) or (["with the bias"] if len(maps) == 1 else [f"bias {i}" for i in range(1, len(maps) + 1)])
@@ -138,7 +138,7 @@ def weight_panels(
 
 
 def foremost(size: Array, allowed: npt.NDArray[np.bool_]) -> tuple[list[int], str]:
-    """(keys to show, in the order of the text; a remark if some are left out)."""
+    """Returns the keys to show, in text order, and a remark if some are left out."""
     keys = np.flatnonzero(allowed)
     if len(keys) <= _KEYS:
         return keys.tolist(), ""
@@ -147,19 +147,19 @@ def foremost(size: Array, allowed: npt.NDArray[np.bool_]) -> tuple[list[int], st
 
 
 def token_name(bias_map: BiasMap, position: int) -> str:
-    """The token of a position as a label."""
+    """Labels a position by its token."""
     return token_label(bias_map.tokens[position])
 
 
 def query_name(bias_map: BiasMap, row: int) -> str:
-    """The token of a row, and the one that it produced."""
+    """Labels a query by its token and the token it produced."""
     produced = bias_map.produced[row] if bias_map.produced else ""
     name = token_name(bias_map, bias_map.queries[row])
     return f"{name} → {token_label(produced)}" if produced else name
 
 
 def common_top(weights: Sequence[Array]) -> float:
-    """Where bars end: the largest weight, or less if few bars are several times as long as all others."""
+    """Returns the upper end of the bars: the largest weight, or less if a few bars dwarf the others."""
     ordered = np.sort(np.concatenate(weights))[::-1]
     rest = ordered[len(weights)] if len(ordered) > len(weights) else ordered[0]
     return float(max(1.15 * rest, 1e-6) if ordered[0] > 2.5 * rest > 0 else max(1.05 * ordered[0], 1e-6))

@@ -1,4 +1,4 @@
-"""What all charts share: one style, one scale of signs, and their SVG as a page holds it."""
+"""Shared chart code: one style, one signed colour scale, and SVG for pages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LINK: Final = "{http://www.w3.org/1999/xlink}href"
 
 
 def chart(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """A function that makes a matplotlib figure, in the style of the package; without matplotlib it names the extra."""
+    """Decorates a chart function with the package style; without matplotlib the call names the missing extra."""
 
     @wraps(draw)
     def styled(*arguments: P.args, **options: P.kwargs) -> Figure:
@@ -62,14 +62,14 @@ def chart(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def blank(width: float, height: float) -> Any:
-    """A figure of that size in inches, of which nothing global knows."""
+    """Returns a figure of that size in inches, unknown to pyplot."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def table_size(names: Sequence[str], rows: int) -> tuple[float, float]:
-    """Width and height in inches of a table with columns of these names, turned by a quarter, and so many rows."""
+    """Returns width and height in inches of a table with rotated column names."""
     columns = len(names)
     cell = _CELL if columns <= _NAMED else _WIDEST / columns
     label = 0.07 * max(map(display_width, names), default=0.0) if columns <= _NAMED else 0.2
@@ -77,7 +77,7 @@ def table_size(names: Sequence[str], rows: int) -> tuple[float, float]:
 
 
 def name_axis(axis: Any, names: Sequence[str], positions: Sequence[int], *, turned: bool = False) -> None:
-    """Names beside rows or columns, or their positions at a few of them where they are many."""
+    """Labels rows or columns by name, or a few of them by position if there are many."""
     if len(names) > _NAMED:
         step = -(-len(names) // 16)
         axis.set_ticks(range(0, len(names), step), [str(p) for p in positions[::step]])
@@ -88,7 +88,7 @@ def name_axis(axis: Any, names: Sequence[str], positions: Sequence[int], *, turn
 
 
 def heat_map(axes: Any, table: Any, limit: float, *, signed: bool = True, label: str = "") -> None:
-    """A table as colours, its first row at the top: signed ones around zero, others from zero upwards."""
+    """Draws a table as colours, first row on top: signed around zero, or from zero upwards."""
     colours, least = (SIGNED, -limit) if signed else (SIZES, 0.0)
     # Not interpolated, so that SVG holds one pixel per cell.
     image = axes.imshow(table, aspect="auto", interpolation="none", cmap=colours, vmin=least, vmax=limit)
@@ -98,14 +98,14 @@ def heat_map(axes: Any, table: Any, limit: float, *, signed: bool = True, label:
 
 
 def literal(text: str) -> str:
-    """Text in which matplotlib finds no formula: tokens may be dollar signs."""
+    """Escapes text so that matplotlib reads no formula: tokens may be dollar signs."""
     return text.replace("$", r"\$")
 
 
 def svg_of(figure: Figure, title: str) -> str:
-    """A figure as one `<svg>` for a page: no style of its own (the page's policy forbids it), no name used twice.
+    """Converts a figure to one `<svg>` without inline style, which the page's policy forbids, and with unique ids.
 
-    The colours of the palette get classes, by which a page sets them for light and dark.
+    Palette colours become classes, which a page sets for light and dark.
     """
     content = written(figure, "svg", transparent=True, rc={"svg.fonttype": "none"})
     ElementTree.register_namespace("", _SVG[1:-1])
@@ -130,9 +130,9 @@ def svg_of(figure: Figure, title: str) -> str:
 
 
 def in_page(draw: Callable[[], Figure], title: str, caption: html.Content | None = None) -> Html:
-    """A chart with its caption; without matplotlib, a remark which extra draws it: the page's tables hold the numbers.
+    """Returns a chart with its caption; without matplotlib, a remark that names the extra.
 
-    The title says what it shows to readers that cannot see it.
+    `title` describes it to screen readers.
     """
     try:
         picture = svg_of(draw(), title)
@@ -142,7 +142,7 @@ def in_page(draw: Callable[[], Figure], title: str, caption: html.Content | None
 
 
 def _clean(node: ElementTree.Element, used: set[str], prefix: str) -> None:
-    """Turns the inline style of an element into attributes and classes, and its name into one of this figure alone."""
+    """Turns an element's inline style into attributes and classes, and makes its id unique."""
     style = dict(part.split(":", 1) for part in node.attrib.pop("style", "").split(";") if ":" in part)
     classes: list[str] = []
     for name, value in ((name.strip(), value.strip()) for name, value in style.items()):

@@ -1,4 +1,4 @@
-"""In which geometry models attend: symmetry and directionality beside published values, on a page and as charts."""
+"""Geometry of attention: symmetry and directionality beside published values, on a page and as charts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SPREAD: Final = {"excess": 4.7, "norm": 3.2}
 
 
 def scores_part(models: Models, _: Context) -> Part:
-    """The scores of one or several models: in one plane, by layer, by head."""
+    """Describes the scores of one or several models: in the plane, by layer and by head."""
     sections = [_scores(models), _by_layer(models)]
     if any(one.head != "all" for model in models for one in model):
         sections.append(_by_head(models))
@@ -50,7 +50,7 @@ def scores_part(models: Models, _: Context) -> Part:
 
 
 def _scores(models: Models) -> Section:
-    """Medians and quartiles of every model: in planes of those that were scored alike, and as a table."""
+    """Shows medians and quartiles of every model, with one plane for each gamma and mode."""
     readings = sorted({(model.gamma, model.mode) for model in models})
     words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in readings)
     lead = (
@@ -73,7 +73,7 @@ def _scores(models: Models) -> Section:
 
 
 def _by_layer(models: Models) -> Section:
-    """Both scores of the full matrix in each layer."""
+    """Shows both scores of the full matrix in each layer."""
     parts: list[Content] = []
     for reading in sorted({(model.gamma, model.mode) for model in models}):
         alike = [model for model in models if (model.gamma, model.mode) == reading]
@@ -91,7 +91,7 @@ def _by_layer(models: Models) -> Section:
 
 
 def _by_head(models: Models) -> Section:
-    """Both scores of each head in each layer, as maps."""
+    """Maps both scores of each head in each layer."""
     scored = [model for model in models if any(one.head != "all" for one in model)]
     lead = (
         "Each head has a matrix of its own, and the full matrix is their sum. Blue is positive, red negative; each "
@@ -150,7 +150,7 @@ def _rows(models: Models) -> list[list[Content]]:
 
 
 def _remarks(models: Models) -> list[Html]:
-    """By model: flags, remarks of the reader, and why published values differ."""
+    """Lists each model's flags, the reader's remarks, and why published values differ."""
     remarks: list[Html] = []
     for model in models:
         flags = Counter(flag for row in model for flag in row.flags)
@@ -179,11 +179,10 @@ def _text(value: float) -> str:
 def score_chart(
     scores: GeometryScores, *others: GeometryScores, picture: Picture = "plane", title: str | None = None
 ) -> Figure:
-    """The scores of models: in a plane, by layer, or (of one model) by head.
+    """Draws the scores of models in a plane, by layer, or (one model) by head.
 
-    "plane" is symmetry against directionality: each layer of a single model, coloured and numbered, or the medians and
-    quartiles of several; the published records behind. The grey band is that of chance: random weights of the same
-    width lie in it 19 times of 20.
+    "plane" shows each layer of a single model, or medians and quartiles of several, over published records. Random
+    weights of the same width lie in the grey band 19 times of 20.
     """
     if picture not in ("plane", "layers", "heads"):
         raise ValueError(f'picture must be "plane", "layers" or "heads", got {picture!r}')
@@ -236,7 +235,7 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
 
 
 def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
-    """Every layer of the one model, coloured from the first to the last, with its number."""
+    """Plots every layer of one model with its number, coloured from first to last."""
     rows = [row for row in rows_of(scores, summary) if not math.isnan(row.symmetry)]
     x, y, layers = ([getattr(row, name) for row in rows] for name in (*_SCORES, "layer"))
     look = {"s": 26, "zorder": 2, "edgecolors": SOFT, "linewidths": 0.5, "label": "layers, by number"}
@@ -251,7 +250,7 @@ def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
 
 
 def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
-    """Both scores of the full matrix by layer, a line for each attention of each model."""
+    """Plots both full-matrix scores by layer, one line for each attention of each model."""
     reading = _same_reading(models)
     figure = blank(9.0, 3.6)
     panels = figure.subplots(1, 2)
@@ -276,7 +275,7 @@ def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
 
 
 def _heads(scores: GeometryScores, title: str | None) -> Figure:
-    """Heat maps of both scores: layers downwards, heads to the right; a pair of maps for each kind of attention."""
+    """Draws heat maps of both scores, layers down and heads across, a pair for each attention."""
     groups = [summary for summary in scores.summaries if summary.matrix == "head"]
     if not groups:
         raise ValueError(f"{scores.model} was scored without its heads: call score(..., per_head=True)")
@@ -298,7 +297,7 @@ def _heads(scores: GeometryScores, title: str | None) -> Figure:
 
 
 def head_grid(rows: Sequence[MatrixScores], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """One score of layers (rows) by heads (columns), NaN where a layer has no such head."""
+    """Returns one score as [layers, heads], NaN where a layer has no such head."""
     grid = np.full((1 + max(row.layer for row in rows), 1 + max(int(row.head) for row in rows)), math.nan)
     for row in rows:
         grid[row.layer, int(row.head)] = getattr(row, name)
@@ -306,18 +305,18 @@ def head_grid(rows: Sequence[MatrixScores], name: str) -> np.ndarray[Any, np.dty
 
 
 def background() -> tuple[PublishedScores, ...]:
-    """Published records of self-attention, without those known to be wrong."""
+    """Returns the published records of self-attention, except those known to be wrong."""
     return tuple(record for record in published_scores() if not record.fault and record.kind == "self")
 
 
 def chance_bands(width: int, mode: str) -> dict[str, tuple[float, float]]:
-    """Between which scores 19 of 20 matrices of random weights of this width lie, in this reading of directionality."""
+    """Returns for each score the interval that holds 19 of 20 random matrices of this width."""
     spread = 2 * _SPREAD[mode] / math.sqrt(width)
     return {"symmetry": (-1.8 / width, 3.8 / width), "directionality": (-spread, spread)}
 
 
 def _chance(models: Sequence[GeometryScores]) -> tuple[int, str]:
-    """The width of the narrowest model, in which chance reaches farthest, and in words; 0 if no width is known."""
+    """Returns the width of the narrowest model (0 if unknown), where chance reaches farthest, and its text."""
     widths = {row.width for scores in models for row in scores if row.head == "all" and row.kind == "self"}
     least = min(widths, default=0)
     return least, f"chance at width {least}" + (" (less at larger ones)" if len(widths) > 1 else "")
@@ -332,18 +331,18 @@ def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:
 
 
 def rows_of(scores: GeometryScores, summary: Summary) -> list[MatrixScores]:
-    """The rows that a summary is of."""
+    """Returns the matrix scores that a summary covers."""
     group = (summary.tower, summary.kind, summary.matrix == "all")
     return [row for row in scores if (row.tower, row.kind, row.head == "all") == group]
 
 
 def has_several(scores: GeometryScores) -> bool:
-    """Whether a model has more than one kind of attention, so that each is named."""
+    """Tells whether a model has more than one kind of attention, so that each is named."""
     return len({(row.tower, row.kind) for row in scores}) > 1
 
 
 def name_of(scores: GeometryScores, summary: Summary) -> str:
-    """The model, and its attention if it has several."""
+    """Names the model, and its attention if it has several."""
     return f"{scores.model}: {summary.what}" if has_several(scores) else scores.model
 
 
@@ -364,7 +363,7 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _legend(axes: Any) -> None:
-    """Below the chart, where it covers nothing and a narrow page can show it."""
+    """Puts the legend below the chart, where it covers nothing and fits narrow pages."""
     handles, labels = axes.get_legend_handles_labels()
     columns = 3 if len(labels) <= 24 else 4
     axes.figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(1, len(labels))))

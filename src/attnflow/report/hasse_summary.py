@@ -1,4 +1,4 @@
-"""What a drawing of a Hasse diagram shows: every class while it fits, look-alike classes as one box otherwise."""
+"""Summaries of a Hasse diagram: every class while it fits, otherwise one box for similar classes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ Words = npt.NDArray[np.uint64]
 class Box:
     """Some classes drawn as one box.
 
-    Attributes:
-        classes: indices of the classes, ascending by level.
-        inner_edges: covers between classes of this box, which are not drawn.
-        parts: connected parts that these covers leave.
-        is_chain: whether each part is a chain.
+    `inner_edges` covers within it are not drawn and leave `parts` connected parts; `is_chain` holds for every part.
     """
 
     classes: tuple[int, ...]
@@ -41,13 +37,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Grouping:
-    """A diagram of boxes, every class in exactly one and every cover in exactly one box or link.
+    """A partition of a diagram into boxes, in topological order.
 
-    Attributes:
-        boxes: in topological order.
-        links: (lower box, upper box) -> how many covers this line stands for; sorted by upper box.
-        levels: longest chain of boxes below each.
-        how: what the classes of a box have in common, for the caption; empty if nothing was summarised.
+    `links` counts the covers from lower to upper box, `levels` the longest chain of boxes below each; `how` is the
+    caption, empty if nothing was summarised.
     """
 
     boxes: tuple[Box, ...]
@@ -56,13 +49,13 @@ class Grouping:
     how: str
 
     def box_of(self) -> dict[int, int]:
-        """The box of each class."""
+        """Maps each class to its box."""
         return {index: box for box, members in enumerate(self.boxes) for index in members.classes}
 
 
 @dataclass(frozen=True)
 class Band:
-    """Some consecutive levels: how many classes and positions lie in them, how many covers end in them."""
+    """Consecutive levels with their numbers of classes and positions, and of the covers that end in them."""
 
     first_level: int
     last_level: int
@@ -72,13 +65,11 @@ class Band:
 
 
 def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Iterator[Grouping]:
-    """Ever coarser groupings with at most `max_nodes` boxes that stay a diagram; possibly none.
+    """Yields ever coarser groupings with at most `max_nodes` boxes that stay acyclic; possibly none.
 
-    1. every class for itself; 2. chains (runs of single covers) as a box; 3. also classes with the same surroundings
-    as a box: the coarsest equitable partition, in which all classes of a box cover equally many of every other box,
-    so nothing but names is lost; 4. classes with the same numbers of covers below and above (and those of their
-    neighbours, in rounds) as a box, connected parts apart: the roles in a repeating pattern.
-    Pinned classes should keep a box of their own.
+    In turn: single classes; chains; the coarsest equitable partition, in which the classes of a box cover equally many
+    of every other box; connected parts of roles, classes with equal numbers of covers. Pinned classes should keep a box
+    of their own.
     """
     size = len(diagram.nodes)
     edges = np.array(diagram.edges, dtype=np.int64).reshape(-1, 2)
@@ -103,7 +94,7 @@ def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Ite
 
 
 def bands(diagram: Hasse, limit: int = _MAX_LEVELS) -> list[Band]:
-    """The profile of a diagram: its levels, joined into at most `limit` bands of equal height."""
+    """Joins the levels of a diagram into at most `limit` bands of equal height."""
     level = np.array(diagram.levels, dtype=np.int64)
     count = int(level.max(initial=-1)) + 1
     height = max(1, -(-count // limit))
@@ -120,7 +111,7 @@ def bands(diagram: Hasse, limit: int = _MAX_LEVELS) -> list[Band]:
 
 
 def _grouping(group: IntArray, edges: IntArray, level: IntArray, max_nodes: int, how: str) -> Grouping | None:
-    """The grouping, if it is small enough to be read and no information flows in a circle between its boxes."""
+    """Returns the grouping, or None if it is too large or its boxes form a cycle."""
     group = np.unique(group, return_inverse=True)[1]
     size, number = len(group), int(group.max(initial=-1)) + 1
     if number > max_nodes:
@@ -147,14 +138,14 @@ def _grouping(group: IntArray, edges: IntArray, level: IntArray, max_nodes: int,
 
 
 def _chains(size: int, edges: IntArray, pins: IntArray) -> IntArray:
-    """For each class the lowest one of its chain: a run in which each is the only upper cover of its only lower one."""
+    """Returns for each class the lowest class of its chain of single covers."""
     above, below = (np.bincount(ends, minlength=size) for ends in edges.T)
     single = (above[edges[:, 0]] == 1) & (below[edges[:, 1]] == 1)
     return _components(size, edges[single & ~np.isin(edges, pins).any(axis=1)])
 
 
 def _with_ends(chains: IntArray, level: IntArray, max_nodes: int) -> IntArray:
-    """The chains with two classes at either end drawn apart, if there are few and long ones."""
+    """Separates two classes at either end of each chain if the chains are few and long."""
     heads, length = np.unique(chains, return_counts=True)
     if len(heads) > max_nodes // 5:
         return chains
@@ -168,7 +159,7 @@ def _with_ends(chains: IntArray, level: IntArray, max_nodes: int) -> IntArray:
 
 
 def _equitable(start: IntArray, edges: IntArray, pins: IntArray, limit: int) -> IntArray | None:
-    """The coarsest equitable partition of the diagram whose nodes are the groups of `start`; None above `limit`."""
+    """Returns the coarsest equitable partition of the quotient by `start`; None above `limit` or for a cycle."""
     _, group, length = np.unique(start, return_inverse=True, return_counts=True)
     pairs = group[edges]
     pairs = pairs[pairs[:, 0] != pairs[:, 1]]
@@ -184,9 +175,9 @@ def _equitable(start: IntArray, edges: IntArray, pins: IntArray, limit: int) -> 
 
 
 def _roles(size: int, edges: IntArray, pins: IntArray, rounds: int) -> IntArray:
-    """Classes of one role: equally many covers below and above, their neighbours too, in `rounds` rounds.
+    """Groups classes with equal numbers of covers below and above, and likewise their neighbours, for `rounds` rounds.
 
-    Connected parts of a role are told apart while they are few, otherwise by their size.
+    Connected parts of a role are distinguished individually while few, otherwise by size.
     """
     colour = _numbered(*(np.bincount(ends, minlength=size) for ends in edges.T))
     colour[pins] = size + np.arange(len(pins))
@@ -200,14 +191,14 @@ def _roles(size: int, edges: IntArray, pins: IntArray, rounds: int) -> IntArray:
 
 
 def _numbered(*features: IntArray) -> IntArray:
-    """Equal numbers for what is alike in all features."""
+    """Gives equal numbers to items that agree in all features."""
     return np.unique(np.stack(features), axis=1, return_inverse=True)[1].reshape(-1)
 
 
 def _refined(colour: IntArray, edges: IntArray) -> IntArray:
-    """One round of colour refinement: a new colour for each (colour, colours below, colours above), as multisets.
+    """Runs one round of colour refinement over the multisets of colours below and above.
 
-    A multiset is the sum of 64-bit scrambled colours: two different ones collide with probability 2^-64.
+    A multiset is the sum of 64-bit scrambled colours; two different ones collide with probability 2^-64.
     """
     base = colour.astype(np.uint64)
     total = _scramble(base)
@@ -225,14 +216,14 @@ def _scramble(values: Words) -> Words:
 
 
 def _components(size: int, edges: IntArray) -> IntArray:
-    """For each node the smallest node that undirected `edges` connect it with."""
+    """Returns for each node the smallest node in its undirected component."""
     graph = coo_array((np.ones(len(edges), np.int8), (edges[:, 0], edges[:, 1])), shape=(size, size))
     _, label = connected_components(graph, directed=False)
     return np.unique(label, return_index=True)[1][label]
 
 
 def _longest_paths(size: int, edges: IntArray) -> IntArray | None:
-    """For each node the longest path that ends there; None if there is a cycle."""
+    """Returns for each node the longest path that ends there, or None for a cyclic graph."""
     longest, left = [0] * size, np.bincount(edges[:, 1], minlength=size).tolist()
     edges = edges[np.argsort(edges[:, 0], kind="stable")]
     first, targets = np.searchsorted(edges[:, 0], np.arange(size + 1)).tolist(), edges[:, 1].tolist()

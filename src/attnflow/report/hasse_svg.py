@@ -1,4 +1,4 @@
-"""The Hasse diagram as SVG and as plain data: layered, information flowing upwards along the arrows."""
+"""The Hasse diagram as SVG and as plain data: in layers, with information flowing upwards."""
 
 from __future__ import annotations
 
@@ -37,15 +37,12 @@ def hasse_svg(
     max_nodes: int = 60,
     standalone: bool = True,
 ) -> str:
-    """A Hasse diagram as one `<svg>`: crisp at any size, in light and dark, readable by screen readers.
+    """Draws a Hasse diagram as one `<svg>` for light and dark pages and for screen readers.
 
-    While it fits, every class is a box and every cover a line. A larger diagram is summarised, in this order, until
-    it has at most `max_nodes` boxes: chains become a box; then classes with the same surroundings (nothing but their
-    names is lost); then classes with equally many covers below and above, the roles of a repeating pattern. Where
-    that does not help, the profile is drawn: how many classes lie on each level. The picture says what was done.
-
-    Positions of `highlight` are drawn as a path, each move with its layer. `standalone` brings colours for a file of
-    its own; a page's style sheet sets them.
+    Beyond `max_nodes` boxes it is summarised, and the picture says how: chains become one box, then classes with the
+    same neighbours (only names are lost), then classes with equally many covers below and above. Where that does not
+    help, it draws a profile by level. `highlight` is a path with the layer of each move; `standalone` adds the colours
+    that a page's style sheet sets otherwise.
     """
     checks.integer("max_nodes", max_nodes, 2)
     class_of = {position: index for index, node in enumerate(hasse.nodes) for position in node}
@@ -72,7 +69,7 @@ def _boxes(
     highlight: Sequence[int],
     standalone: bool,
 ) -> str | None:
-    """The diagram of boxes, or None if it is too large for a page."""
+    """Draws the diagram as boxes, or returns None if it is too large for a page."""
     box_of = grouping.box_of()
     stops = [box_of[index] for index in path]
     hot = {(a, b): layer for layer, (a, b) in reversed(list(enumerate(pairwise(stops), 1))) if a != b}
@@ -99,7 +96,7 @@ def _boxes(
 def arrange(
     hasse: Hasse, grouping: Grouping, labels: Sequence[str] | None, edges: Sequence[tuple[int, int]]
 ) -> tuple[list[Words], list[tuple[float, float]], Placement] | None:
-    """(texts, (width, height), placement) of the boxes and `edges`; None if it is too large for a page."""
+    """Returns the texts, sizes and placement of the boxes, or None if they are too large for a page."""
     texts = [_text(hasse, box, labels) for box in grouping.boxes]
     sizes = [(max(44.0, 20 + max(7.4 * columns(a), 6.4 * columns(b))), 42.0 if b else 28.0) for a, b, _ in texts]
     placement = layout.place(sizes, grouping.levels, edges)
@@ -109,7 +106,7 @@ def arrange(
 
 
 def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> Words:
-    """(first line, second line, tooltip) of a box."""
+    """Returns (first line, second line, tooltip) of a box."""
     positions = sorted(position for index in box.classes for position in hasse.nodes[index])
     where, count = runs(positions), len(box.classes)
     tooltip = f"{plural(count, 'class', 'classes')}, {plural(len(positions), 'position')}: {shorten(where, _FULL)}"
@@ -161,7 +158,7 @@ def _edge_note(grouping: Grouping, edge: tuple[int, int]) -> str:
 
 
 def bent(route: Sequence[Point]) -> str:
-    """The path along a route, upwards, straight through rows and bent between them."""
+    """Returns the path along a route, straight through rows and curved between them."""
     path = f"M{pair(route[0])}"
     for index, (x, y) in enumerate(route[1:], 1):
         before_x, before_y = route[index - 1]
@@ -187,7 +184,7 @@ def _line(route: list[Point], layer: int | None, note: str, count: int | None) -
 
 
 def _badge(route: list[Point], layer: int) -> str:
-    """The number of the layer in which the information moves, on the first bend of its line."""
+    """Writes the layer in which information moves on the first bend of its line."""
     (x0, y0), (x1, y1) = route[1], route[2]
     x, y = (x0 + x1) / 2, (y0 + y1) / 2
     width = 9 + 6.5 * len(str(layer))
@@ -232,7 +229,7 @@ def _caption(hasse: Hasse, grouping: Grouping, highlight: Sequence[int], inside:
 
 
 def _profile(hasse: Hasse, path: list[int], highlight: Sequence[int], standalone: bool) -> str:
-    """The diagram by its levels alone: a bar per level or band of levels, as long as it has classes."""
+    """Draws one bar for each level or band of levels, as long as its number of classes."""
     bands = summary.bands(hasse)
     widest = max(band.classes for band in bands)
     step, axis, reach = 26.0, 300.0, 300.0
@@ -273,7 +270,7 @@ def _profile(hasse: Hasse, path: list[int], highlight: Sequence[int], standalone
 
 
 def page(body: str, width: float, height: float, caption: Sequence[str], standalone: bool, what: str) -> str:
-    """The whole `<svg>`: the drawing centred, the caption wrapped below it."""
+    """Returns the whole `<svg>`: the drawing centred, the wrapped caption below it."""
     inner = max(width, 340.0 if caption else 0.0)
     lines = [line for text in caption for line in textwrap.wrap(text, max(24, int(inner / 6.1)))]
     full_width, full_height = inner + 2 * _MARGIN, height + 2 * _MARGIN + (8 + 17 * len(lines) if lines else 0)
@@ -298,21 +295,14 @@ def page(body: str, width: float, height: float, caption: Sequence[str], standal
 
 
 def pair(point: Point) -> str:
-    """A point of a path."""
+    """Formats a point of a path."""
     return f"{number(point[0])},{number(point[1])}"
 
 
 def diagram(hasse: Hasse, labels: Sequence[str] | None, max_boxes: int = 60) -> dict[str, object]:
-    """Boxes, lines and what was summarised; or, of what is too irregular for boxes, the profile by levels.
+    """Returns the diagram as plain data: `boxes`, `lines` and a `caption`, or `bands` if it is too irregular.
 
-    Args:
-        hasse: any diagram.
-        labels: a text for each position.
-        max_boxes: beyond so many classes they are summarised, as `hasse_svg` says.
-
-    Returns:
-        `boxes` with centres, sizes and texts, `lines` with paths, `box_of`: the box of each position (up to 4,096), or
-        `bands`; and a `caption`.
+    `box_of` gives the box of each position, up to 4,096 positions; `max_boxes` works as in `hasse_svg`.
     """
     for grouping in summary.groupings(hasse, max_boxes):
         drawn = _plain_boxes(hasse, grouping, labels)

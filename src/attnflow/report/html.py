@@ -1,4 +1,4 @@
-"""Small pieces of HTML: text is escaped on the way in, so that whatever a name or token holds stays text."""
+"""HTML building blocks that escape their text, so that names and tokens cannot inject markup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnflow._core.markup import element, escape, grouped
 
 @dataclass(frozen=True)
 class Html:
-    """Markup that is safe to place in a page; plain strings are escaped where `Html` is expected too."""
+    """Markup that is safe in a page; functions that accept it escape plain strings."""
 
     markup: str
 
@@ -25,46 +25,46 @@ LIVE: Final = "data-attnflow-studio"  # the attribute of an element in which the
 
 
 def raw(content: Content) -> str:
-    """The markup of a piece of content."""
+    """Returns the markup of some content."""
     return content.markup if isinstance(content, Html) else escape(content)
 
 
 def tag(name: str, *content: Content, **attributes: object) -> Html:
-    """An element around content, which is escaped unless it is `Html`."""
+    """Builds an element, escaping its content unless it is `Html`."""
     return Html(element(name, "".join(raw(part) for part in content), **attributes))
 
 
 def join(parts: Iterable[Content], separator: str = "") -> Html:
-    """Pieces side by side."""
+    """Joins pieces of content."""
     return Html(escape(separator).join(raw(part) for part in parts))
 
 
 def code(text: object) -> Html:
-    """A name or an expression, in the font of code."""
+    """Formats a name or an expression as code."""
     return tag("code", str(text))
 
 
 def paragraph(*content: Content, kind: str | None = None) -> Html:
-    """A paragraph."""
+    """Builds a paragraph."""
     return tag("p", *content, class_=kind)
 
 
 def rest(count: int) -> Html:
-    """What a list leaves out: nothing if `count` is not positive."""
+    """Says how many items a list leaves out; empty if `count` is not positive."""
     return paragraph(f"… and {grouped(count)} more.", kind="lead") if count > 0 else Html("")
 
 
 def facts(rows: Sequence[tuple[str, Content]], kind: str = "facts") -> Html:
-    """A list of names and values."""
+    """Builds a list of names and values."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in rows), class_=kind)
 
 
 def table(
     head: Sequence[str], rows: Iterable[Sequence[Content]], *, text_columns: int = 1, marked: Iterable[int] = ()
 ) -> Html:
-    """A table that scrolls inside its own box on a narrow screen.
+    """Builds a table that scrolls in its own box on a narrow screen.
 
-    The first `text_columns` hold words; the others are numbers, set flush right. Rows of index `marked` stand out.
+    After the first `text_columns`, columns are numbers, set flush right; `marked` rows stand out.
     """
     emphasised = set(marked)
 
@@ -80,12 +80,12 @@ def table(
 
 
 def columns_table(columns: Mapping[str, Sequence[str]], *, text_columns: int = 1) -> Html:
-    """A table by its columns."""
+    """Builds a table from its columns."""
     return table(list(columns), zip(*columns.values(), strict=True), text_columns=text_columns)
 
 
 def figure(picture: str | Html, caption: Content | None = None, *, read_out: bool = False, kind: str = "") -> Html:
-    """A picture (SVG markup) with its caption; with `read_out`, a line that the page's script fills under a pointer."""
+    """Builds a picture with its caption; `read_out` adds a line that the script fills under the pointer."""
     parts: list[Html] = [tag("div", Html(picture) if isinstance(picture, str) else picture, class_="scroll")]
     if read_out:
         parts.append(tag("output", class_="readout", aria_live="off"))
@@ -95,24 +95,23 @@ def figure(picture: str | Html, caption: Content | None = None, *, read_out: boo
 
 
 def live(record: str | None) -> Html:
-    """Where the studio's module shows a record, if the page's script runs; nothing without one."""
+    """Marks where the script shows an interactive record; empty without one."""
     return Html("") if record is None else tag("div", **{LIVE: "record", "data-record": record, "hidden": ""})
 
 
 def still(picture: Content) -> Html:
-    """A picture that stands where no script runs, and on paper, for the record above it."""
+    """Builds the picture shown in place of the record above it on paper and without scripts."""
     return tag("div", picture, data_attnflow_still="")
 
 
 def note(kind: str, *content: Content) -> Html:
-    """A framed remark; `kind` is "good", "bad" or "neutral", which also sets its sign."""
+    """Builds a framed remark; `kind` is "good", "bad" or "neutral", which also sets its sign."""
     sign = {"good": "✓", "bad": "!", "neutral": "–"}[kind]
     return tag("div", tag("span", sign, class_="sign", aria_hidden="true"), tag("div", *content), class_=f"note {kind}")
 
 
 def numbers(values: Sequence[float], *, signed: bool = False) -> list[str]:
-    """The cells of one column: as many decimals in each, so that they stand under one another; three digits of the
-    largest; a dash for what is not a number.
+    """Formats a column with equal decimals, three digits of the largest value, and a dash for NaN.
 
     >>> numbers([12.5, -0.25, float("nan")])
     ['12.5', '\u22120.2', '\u2013']

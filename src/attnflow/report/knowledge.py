@@ -1,4 +1,4 @@
-"""From which entries a model reads: those that fired for a text, what they added to the next token's logit."""
+"""Page sections for a trace: the entries that fired, and what they added to the next token's logit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PICTURES: Final = dict.fromkeys(range(0x2400, 0x2427), "·")  # of control char
 
 
 def trace_part(trace: Trace, _: Context) -> Part:
-    """The prompt, the strongest entries of its last token, what each layer did."""
+    """Describes the prompt, the strongest entries of its last token, and each layer."""
     numbers: list[tuple[str, Content]] = [
         ("Tokens", tag("span", str(len(trace.tokens)), tag("small", f"{len(trace.positions)} traced"))),
         ("Layers", str(len(trace.layers))),
@@ -43,7 +43,7 @@ def trace_part(trace: Trace, _: Context) -> Part:
 
 
 def _prompt(trace: Trace) -> Section:
-    """The text token by token, those that were traced marked, and what was asked about."""
+    """Shows the text by token, with the traced tokens marked, and the target."""
     first = max(0, len(trace.tokens) - _PROMPT)
     traced = set(trace.positions)
     tokens = [
@@ -59,7 +59,7 @@ def _prompt(trace: Trace) -> Section:
 
 
 def _entries(trace: Trace) -> Section:
-    """The strongest entries of the last token, as bars and as a table."""
+    """Shows the strongest entries of the last token as bars and as a table."""
     title = "Entries of the last token"
     row = len(trace.positions) - 1
     strongest = trace.fired(-1, count=_ROWS)
@@ -92,7 +92,7 @@ def _entries(trace: Trace) -> Section:
 
 
 def _maps(trace: Trace) -> Section:
-    """Active entries and what they wrote, layers by tokens."""
+    """Maps active entries and what they wrote, layers by tokens."""
     caption = "The first layer is at the top."
     if not trace.without:
         caption += " Blue raises the logit of the target, red lowers it."
@@ -101,7 +101,6 @@ def _maps(trace: Trace) -> Section:
 
 
 def _layers(trace: Trace) -> Section:
-    """Each layer in numbers."""
     lead = (
         "Means over tokens; effects are those at the last token. Active are entries with a positive score; kept ones "
         "explain 1 − |rest| / |all| of what a layer’s entries write."
@@ -149,7 +148,7 @@ def _reading(trace: Trace) -> list[Content]:
 
 
 def _sum(trace: Trace) -> str:
-    """The logit of the last token as a sum."""
+    """Writes the logit of the last token as a sum."""
     terms = [
         ("entries", math.fsum(float(one.effect[-1]) for one in trace if one.effect is not None)),
         ("attention", math.fsum(float(one.attention_effect[-1]) for one in trace if one.attention_effect is not None)),
@@ -179,9 +178,9 @@ def trace_chart(
     count: int = 12,
     title: str | None = None,
 ) -> Figure:
-    """Layers by tokens: share of active entries and direct effect of all entries; and the strongest entries of a token.
+    """Draws layers by tokens, first layer on top, and the strongest entries of a token.
 
-    Without direct effects the second map is the norm of what a layer's entries write. The first layer is at the top.
+    The maps are the share of active entries and their direct effect, or without effects the norm of what they write.
     """
     if picture not in ("all", "layers", "entries"):
         raise ValueError(f'picture must be "all", "layers" or "entries", got {picture!r}')
@@ -209,17 +208,17 @@ def trace_chart(
 
 
 def active_shares(trace: Trace) -> Array:
-    """Active entries of each layer and token as a share of those that the layer could read, [layers, positions]."""
+    """Returns active entries as a share of those the layer could read, [layers, positions]."""
     return np.stack([np.asarray(one.active, dtype=np.float64) / max(one.num_entries, 1) for one in trace])
 
 
 def entry_name(one: Fired) -> str:
-    """Layer and id of an entry, and its head if it is not the first."""
+    """Names an entry by layer and id, and by head if it is not the first."""
     return f"{one.layer} · {one.entry}" + (f" · head {one.head}" if one.head else "")
 
 
 def entry_words(one: Fired, limit: int = 28) -> str:
-    """The entry's text, or the tokens that it promotes (with a negative weight: suppresses)."""
+    """Returns the entry's text, or the tokens it promotes (with a negative weight, suppresses)."""
     if one.text:
         return shorten(one.text, limit)
     words = " ".join(token_label(word) for word in one.promotes[:3])

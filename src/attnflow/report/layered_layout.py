@@ -1,4 +1,4 @@
-"""Layered placement (Sugiyama, Tagawa, Toda, IEEE SMC 11, 1981): rows by level, few crossings, no overlap."""
+"""Layered graph placement (Sugiyama, Tagawa, Toda, IEEE SMC 11, 1981): rows by level, few crossings, no overlap."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ _LINE_GAP: Final = 14.0
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything is drawn; y grows downwards, so that the lowest level has the largest y.
+    """Centres of the nodes and routes of the edges; y grows downwards.
 
-    Attributes:
-        centres: centre of each node.
-        routes: for each edge its points, from the top of the lower node to the bottom of the upper one; the stretches
-            are by turns vertical, inside a row, and oblique, between rows. Rows hold no node where a stretch passes.
-        width: of the whole drawing.
-        height: of the whole drawing.
+    A route runs from the top of the lower node to the bottom of the upper one, alternating vertical stretches inside
+    rows with oblique ones between rows. No node lies where a stretch passes.
     """
 
     centres: list[Point]
@@ -37,7 +33,7 @@ class Placement:
 
 
 class _Rows:
-    """The vertices of each row, real ones first numbered, then one dummy for each row that an edge passes."""
+    """The vertices of each row: the nodes first, then a dummy for each row that an edge passes."""
 
     def __init__(self, widths: Sequence[float], levels: Sequence[int], edges: Sequence[tuple[int, int]]) -> None:
         self.num_real = len(widths)
@@ -63,24 +59,24 @@ class _Rows:
         self.place = [0] * len(self.row_of)  # within the row
 
     def order(self, rows: Sequence[Sequence[int]]) -> None:
-        """Put the vertices of each row in this order."""
+        """Sets the order of the vertices in each row."""
         self.rows = [list(row) for row in rows]
         for row in rows:
             for index, vertex in enumerate(row):
                 self.place[vertex] = index
 
     def pull(self, lower: int, upper: int) -> float:
-        """How strongly a segment wants to be vertical (Gansner et al., IEEE TSE 19, 1993): long edges, then spines."""
+        """Returns how strongly a segment should be vertical (Gansner et al., IEEE TSE 19, 1993)."""
         dummies = (lower >= self.num_real) + (upper >= self.num_real)
         return (8.0 if (lower, upper) in self.spine else 1.0, 2.0, 8.0)[dummies]
 
     def gap(self, left: int, right: int) -> float:
-        """Distance between the centres of neighbours in a row."""
+        """Returns the distance between the centres of neighbours in a row."""
         space = _NODE_GAP if left < self.num_real or right < self.num_real else _LINE_GAP
         return (self.widths[left] + self.widths[right]) / 2 + space
 
     def room(self, vertex: int, x: list[float]) -> tuple[float, float]:
-        """Between which places a vertex can be moved."""
+        """Returns the interval within which a vertex can move."""
         row, place = self.rows[self.row_of[vertex]], self.place[vertex]
         low = x[row[place - 1]] + self.gap(row[place - 1], vertex) if place else -math.inf
         high = x[row[place + 1]] - self.gap(vertex, row[place + 1]) if place + 1 < len(row) else math.inf
@@ -125,7 +121,7 @@ def place(
 
 
 def _spine(size: int, levels: Sequence[int], edges: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The edges that continue the longest chain on both sides: for the lower node upwards, for the upper downwards."""
+    """Returns the edges that continue the longest chain both above their lower node and below their upper one."""
     height = [0] * size
     for lower, upper in sorted(edges, key=lambda edge: -levels[edge[1]]):
         height[lower] = max(height[lower], height[upper] + 1)
@@ -140,7 +136,7 @@ def _spine(size: int, levels: Sequence[int], edges: Sequence[tuple[int, int]]) -
 
 
 def _reduce_crossings(graph: _Rows) -> None:
-    """Sorts each row by the mean place of its neighbours, down and up, swaps neighbours, keeps the best order seen."""
+    """Sorts rows by the mean place of neighbours, swaps neighbours, and keeps the best order seen."""
     best: list[list[int]] = []
     fewest = math.inf
     for start in (_by_index(graph), _by_descent(graph)):  # each is the better one for some diagrams
@@ -173,7 +169,7 @@ def _swap(row: list[int], graph: _Rows) -> None:
 
 
 def _by_index(graph: _Rows) -> list[list[int]]:
-    """Nodes as they come (by position), dummies between the ends of their edge."""
+    """Orders nodes by position, and dummies between the ends of their edge."""
     key = [float(v) for v in range(len(graph.row_of))]
     for trail in graph.trails:
         for dummy in trail:
@@ -182,7 +178,7 @@ def _by_index(graph: _Rows) -> list[list[int]]:
 
 
 def _by_descent(graph: _Rows) -> list[list[int]]:
-    """Nodes in the order of a depth-first walk from the top, which keeps what hangs together side by side."""
+    """Orders nodes by a depth-first walk from the top, which keeps connected nodes together."""
     rows: list[dict[int, None]] = [{} for _ in graph.rows]
     stack = [v for row in graph.rows for v in reversed(row) if not graph.above[v]]
     while stack:
@@ -214,7 +210,7 @@ def _crossings(graph: _Rows) -> int:
 
 
 def _coordinates(graph: _Rows) -> list[float]:
-    """Draws every vertex to the mean of its neighbours as far as its row allows, then straightens lines."""
+    """Moves every vertex towards the mean of its neighbours, then straightens lines."""
     x = [0.0] * len(graph.row_of)
     for row in graph.rows:
         for left, right in pairwise(row):
@@ -240,7 +236,7 @@ def _coordinates(graph: _Rows) -> list[float]:
 
 
 def _lines(graph: _Rows) -> list[list[int]]:
-    """What should be vertical: the dummies of each long edge, and the runs of spine edges between rows side by side."""
+    """Returns the vertex chains to make vertical: dummies of long edges, and runs of spine edges."""
     onward = {lower: upper for lower, upper in graph.spine if graph.row_of[upper] == graph.row_of[lower] + 1}
     lines = [trail for trail in graph.trails if trail]
     for start in set(onward) - set(onward.values()):
@@ -252,7 +248,7 @@ def _lines(graph: _Rows) -> list[list[int]]:
 
 
 def _straighten(graph: _Rows, line: list[int], x: list[float]) -> None:
-    """Moves the vertices of `line` to one x where their rows leave room for it, else stretch by stretch."""
+    """Moves the vertices of `line` to one x where their rows have room, otherwise piece by piece."""
     stretch: list[int] = []
     low, high = -math.inf, math.inf
     for v in [*line, -1]:
@@ -284,7 +280,7 @@ def _settle(graph: _Rows, row: list[int], x: list[float]) -> None:
 
 
 def _isotonic(values: list[float], weights: list[float]) -> list[float]:
-    """The non-decreasing sequence nearest to `values` in weighted least squares (pool adjacent violators)."""
+    """Returns the nearest non-decreasing sequence in weighted least squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         count = 1
@@ -297,6 +293,6 @@ def _isotonic(values: list[float], weights: list[float]) -> list[float]:
 
 
 def _row_gap(graph: _Rows, x: list[float], row: int, least: float) -> float:
-    """Space above a row: more where lines run far sideways, so that none is nearly horizontal."""
+    """Returns the space above a row, larger where lines run far sideways and would be nearly horizontal."""
     widest = max((abs(x[u] - x[v]) for v in graph.rows[row] for u in graph.above[v]), default=0.0)
     return min(max(least, 0.22 * widest), 3 * least)

@@ -1,4 +1,4 @@
-"""What a page says of a mask: its picture, the order that it generates, growth, blocks and cost."""
+"""Page sections for a mask: its picture, the order it generates, receptive fields, blocks and cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Layers = list[tuple[Mask, list[int]]]  # each distinct mask with the layers (fro
 
 
 def mask_part(subject: Mask | Flow, context: Context) -> Part:
-    """A mask, or the masks of a stack of layers, with the order that they generate."""
+    """Describes a mask, or the masks of a stack of layers, with the order they generate."""
     masks = subject.masks if isinstance(subject, Flow) else (subject,)
     flow, missing = (subject, "") if isinstance(subject, Flow) else flow_of(subject)
     layers = _distinct(masks)
@@ -41,7 +41,7 @@ def mask_part(subject: Mask | Flow, context: Context) -> Part:
 
 
 def flow_of(mask: Mask) -> tuple[Flow | None, str]:
-    """The order of a mask, or None and the reason."""
+    """Returns the order of a mask, or None with the reason."""
     queries, keys = mask.shape
     if queries != keys:
         return None, f"queries and keys are different sequences ({queries} and {keys}): information does not return"
@@ -88,7 +88,7 @@ def _numbers(masks: Sequence[Mask], layers: Layers, flow: Flow | None) -> list[t
 
 
 def _picture(masks: Sequence[Mask], layers: Layers, context: Context) -> Section:
-    """The mask, or each distinct mask of a stack, as a picture with its numbers."""
+    """Draws the mask, or each distinct mask of a stack, with its numbers."""
     if len(layers) == 1:
         mask, labels = layers[0][0], context.labels
         small = labels if labels is not None and len(labels) <= 32 else None
@@ -154,13 +154,13 @@ def _layers(layers: list[int]) -> str:
 
 
 def _titled(masks: Layers) -> Iterator[tuple[Mask, Html]]:
-    """The masks that are shown, each with its heading if there are several."""
+    """Yields the shown masks, each with a heading if there are several."""
     for mask, where in masks[:_SHOWN]:
         yield mask, tag("h3", f"{_layers(where)} · ", _name(mask)) if len(masks) > 1 else Html("")
 
 
 def _blocks(masks: Layers) -> Section:
-    """Full, partial and empty blocks, as a block-sparse kernel meets them."""
+    """Counts full, partial and empty blocks, as a block-sparse kernel sees them."""
     lead = (
         "A block-sparse kernel such as FlexAttention skips blocks without an allowed pair, and applies the mask "
         "inside partial blocks only. “Used” is the share of the computed pairs that the mask allows."
@@ -182,7 +182,7 @@ def _blocks(masks: Layers) -> Section:
 
 
 def _cost(masks: Layers, model: CostModel) -> Section:
-    """What attention under the mask costs, next to dense and causal attention."""
+    """Compares the cost of attention under the mask with dense and causal attention."""
     heads, layers = plural(model.num_heads, "head"), plural(model.num_layers, "layer")
     lead = f"For {layers} of {heads} with {model.head_dim} channels, one sequence, forward pass, attention alone."
     body = html.paragraph(lead, kind="lead")
@@ -214,7 +214,7 @@ def _cost(masks: Layers, model: CostModel) -> Section:
 
 
 def computed_pairs(mask: Mask, block: int = 128) -> dict[str, int]:
-    """All pairs, the causal half (square masks), this mask pair by pair, and this mask in whole blocks."""
+    """Counts all pairs, the causal half (square masks), the allowed pairs, and the pairs in whole blocks."""
     queries, keys = mask.shape
     in_blocks = min(block_sparsity(mask, block).computed * block * block, queries * keys)
     causal = {"causal pairs": queries * (queries + 1) // 2} if queries == keys else {}
@@ -222,7 +222,7 @@ def computed_pairs(mask: Mask, block: int = 128) -> dict[str, int]:
 
 
 def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
-    """A bar cut in proportion to (name, amount); the columns beside it have the numbers."""
+    """Draws a bar divided in proportion to the amounts."""
     total, x = sum(amount for _, amount in parts) or 1, 0.0
     pieces: list[str] = []
     for name, amount in parts:
@@ -242,7 +242,7 @@ def _bytes(value: int) -> str:
 
 
 def _scaled(value: int, units: Sequence[tuple[int, str]], least: str) -> str:
-    """With three digits of the largest unit that it reaches."""
+    """Formats a value with three digits in the largest unit it reaches."""
     for size, unit in units:
         if value >= size:
             share = value / size

@@ -30,9 +30,9 @@ _ASCII_SHADES: Final = " .-+#"
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """How much of each cell of `query_step` queries by `key_step` keys a mask allows.
+    """Allowed pairs in each cell of `query_step` queries by `key_step` keys.
 
-    `counts` are its allowed pairs, `pairs` all of them, both int64[rows, columns]; cells at the far edges are smaller.
+    `counts` and `pairs` (all pairs of a cell) are int64[rows, columns]; cells at the far edges are smaller.
     """
 
     counts: IntArray
@@ -42,17 +42,17 @@ class Grid:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a cell is one pair."""
+        """Tells whether a cell is one pair."""
         return self.query_step == self.key_step == 1
 
     def levels(self, steps: int) -> IntArray:
-        """0 for nothing allowed, `steps` for everything, 1..steps - 1 for evenly spaced shares between them."""
+        """Returns 0 for no allowed pair, `steps` for all, and 1..steps - 1 for shares between."""
         between = 1 + np.minimum((self.counts / self.pairs * (steps - 1)).astype(np.int64), steps - 2)
         return np.where(self.counts == 0, 0, np.where(self.counts == self.pairs, steps, between))
 
 
 def grid(mask: Mask, query_step: int, key_step: int) -> Grid:
-    """Counts the allowed pairs of each cell. Cost: O(intervals + cells), for shattered rows O(keys met by a row)."""
+    """Counts the allowed pairs of each cell. Cost: O(intervals + cells); for fragmented rows, O(keys of a row)."""
     checks.integer("query_step", query_step, 1)
     checks.integer("key_step", key_step, 1)
     rows, columns = (
@@ -66,7 +66,7 @@ def grid(mask: Mask, query_step: int, key_step: int) -> Grid:
 
 
 def square_grid(mask: Mask, limit: int) -> Grid:
-    """The grid of square cells, as small as they can be with at most `limit` rows and columns."""
+    """Returns the grid of the smallest square cells with at most `limit` rows and columns."""
     step = max(1, -(-max(mask.shape) // checks.integer("limit", limit, 1)))
     return grid(mask, step, step)
 
@@ -84,7 +84,7 @@ def ticks(size: int, most: int = 6) -> list[int]:
 
 
 def block_sizes(mask: Mask) -> list[int]:
-    """128, FlexAttention's block, and up to two smaller ones that cut a short sequence into 2 to 32 blocks."""
+    """Returns 128, FlexAttention's block, and up to two smaller sizes that give 2 to 32 blocks."""
     n = max(mask.shape)
     return [128, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
 
@@ -97,13 +97,11 @@ def mask_svg(
     title: str | None = None,
     standalone: bool = True,
 ) -> str:
-    """A mask as one `<svg>`, queries downwards, keys to the right; filled is allowed.
+    """Draws a mask as one `<svg>`, queries downwards, keys to the right; filled means allowed.
 
-    Up to 64 queries and keys every pair is a cell. Larger masks are drawn as a heat map of at most 96 x 96 blocks,
-    shaded by the share of pairs that a block allows; only a block that allows everything has the full colour.
-
-    The labels are written at both axes of a square mask of at most 32 positions. `standalone` brings colours for a file
-    of its own; a page's style sheet sets them. Cost: O(intervals + cells), never n x n.
+    Above 64 queries or keys it is a heat map of at most 96 x 96 blocks; only fully allowed blocks have the full colour.
+    Labels appear on square masks of at most 32 positions; `standalone` adds the colours that a page's style sheet sets
+    otherwise. Cost: O(intervals + cells), never n x n.
     """
     checks.integer("size", size, 64)
     if labels is not None and mask.shape != (len(labels), len(labels)):
@@ -144,7 +142,7 @@ def mask_svg(
 
 
 def _paths(cells: Grid, side: float) -> str:
-    """One path per shade, a rectangle per run of equal cells in a row."""
+    """Returns one path per shade, with a rectangle per run of equal cells in a row."""
     level = cells.levels(_STEPS)
     rows, cols = level.shape
     if level.size == 0:
@@ -205,7 +203,7 @@ def _axes(mask: Mask, cells: Grid, side: float) -> list[str]:
 
 
 def _left(mask: Mask) -> float:
-    """Room for the numbers and the name of the query axis, also in the larger type that a page sets on a phone."""
+    """Returns the room for the query axis, large enough for a phone's type size."""
     return 26.0 + 9.0 * len(grouped(mask.num_queries))
 
 
@@ -236,17 +234,16 @@ def _legend(cells: Grid, top: float) -> str:
 
 
 def _coded(cells: Grid) -> str:
-    """The shares for the read-out of the page's script: a base-64 digit per cell."""
+    """Encodes the shares for the script's read-out, one base-64 digit per cell."""
     top = len(_CODE) - 1
     return "".join(np.array(list(_CODE))[cells.levels(top)].reshape(-1).tolist())
 
 
 def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """A mask as text, queries downwards, keys to the right.
+    """Renders a mask as text, queries downwards, keys to the right.
 
-    Small masks show a sign for each pair; masks of up to 64 queries that fit the width show two queries per line in
-    half blocks, still exact; larger ones are shaded by the share of allowed pairs per character, with a blank only
-    where nothing and the darkest sign only where everything is allowed. A line under the picture says which it is.
+    Small masks show every pair; up to 64 queries that fit, half blocks hold two queries per line. Larger masks are
+    shaded: blank only where no pair is allowed, darkest only where all are. The last line says which it is.
     """
     columns = (
         min(100, shutil.get_terminal_size().columns) if width is None else checks.integer("width", width, _NARROWEST)
@@ -312,7 +309,7 @@ def _key(cells: Grid, shades: str, columns: int) -> list[str]:
 
 
 def _axis(keys: int, step: int, label: int, columns: int) -> str:
-    """The first and the last key over their columns."""
+    """Writes the first and last key over their columns."""
     first, last = "0", str(keys - 1)
     gap = columns - len(first) - len(last)
     return " " * (label + 2) + (f"{first}{'':>{gap}}{last}" if gap > 0 else first)

@@ -1,4 +1,4 @@
-"""What a mask generates: its order, how receptive fields grow, which labels leak; a merged task on a model."""
+"""Page sections for orders: the Hasse diagram, receptive fields, leaking labels, and a merged task on a model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _LISTED: Final = 24  # rows of a list before the rest is only counted
 
 
 def hasse_part(hasse: Hasse, context: Context) -> Part:
-    """A diagram alone."""
+    """Describes a diagram alone."""
     title = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
     return Part(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
 
 
 def order(flow: Flow, labels: Sequence[str] | None) -> Section:
-    """The Hasse diagram and the classes."""
+    """Shows the Hasse diagram and the classes."""
     lead = (
         "Positions that can read each other form a class. An arrow leads from a class to the next one that reads it "
         "(a cover of the order): information flows upwards, and only upwards."
@@ -58,7 +58,7 @@ def diagram(
     path: Sequence[int] = (),
     beside: Html = Html(""),  # noqa: B008
 ) -> Html:
-    """The Hasse diagram, a path emphasised, with something beside it, or below it where the diagram is wide."""
+    """Draws the Hasse diagram with a path emphasised, next to `beside`, or above it if the diagram is wide."""
     svg = hasse_svg(hasse, labels=labels, highlight=path, standalone=False)
     caption = "Dashed: one layer moves the information past several covers." if "stroke-dasharray" in svg else None
     width = float(svg.split(' width="', 1)[1].split('"', 1)[0])
@@ -67,7 +67,7 @@ def diagram(
 
 
 def reading(flow: Flow) -> str:
-    """The order in a sentence."""
+    """Describes the order in a sentence."""
     count, levels = len(flow.classes), max(flow.hasse.levels) + 1
     if flow.size == 1:
         return " The only position reads itself."
@@ -85,7 +85,7 @@ def reading(flow: Flow) -> str:
 
 
 def numbers(flow: Flow) -> list[tuple[str, Content]]:
-    """The numbers of an order that head a page."""
+    """Returns the numbers of an order that head a page."""
     levels = plural(max(flow.hasse.levels) + 1, "level")
     return [
         ("Depth", tag("span", grouped(flow.depth), tag("small", "dense" if flow.is_dense else "layers"))),
@@ -113,7 +113,7 @@ def _facts(flow: Flow) -> list[tuple[str, Content]]:
 
 
 def _classes(flow: Flow) -> Html:
-    """The lowest and the highest classes as a table."""
+    """Lists the lowest and the highest classes in a table."""
     count = len(flow.classes)
     edges = np.array(flow.hasse.edges, dtype=np.int64).reshape(-1, 2)
     above, below = (np.bincount(ends, minlength=count) for ends in edges.T)
@@ -132,7 +132,7 @@ def _classes(flow: Flow) -> Html:
 
 
 def growth_by_layer(flow: Flow) -> Section:
-    """How much of its final receptive field a position has after each number of layers."""
+    """Shows the share of its final receptive field that a position has after each layer."""
     sizes, positions = growth(flow)
     shares = sizes / sizes[-1]
     whole = "every position" if len(positions) == flow.size else f"{len(positions)} evenly spaced positions"
@@ -157,7 +157,7 @@ def growth_by_layer(flow: Flow) -> Section:
 
 @chart
 def growth_chart(flow: Flow, *, title: str | None = None) -> Figure:
-    """Least, mean and largest share of the final receptive field after each number of layers, up to the depth."""
+    """Plots the least, mean and largest share of the final receptive field by layer, up to the depth."""
     sizes, _ = growth(flow)
     last = len(sizes) - 1
     layers = np.unique(np.linspace(0, last, min(_POINTS, last + 1)).round().astype(np.int64))
@@ -174,10 +174,9 @@ def growth_chart(flow: Flow, *, title: str | None = None) -> Figure:
 
 
 def growth(flow: Flow) -> tuple[IntArray, IntArray]:
-    """(keys whose information is in each position after l layers, int64[layers + 1, positions]; these positions).
+    """Returns the receptive-field sizes, int64[layers + 1, positions], and the positions followed.
 
-    All positions are followed up to 256, else 64 evenly spaced ones, from the position alone to the depth.
-    Cost: a breadth-first walk from each followed position, all at once: O(followed x (intervals + n)) in total.
+    Follows all positions up to 256, otherwise 64 evenly spaced ones. Cost: O(followed x (intervals + n)).
     """
     n = flow.size
     if n == 0:
@@ -209,7 +208,7 @@ def _walk(rows: IntervalRows, starts: IntArray) -> IntArray:
 
 
 def leak_part(report: LeakReport, context: Context) -> Part:
-    """Labels that reach the position that predicts them, each with its witness path by layer."""
+    """Describes the leaking labels, each with its witness path by layer."""
     leaks, dead = len(report.leaks), len(report.dead)
     reading = [f"No label can leak: this is proved for all {grouped(report.num_labels)}."]
     if leaks:
@@ -267,7 +266,7 @@ def _steps(path: Sequence[int], labels: Sequence[str] | None) -> Html:
 
 
 def _idle(report: LeakReport) -> Section:
-    """Positions that no labelled position reads, and data tokens that nothing predicts."""
+    """Lists positions that no labelled position reads, and data tokens that nothing predicts."""
     dead, unsupervised = sorted(report.dead), sorted(report.unsupervised)
     parts: list[Html] = []
     if dead:
@@ -285,7 +284,7 @@ def _idle(report: LeakReport) -> Section:
 
 
 def verification_part(result: Verification, _: Context) -> Part:
-    """How far one pass over a merged task is from its subtasks alone, on a real model."""
+    """Compares one pass over a merged task with its separate subtasks on a real model."""
     gradients = "not compared" if result.gradient_difference is None else f"{result.gradient_difference:.1e}"
     losses = f"{result.loss_difference:.1e}"
     lead = f"One pass over the merged task against {plural(len(result.tasks), 'subtask')} run alone, on the same model."

@@ -1,6 +1,6 @@
-"""`Page`: one self-contained HTML document, under a policy that lets nothing but its own style and script run.
+"""`Page`: one self-contained HTML document whose security policy allows only its own style and script.
 
-Each result is a `Part` of it: a paragraph, key numbers, sections.
+Each result contributes a `Part`: a summary, key numbers and sections.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REPORTED: Final = ("torch", "numpy", "transformers")
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what stands below it; `name` is its anchor within the page."""
+    """A heading with the content below it; `name` is its anchor within the page."""
 
     name: str
     title: str
@@ -40,15 +40,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """All that a page says of one result.
+    """Everything a page says about one result.
 
-    Attributes:
-        title: what the result is, as a heading.
-        sections: in order.
-        reading: the result in a sentence or two.
-        numbers: the few that head the page, by name.
-        source: rows of the provenance.
-        failed: whether a judgement went against it; such a part comes first.
+    `numbers` head the page, `source` holds provenance rows, and a part that `failed` comes first.
     """
 
     title: str
@@ -63,11 +57,7 @@ class Part:
 class Context:
     """What a page knows besides a result.
 
-    Attributes:
-        flow: the order that the page is about, on which leaks are drawn; None without one.
-        record: what the studio's page says of this order, `attnflow.report.live.session`; None for pictures alone.
-        labels: a text for each position.
-        cost: the model whose attention is priced.
+    Leaks are drawn on `flow`; `record` is made by `live.session.record`, and None shows still pictures only.
     """
 
     flow: Flow | None = None
@@ -108,7 +98,7 @@ class Page:
 
 
 def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], problems: Mapping[str, str]) -> Page:
-    """The page of what is said of each result: what failed first."""
+    """Builds the page from its parts, failed parts first."""
     heading = title if title is not None else parts[0].title if parts else "Problems"
     ordered = sorted(parts, key=lambda part: not part.failed)  # stable
     sections: list[Section] = []
@@ -134,7 +124,7 @@ def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], 
 
 
 def _document(title: str, parts: Sequence[Part], sections: Sequence[Section], details: Mapping[str, str]) -> str:
-    """The whole HTML document; nothing in it is fetched, and nothing but its own style and script may run."""
+    """Assembles the HTML document."""
     style, scripts = _asset("report.css"), {"": _asset("report.js")}
     if any(f'{html.LIVE}="' in section.body.markup for section in sections):
         scripts[' type="module"'] = _asset("studio.js")
@@ -196,5 +186,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """The policy's name for exactly this inline text."""
+    """Returns the content-security hash of an inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""Which function shows which kind of result: as a picture, on a page, in a terminal; and a page about a model."""
+"""How each kind of result is shown as a picture, on a page and in a notebook; and the page about a model."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 
 def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> Svg | Figure:
-    """The order of a mask: "hasse", its diagram, or "growth", its receptive fields by layer."""
+    """Draws the order of a mask ("hasse"), or its receptive fields by layer ("growth")."""
     if picture not in ("hasse", "growth"):
         raise ValueError(f'picture must be "hasse" or "growth", got {picture!r}')
     return Svg(hasse_svg(flow.hasse, **options)) if picture == "hasse" else growth_chart(flow, **options)
 
 
 def _table_part(result: Result, _: Context) -> Part:
-    """A result without a drawing: its rows."""
+    """Shows a result without a drawing as a table."""
     rows = result.rows()
     name = type(result).__name__
     head = list(rows[0]) if rows else []
@@ -76,10 +76,7 @@ def _survey_figure(survey: Survey, **options: Any) -> Figure:
 class Kind:
     """How one kind of result is shown.
 
-    Attributes:
-        part: what a page says of it; of all such results together if `together`.
-        figure: makes its picture; None if it has a table only.
-        together: whether several results of this kind share one part of a page and one picture.
+    With `together`, several results share one part and one picture; without `figure` there is only a table.
     """
 
     part: Callable[[Any, Context], Part] = _table_part
@@ -106,10 +103,9 @@ EXPANDED: Final = (Task,)  # a page shows their parts, see `_subjects`
 
 
 def kind_of(result: object) -> Kind:
-    """How a result is shown.
+    """Returns how a result is shown.
 
-    Raises:
-        TypeError: it is none; the message lists what can be shown.
+    Raises TypeError, which lists what can be shown, for anything else.
     """
     for base in type(result).__mro__:
         if base in KINDS:
@@ -221,7 +217,7 @@ def page(
 
 
 def _record(flow: Flow, results: Sequence[object], labels: Sequence[str] | None) -> str | None:
-    """What can be pointed at on a page, with the labels of the task that the order is of."""
+    """Returns the record of an order for the interactive page, with the labels of its task."""
     from attnflow.report.live.session import record, recorded_design
 
     task = next((result for result in results if isinstance(result, Task) and result.flow is flow), None)
@@ -230,7 +226,7 @@ def _record(flow: Flow, results: Sequence[object], labels: Sequence[str] | None)
 
 
 def _subjects(result: object) -> list[object]:
-    """What a page says of a result, one after the other: of a mask its order, of a task its proof as well."""
+    """Returns what a page shows for a result: a mask's order, a task's order and proof, a survey's models."""
     if isinstance(result, Mask):
         return [flow_of(result)[0] or result]
     if isinstance(result, Task):
@@ -298,12 +294,12 @@ def model_page(
 
 
 def encode(result: object, suffix: str) -> bytes:
-    """A result as the content of an .html, .svg, .png or .pdf file: what `result.save` writes."""
+    """Encodes a result as .html, .svg, .png or .pdf: the content that `result.save` writes."""
     return page(result).html.encode() if suffix == ".html" else svg.encode(figure(result), suffix)
 
 
 def notebook(result: object) -> str:
-    """A result as a notebook shows it: its picture, or what a page says of it."""
+    """Returns the notebook view of a result: its picture, or its part of a page."""
     kind = kind_of(result)
     title = type(result).__name__
     if kind.figure is not None:

@@ -67,11 +67,9 @@ class Svg:
 
 
 def encode(picture: Svg | Figure, suffix: str, dpi: int = 200) -> bytes:
-    """A picture as the content of an .svg, .png or .pdf file; equal pictures make equal files.
+    """Encodes a picture as an .svg, .png or .pdf file; equal pictures give equal bytes.
 
-    Raises:
-        ValueError: another suffix.
-        MissingExtra: PNG or PDF without matplotlib.
+    Raises ValueError for another suffix, and MissingExtra for PNG or PDF without matplotlib.
     """
     checks.integer("dpi", dpi, 1)
     if suffix not in (".svg", ".png", ".pdf"):
@@ -83,7 +81,7 @@ def encode(picture: Svg | Figure, suffix: str, dpi: int = 200) -> bytes:
 
 
 def written(figure: Figure, kind: str, *, rc: Mapping[str, str] | None = None, **options: Any) -> bytes:
-    """A figure as a file, the same bytes every time; characters that its font lacks are left to the reader's."""
+    """Encodes a figure deterministically; characters that its font lacks are left to the reader."""
     from matplotlib import rc_context
 
     content = io.BytesIO()
@@ -95,7 +93,7 @@ def written(figure: Figure, kind: str, *, rc: Mapping[str, str] | None = None, *
 
 
 def _figure_of(markup: str) -> Figure:
-    """Our own SVG as a matplotlib figure: paths, boxes, circles and lines of text, which is all that we draw with."""
+    """Converts our SVG, which has only paths, boxes, circles and text, to a matplotlib figure."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.transforms import Affine2D
