@@ -1,4 +1,4 @@
-"""What the arguments and options of commands stand for: masks, settings, numbers."""
+"""Parsing of command arguments: masks, settings, numbers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,15 @@ EXAMPLES: Final[Mapping[str, str]] = {
 
 
 def is_file(name: str) -> bool:
-    """Whether `name` stands for a JSON file; "-" is stdin."""
+    """Tells whether `name` is a JSON file; "-" is stdin."""
     return name == "-" or name.endswith(".json")
 
 
 def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str = "mask show") -> Mask:
-    """The mask that a command names: one of the catalogue, or of a file with a mask or with a task.
+    """Returns the mask that a command names: from the catalogue, or a file with a mask or task.
 
-    `command` is whose example an error gives.
-
-    Raises:
-        BadUsage: options that do not go together, or a parameter that is missing.
-        ValueError: an unknown name, a value that the mask refuses, or a bad file.
+    Errors show an example of `command`. Raises BadUsage for conflicting options or a missing parameter, and ValueError
+    for an unknown name, a refused value or a bad file.
     """
     from attnflow._core.plain import close_to, read_json
     from attnflow.masks.spec import mask_from_dict, named_masks
@@ -72,7 +69,7 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str =
 
 
 def settings_from(texts: Iterable[str], option: str = "--set") -> dict[str, str]:
-    """`["window=4", "causal=false"]` as a dict; every name once."""
+    """Parses `["window=4", "causal=false"]` to a dict, and refuses repeated names."""
     values: dict[str, str] = {}
     for text in texts:
         name, sign, value = (part.strip() for part in text.partition("="))
@@ -85,7 +82,7 @@ def settings_from(texts: Iterable[str], option: str = "--set") -> dict[str, str]
 
 
 def integers(text: str, option: str) -> list[int]:
-    """The integers of `5,6,7`."""
+    """Parses the integers of `5,6,7`."""
     try:
         return [int(item) for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
     except ValueError:

@@ -48,7 +48,7 @@ for command in (audit.audit, geometry.geometry, report.report, studio.studio, do
 
 
 def _group(name: str, about: str, *commands: Callable[..., None]) -> typer.Typer:
-    """Commands under one name: `mask_show` is `attnflow mask show`."""
+    """Groups commands under one name: `mask_show` becomes `attnflow mask show`."""
     group = typer.Typer(help=about, rich_markup_mode=None)
     for command in commands:
         group.command(command.__name__.removeprefix(f"{name}_"))(command)
@@ -141,7 +141,7 @@ def _fail(message: str, code: int = _BAD_USAGE) -> int:
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether the package raised it on purpose, to tell its caller what is wrong with an argument."""
+    """Tells whether the package raised the error on purpose, about a caller's argument."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return Path(place.filename).is_relative_to(_PACKAGE) and (place.line or "").startswith("raise ")
 

@@ -1,4 +1,4 @@
-"""Models that commands name, and what they read."""
+"""Models that commands name, and the texts they read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _SAMPLE: Final = 4000  # characters of the sample text
 
 
 def require(name: str) -> None:
-    """Refuse what names no model, before anything is imported or loaded.
-
-    Raises:
-        BadUsage: neither a short name, nor a file or folder, nor a model of the hub.
-    """
+    """Raises BadUsage, before any import, unless `name` is a short name, a file, a folder or a hub id."""
     from attnflow.models.names import is_out_of_reach, resolve
 
     if not name.strip():
@@ -33,7 +29,10 @@ def require(name: str) -> None:
 
 
 def require_model(name: str, with_settings: bool) -> None:
-    """Answer a typo at once, where a mask or a model may be meant; `with_settings`: parameters of a mask came along."""
+    """Reports a typo at once where `name` may be a mask or a model.
+
+    `with_settings` tells that parameters of a mask were given.
+    """
     from attnflow._core.plain import close_to
     from attnflow.models.names import MODELS
 
@@ -48,12 +47,10 @@ def require_model(name: str, with_settings: bool) -> None:
 
 
 def load(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:
-    """The model `name`: a short name, a folder, a GGUF file or a model of the hub.
+    """Loads the model `name`: a short name, a folder, a GGUF file or a hub id.
 
-    `tokenizer` is whether text is read, `without` what to do if there is no tokenizer.
-
-    Raises:
-        BadUsage: there is no such model, or it is none that can be loaded.
+    `tokenizer` tells whether text is read; `without` is the advice if there is no tokenizer. Raises BadUsage if there
+    is no such model or it cannot be loaded.
     """
     from attnflow.models import load_model
 
@@ -67,7 +64,7 @@ def load(name: str, tokenizer: bool = True, without: str = "this command reads t
 
 
 def describe(name: str, loaded: Loaded) -> str:
-    """What a loaded model is, in one line."""
+    """Describes a loaded model in one line."""
     model = loaded.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = getattr(model.config, "num_hidden_layers", None)
@@ -75,7 +72,7 @@ def describe(name: str, loaded: Loaded) -> str:
 
 
 def sample() -> str:
-    """Real text, its line breaks and indents as single spaces."""
+    """Returns real text, with line breaks and indents as single spaces."""
     from attnflow.models import sample_text
 
     return " ".join(sample_text(characters=_SAMPLE).split())

@@ -1,4 +1,4 @@
-"""What commands print and write: pure JSON or text on stdout, progress on stderr, files whole or not at all."""
+"""Output of commands: pure JSON or text on stdout, progress on stderr, files whole or not at all."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on
 
 
 class BadUsage(Exception):
-    """What the user typed or handed over cannot be used; the message says what to do instead."""
+    """The input of the user cannot be used; the message says what to do instead."""
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that follows NO_COLOR, terminal width and redirection; made late, because rich takes time to load."""
+    """Returns a console that follows NO_COLOR, width and redirection; rich, slow to load, is imported here."""
     from rich.console import Console
 
     return Console(file=sys.stderr if stderr else sys.stdout, highlight=False, emoji=False)
 
 
 def say(screen: Console, text: str, style: str = "") -> None:
-    """Print `text` as it is: no markup, no narrow spaces, and lines left whole for the terminal or a pipe."""
+    """Prints `text` without markup or narrow spaces, and without wrapping."""
     screen.print(text.replace("\u202f", ",").replace("\xa0", " "), style=style, markup=False, soft_wrap=True)
 
 
 def print_result(result: Result) -> None:
-    """What `--json` prints: the result as strict JSON, which its `from_json` reads again."""
+    """Prints a result as strict JSON, which its `from_json` reads."""
     print(result.to_json().rstrip("\n"))
 
 
 def show(result: Result, json_output: bool, text: str = "") -> None:
-    """A result as JSON, or as a text, its own if there is none."""
+    """Prints a result as JSON, or as `text`, by default its own."""
     if json_output:
         print_result(result)
     else:
@@ -55,30 +55,27 @@ def show(result: Result, json_output: bool, text: str = "") -> None:
 
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:
-    """One JSON object on stdout; `schema` names its layout, e.g. "attnflow.mask.list/1"."""
+    """Prints one JSON object; `schema` names its layout, e.g. "attnflow.mask.list/1"."""
     print(json.dumps({"schema": schema, **payload}, indent=2, allow_nan=False))
 
 
 def style(ok: bool) -> str:
-    """How a verdict looks."""
+    """Returns the style of a verdict."""
     return "bold green" if ok else "bold red"
 
 
 def working(title: str) -> Reporter:
-    """Progress on stderr with its first title, for a `with` block."""
+    """Shows progress on stderr, for a `with` block."""
     reporter = Reporter()
     reporter.stage(title)
     return reporter
 
 
 def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
-    """`path` if a file of one of the `suffixes` can be written there; checked before the work, not after it.
+    """Returns `path` if a file with one of the `suffixes` can be written; call it before the work.
 
-    `chart` names what an `.svg` or `.png` would draw with matplotlib, as in "scores as a figure"; "" if it needs none.
-
-    Raises:
-        BadUsage: another suffix, no such folder, no permission, or something that is not a plain file.
-        MissingExtra: a chart, and matplotlib is not installed.
+    `chart` names what an `.svg` or `.png` would draw with matplotlib, "" if none. Raises BadUsage for a bad suffix,
+    folder, permission or kind of file, and MissingExtra for a chart without matplotlib.
     """
     if path.suffix.lower() not in suffixes:
         raise BadUsage(f"cannot write {path}: the name must end in {' or '.join(suffixes)}, got {path.suffix!r}")
@@ -96,7 +93,10 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
 
 
 def write(subject: Mask | Result, path: Path, details: Mapping[str, str] | None = None, **options: Any) -> None:
-    """The file that the suffix asks for, whole or not at all; `options` are of the picture, `details` of the page."""
+    """Writes the file that the suffix asks for, whole or not at all.
+
+    `options` go to the picture, `details` to the page.
+    """
     from attnflow._core.files import write_atomically
     from attnflow.report import figure, page
     from attnflow.report.svg import encode

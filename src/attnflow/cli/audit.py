@@ -103,7 +103,7 @@ def audit(
 
 
 def _golden(against: Path | None, save: Path | None, given: list[object]) -> dict[str, object] | None:
-    """The saved order in a file, before anything is loaded."""
+    """Reads the saved order from a file, before anything is loaded."""
     if against is None:
         return None
     if save is not None:

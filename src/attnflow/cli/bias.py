@@ -127,7 +127,7 @@ def bias_show(
 
 
 def _check_place(saved: Addon, layer: int | None, head: int | None) -> None:
-    """Raise ValueError for a layer that has no bias in `saved`, or a head that its base model does not have."""
+    """Raises ValueError for a layer without a bias in `saved`, or a head its base model lacks."""
     from attnflow.bias import GuidanceConfig
 
     number, num_heads = int(saved.base["num_layers"]), int(saved.base["num_heads"])

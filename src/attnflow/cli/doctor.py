@@ -52,7 +52,7 @@ def doctor(json_output: JsonFlag = False) -> None:
 
 
 def _requirements() -> dict[str, tuple[str | None, str | None]]:
-    """(extra or None, installed version or None) of each distribution that attnflow declares, what it needs first."""
+    """Returns (extra or None, installed version or None) of each declared distribution, core first."""
     found: dict[str, tuple[str | None, str | None]] = {}
     for line in metadata.requires("attnflow") or []:
         match = re.match(r"([A-Za-z0-9._-]+)", line)

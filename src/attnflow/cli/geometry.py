@@ -88,7 +88,7 @@ def geometry(
 
 
 def _overview(models: Sequence[GeometryScores]) -> str:
-    """Medians and quartiles of several models, what they leave out, how they compare."""
+    """Describes several models: medians, quartiles, omissions and comparison."""
     from attnflow.geometry.table import IGNORED
 
     rows: list[list[str]] = []
@@ -108,7 +108,7 @@ def _overview(models: Sequence[GeometryScores]) -> str:
 
 
 def _details(scores: GeometryScores, *, heads: bool) -> str:
-    """Every row of one model as a table; without its heads if they are not wanted."""
+    """Returns every row of one model as a table, with or without heads."""
     from attnflow.report.geometry import has_several
 
     several = has_several(scores)

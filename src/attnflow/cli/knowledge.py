@@ -185,10 +185,9 @@ def stats(
 
 @contextmanager
 def opened(uri: str, *, read_only: bool = True) -> Generator[Store, None, None]:
-    """A store that exists, closed at the end.
+    """Opens an existing store and closes it at the end.
 
-    Raises:
-        BadUsage: there is none, or an id that it does not have.
+    Raises BadUsage if there is none, or for an id that it does not have.
     """
     from attnflow.knowledge.store import Store
 
@@ -209,7 +208,7 @@ def _refuse_memory(uri: str) -> None:
 
 
 def _note_truncated(places: Sequence[str], total: int) -> None:
-    """Say on stderr which texts were too long."""
+    """Says on stderr which texts were too long."""
     if places:
         more = ", ..." if len(places) > 5 else ""
         print(

@@ -135,7 +135,6 @@ def knowledge_edit(
 
 
 def _inputs(text: str | None, ids: str | None) -> str | list[int]:
-    """The text, or the token ids."""
     if ids is not None and text is None:
         return integers(ids, "--ids")
     if text is None or ids is not None:

@@ -256,7 +256,7 @@ def mask_debug(
 
 
 def _other(against: str, num_queries: int, settings: list[str]) -> Mask:
-    """The mask of `--against`, as long as the one that it is compared with, where it can be any length."""
+    """Reads the mask of `--against`, with the compared length if it can have any."""
     from attnflow.masks.spec import named_masks
 
     entry = None if is_file(against) else named_masks().get(against)
@@ -278,7 +278,7 @@ def _short(value: object, limit: int = 100) -> str:
 
 
 def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
-    """Pairs, order (None where there is none; `no_order` then says why) and block sparsity, as plain data."""
+    """Returns pairs, order (None with a reason in `no_order`) and block sparsity, as plain data."""
     from attnflow.masks.costs import block_sparsity
     from attnflow.report.mask import flow_of
     from attnflow.report.mask_picture import block_sizes
@@ -307,7 +307,7 @@ def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
 
 
 def _lines(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The same as (label, text) pairs."""
+    """Returns the numbers as (label, text) pairs."""
     total, order = numbers["num_queries"] * numbers["num_keys"], numbers["order"]
     lines = [("allowed pairs", f"{numbers['allowed_pairs']:,} of {total:,} ({percent(numbers['density'])})")]
     if order is None:
@@ -330,7 +330,7 @@ def _lines(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _say(mask: Mask, lines: Sequence[tuple[str, str]], written: Path | None) -> None:
-    """A mask as text, with what is known of it."""
+    """Prints a mask as text with its numbers."""
     from attnflow.report.mask_picture import mask_text
 
     screen = console()

@@ -62,7 +62,7 @@ def studio(
 
 
 def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, object]:
-    """The plain data of what pages begin with; refused here, where a mistake can still be corrected."""
+    """Returns the plain data of the initial design, and refuses mistakes before the studio opens."""
     from attnflow._core.plain import read_json
     from attnflow.report.live.actions import design_of
 
@@ -76,7 +76,7 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
 
 
 def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
-    """The masks that a model declares for a short text, as a stack, with its tokens."""
+    """Returns a model's declared masks for a short text, as a stack with its tokens."""
     from attnflow.audit.declared import declared_order
     from attnflow.models.inputs import text_inputs
     from attnflow.report.live.notebook import design_for

@@ -1,4 +1,4 @@
-"""The studio: a page on this machine's loopback on which masks are drawn, and what flows under them is seen."""
+"""The studio: a page on the local loopback for drawing masks and seeing what flows under them."""
 
 from attnflow.studio.serving import serve
 

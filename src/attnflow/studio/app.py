@@ -1,4 +1,4 @@
-"""The studio's ASGI application: three files that lie in memory, and one socket for each page."""
+"""The studio's ASGI application: three files held in memory, and one socket for each page."""
 
 from __future__ import annotations
 
@@ -35,12 +35,9 @@ MODEL_OPERATIONS: Final = frozenset({"model", "audit", "geometry", "bias", "trac
 
 
 class Studio:
-    """The pages that are open and what they may do.
+    """The open pages and their limits.
 
-    Attributes:
-        token: what a page must show first; it stands in the fragment of the address, which no server ever sees.
-        limits: the caps.
-        model: the name of the model and the folder of its bias, from the command line; None without one.
+    A page must first show `token`, which stands in the address's fragment, so no server ever sees it.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class Studio:
         self._is_closed = False
 
     def app(self, port: int) -> ASGIApp:
-        """The application, as it answers on this port of the loopback."""
+        """Returns the application for this port of the loopback."""
         from starlette.applications import Starlette
         from starlette.routing import Route, WebSocketRoute
 
@@ -74,18 +71,18 @@ class Studio:
 
     @property
     def idle(self) -> float:
-        """Seconds since a page was last asked or answered; none while one is being answered."""
+        """Returns the seconds since the last message or answer; zero while one is being answered."""
         return 0.0 if self._answering else time.monotonic() - self._last_message
 
     async def prepare(self) -> None:
-        """Start a process for the next page, so that it need not wait for one; none once the studio is closed."""
+        """Starts a process in advance for the next page, unless the studio is closed."""
         if self._is_closed:
             return
         self._spare = Worker(self._design, self.limits)
         await self._spare.start()
 
     async def close(self) -> None:
-        """End the process that waits for a page."""
+        """Ends the process that waits for a page."""
         self._is_closed = True
         spare, self._spare = self._spare, None
         if spare is not None:
@@ -115,7 +112,7 @@ class Studio:
                 await self.prepare()
 
     async def _shows_token(self, socket: WebSocket) -> bool:
-        """Whether the first message is the token, in time."""
+        """Tells whether the first message shows the token in time."""
         try:
             async with asyncio.timeout(self.limits.first_message):
                 text = await _received(socket)
@@ -124,9 +121,9 @@ class Studio:
         return is_token((_parsed(text or "", self.limits.message_bytes) or {}).get("token"), self.token)
 
     async def _converse(self, socket: WebSocket, worker: Worker, model: Worker | None) -> None:
-        """Messages in, replies out, those about masks and those about the model one after the other.
+        """Handles the messages of a page, one at a time for masks and one at a time for the model.
 
-        "stop" ends what is being computed at once; {"op": "stop", "what": "model"} that about the model.
+        "stop" ends the computation for masks at once; {"op": "stop", "what": "model"} that for the model.
         """
         lines = [_Line(worker, asyncio.Queue(self.limits.queued))]
         if model is not None:
@@ -195,18 +192,18 @@ def _without_model(message: Mapping[str, object]) -> str:
 
 
 def is_token(shown: object, token: str) -> bool:
-    """Whether a page shows the token, found out in a time that says nothing of it."""
+    """Compares the tokens in constant time."""
     return isinstance(shown, str) and hmac.compare_digest(shown.encode("utf-8", "replace"), token.encode())
 
 
 async def _received(socket: WebSocket) -> str | None:
-    """The next text; "" for bytes, which no page sends; None once the page has gone."""
+    """Returns the next text; "" for bytes, which no page sends; None once the page has gone."""
     message = await socket.receive()
     return None if message["type"] == "websocket.disconnect" else message.get("text") or ""
 
 
 def _parsed(text: str, limit: int) -> dict[str, object] | None:
-    """The JSON object of a message; None if it is none, or too long."""
+    """Returns the JSON object of a message, or None if it is malformed or too long."""
     if len(text.encode()) > limit:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`Guard`: what is asked before any route: the right host, a method that only reads, an origin of this page."""
+"""`Guard`: checks host, method and origin before any route."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HEADERS: Final = {
 
 
 class Guard:
-    """Refuses every request but those of a page of this server, and puts its policy on every answer.
+    """Refuses requests that are not from this server's own page, and sets its policy on every answer.
 
-    A page of another site reaches a loopback server through a name that it controls (DNS rebinding), so that the
-    `Host` must be one of ours; and can open sockets to it, so that their `Origin` must be exactly that host's.
+    The `Host` must be ours, against DNS rebinding; the `Origin` of a socket must be exactly that host's, because pages
+    of other sites can open sockets to the loopback.
     """
 
     def __init__(self, app: ASGIApp, port: int) -> None:
@@ -35,7 +35,7 @@ class Guard:
         self._hosts = {f"127.0.0.1:{port}".encode(), f"localhost:{port}".encode()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request or socket."""
+        """Handles one request or socket."""
         if scope["type"] == "websocket":
             if self._host(scope) is None or not self._own_origin(scope):
                 await send({"type": "websocket.close", "code": 1008})

@@ -1,4 +1,4 @@
-"""`Worker`: a page's process as its server sees it: asked, stopped, started again where it was; `Limits` of both."""
+"""`Worker`: the process of one page, which the server asks, stops and restarts where it was; and its `Limits`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ _PROGRESS: Final = b'{"progress":'
 
 @dataclass(frozen=True)
 class Limits:
-    """What the studio allows a page, whatever it asks.
+    """What the studio allows a page.
 
     Attributes:
-        message_bytes: of a message from a page, a file that it opens included.
+        message_bytes: of a message from a page, including a file that it opens.
         reply_bytes: of a reply.
-        seconds: for one operation; then its process is ended, and a new one goes on from the last design.
+        seconds: for one operation; then its process is ended, and a new one continues from the last design.
         model_seconds: for one question about a model.
-        model_memory: bytes of address space of a model's process; 0 for no limit, since the server's own command line
-            says which model it is.
-        starting: seconds in which such a process must be ready.
+        model_memory: bytes of address space of a model's process; 0 for no limit, since the server chose the model.
+        starting: seconds in which a process must be ready.
         sessions: pages that are open at once.
         first_message: seconds in which a page must show the token.
         idle: seconds without a message from any page, after which the server ends.
         memory: bytes of address space of a page's process.
-        queued: messages of a page that wait for their turn, those about masks and those about a model.
+        queued: waiting messages of a page, for masks and for the model separately.
     """
 
     message_bytes: int = 2 << 20
@@ -50,11 +49,7 @@ class Limits:
 
 
 class Worker:
-    """The process of one page, started when it is first asked.
-
-    Attributes:
-        design: what it shows, as JSON: where a new process goes on.
-    """
+    """The process of one page, started when first asked; a new process continues from `design`, as JSON."""
 
     def __init__(self, design: Mapping[str, object], limits: Limits, command: Sequence[str] = MASKS) -> None:
         self.design = json.dumps(dict(design), separators=(",", ":"))
@@ -63,7 +58,7 @@ class Worker:
         self._is_ready = False
 
     async def start(self) -> None:
-        """Begin to start the process, if there is none; `ask` waits until it is ready."""
+        """Starts the process if there is none, without waiting until it is ready."""
         if self._process is None:
             command = (sys.executable, "-m", *self._command, str(self._limits.memory))
             pipe = asyncio.subprocess.PIPE
@@ -75,9 +70,9 @@ class Worker:
                 await self._send(process, self.design)
 
     async def ask(self, message: Mapping[str, object], heard: Heard | None = None) -> str:
-        """The reply to a message, as JSON; after `limits.seconds` the process is ended, and the reply says so.
+        """Returns the reply to a message, as JSON; after `limits.seconds` it ends the process and replies so.
 
-        `heard` is called with what the process says of its progress, as JSON.
+        `heard` is called with progress messages, as JSON.
         """
         await self.start()
         process, limit = self._process, self._limits.starting
@@ -105,7 +100,7 @@ class Worker:
         return line.decode().rstrip("\n")
 
     async def stop(self) -> None:
-        """End the process, whatever it does."""
+        """Ends the process, whatever it is doing."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -126,7 +121,7 @@ class Worker:
 
 
 async def _reply(stream: asyncio.StreamReader, heard: Heard | None) -> bytes:
-    """The next line that is not of progress."""
+    """Returns the next line that is not a progress message."""
     while (line := await stream.readline()).startswith(_PROGRESS):
         if heard is not None:
             await heard(line.decode().rstrip("\n"))

@@ -68,9 +68,9 @@ def serve(
 
 @contextlib.contextmanager
 def _terminated_in_order() -> Generator[None]:
-    """Let a termination wait until the processes of pages have ended, which it would leave behind.
+    """Delays a termination signal until the processes of pages have ended, which it would orphan.
 
-    uvicorn takes the signal while it serves, and sends it again as soon as it does no more.
+    uvicorn catches the signal while it serves, and raises it again afterwards.
     """
     if threading.current_thread() is not threading.main_thread():  # where signals do not come
         yield
@@ -103,7 +103,7 @@ def _listener(port: int) -> socket.socket:
 
 
 async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], object] | None) -> bool:
-    """Whether it ended because nobody used it."""
+    """Serves, and tells whether it ended for lack of use."""
     import uvicorn
 
     port = int(listener.getsockname()[1])
@@ -134,7 +134,7 @@ async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], 
 
 
 async def _watch(server: uvicorn.Server, studio: Studio, address: str, opened: Callable[[str], object] | None) -> None:
-    """Say where it is once it listens; end it when nobody has said anything for long."""
+    """Reports the address once the server listens, and ends the server when idle."""
     while not server.started:
         await asyncio.sleep(0.01)
     await studio.prepare()

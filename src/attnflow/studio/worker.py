@@ -1,9 +1,8 @@
-"""The process of one page, about masks or about the model: reads a message a line, answers; ends with its input.
+"""The process of one page, for masks or for the model: reads a message per line, answers, and ends with its input.
 
-A process of its own can be stopped at any time, whatever it computes, and cannot take the other pages' memory. That of
-the model is beside that of the masks, so that these are answered while the model is at work.
-`python -m attnflow.studio.worker masks BYTES` takes as its first line the plain data of the design to begin with;
-`... model BYTES` takes `{"model": name, "bias": folder}`, from the command line of the server: a page names neither.
+A separate process can be stopped at any time and cannot take the memory of other pages. Masks and the model have one
+each, so masks are answered while the model is busy. `python -m attnflow.studio.worker masks BYTES` first reads the
+plain data of the initial design; `... model BYTES` reads `{"model": name, "bias": folder}`, which a page never names.
 """
 
 from __future__ import annotations
@@ -23,14 +22,10 @@ Answer = Callable[[dict[str, Any]], tuple[str, str]]  # to a message: the reply,
 
 
 def main(about: str, memory: int) -> None:
-    """Answer the messages on standard input.
+    """Answers messages on standard input about "masks" or "model", with `memory` bytes (0 for no limit).
 
-    It says `{"ready": true}` first; each answer is two lines, the reply and, after it changed, the design as plain data
-    (else an empty line). Of the model, lines `{"progress": [done, total, what]}` come before the reply.
-
-    Args:
-        about: "masks" or "model".
-        memory: bytes of address space, 0 for no limit; what needs more is answered "not enough memory".
+    It first prints `{"ready": true}`; each answer is two lines, the reply and the changed design (else an empty line).
+    Lines `{"progress": [done, total, what]}` precede the replies about a model.
     """
     say, first = _begun(memory)
     answer = (_about_model if about == "model" else _about_masks)(json.loads(first), say)
@@ -74,9 +69,9 @@ def _plain(content: object) -> str:
 
 
 def _begun(memory: int) -> tuple[Say, str]:
-    """How a page's process says a line to its server, and the first one that the server says.
+    """Returns the function that prints a line to the server, and the server's first line.
 
-    Once the server has ended nobody reads: the process then ends, too, and says nothing of it.
+    Once the server has ended, the process ends silently.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     answers, sys.stdout = sys.stdout, sys.stderr

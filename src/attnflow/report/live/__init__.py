@@ -1,1 +1,1 @@
-"""A mask under one's hands: the state that pages and widgets show, the operations on it, and what is drawn of it."""
+"""Interactive masks: the state that pages and widgets show, the operations on it, and the answers about it."""

@@ -1,4 +1,4 @@
-"""The operations that change a design: structured data in, the next design out; nothing is ever evaluated as code."""
+"""The operations that change a design: structured data in, the next design out; nothing is evaluated as code."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _CHARACTERS: Final = 12  # of text for each token that is wanted
 
 
 def chosen(message: Message, size: int) -> Spec:
-    """The specification of the mask of the catalogue that a message names, its settings as typed texts.
+    """Reads the catalogue mask that a message names, with settings as typed texts.
 
-    A parameter `n` without a text is `size`; others without one keep their default.
+    An empty `n` becomes `size`; other empty parameters keep their default.
     """
     name = _text(message, "name")
     entry = find(name, named_masks(), "mask")
@@ -37,12 +37,12 @@ def chosen(message: Message, size: int) -> Spec:
 
 
 def pick(design: Design, message: Message) -> Outcome:
-    """A mask of the catalogue in place of a layer's."""
+    """Replaces a layer's mask by one of the catalogue."""
     return design.with_layer(layer_of(design, message), Layer.of(chosen(message, design.size)))
 
 
 def combine(design: Design, message: Message) -> Outcome:
-    """A layer's mask `and` or `or` one of the catalogue."""
+    """Combines a layer's mask with one of the catalogue by `and` or `or`."""
     number, sign = layer_of(design, message), _text(message, "sign")
     if sign not in ("and", "or"):
         raise ValueError(f"sign must be and or or, got {sign!r}")
@@ -57,14 +57,14 @@ def combine(design: Design, message: Message) -> Outcome:
 
 
 def invert(design: Design, message: Message) -> Outcome:
-    """Everything that a layer's mask forbids."""
+    """Inverts a layer's mask."""
     number = layer_of(design, message)
     base = design.layers[number].baked()
     return design.with_layer(number, Layer.of(base.get("not", {"not": base})))
 
 
 def paint(design: Design, message: Message) -> Outcome:
-    """Rectangles of pairs, allowed or forbidden."""
+    """Allows or forbids rectangles of pairs."""
     number = layer_of(design, message)
     strokes = as_list(message.get("strokes"), "strokes")
     drawn = [stroke_of(each, design.size, f"strokes[{i}]") for i, each in enumerate(strokes)]
@@ -74,7 +74,7 @@ def paint(design: Design, message: Message) -> Outcome:
 
 
 def stack(design: Design, message: Message) -> Outcome:
-    """A copy of a layer's mask as a further layer after it; of one mask for all layers it makes a stack of two."""
+    """Copies a layer's mask as a further layer after it; a single mask becomes a stack of two."""
     number = layer_of(design, message)
     if len(design.layers) >= MAX_LAYERS:
         raise ValueError(f"a stack has at most {MAX_LAYERS} layers")
@@ -83,7 +83,7 @@ def stack(design: Design, message: Message) -> Outcome:
 
 
 def unstack(design: Design, message: Message) -> Outcome:
-    """Without a layer; the last one that is left is the mask of all layers."""
+    """Removes a layer; the last one left is the mask of all layers."""
     number = layer_of(design, message)
     if len(design.layers) == 1:
         raise ValueError("the only mask of a design cannot be removed")
@@ -92,19 +92,19 @@ def unstack(design: Design, message: Message) -> Outcome:
 
 
 def label(design: Design, message: Message) -> Outcome:
-    """A label at a position, or where it is there already, none: the data token that it must predict."""
+    """Adds or removes a label: a data token that a position must predict."""
     pair = (_position(design, message, "position"), _position(design, message, "token"))
     rest = tuple(each for each in design.labels if each != pair)
     return replace(design, labels=rest if len(rest) < len(design.labels) else (*rest, pair)), []
 
 
 def labels(design: Design, message: Message) -> Outcome:
-    """Labels for all positions at once: the "next" token, their "own", or "none"."""
+    """Labels all positions at once: with the "next" token, their "own", or "none"."""
     return replace(design, labels=labels_of(_text(message, "kind"), design.size)), []
 
 
 def source(design: Design, message: Message) -> Outcome:
-    """What the input at a position is made of: data tokens; none of [MASK]."""
+    """Sets the data tokens that the input at a position is made of; [MASK] has none."""
     position = _position(design, message, "position")
     tokens = [as_integer(each, "tokens") for each in as_list(message.get("tokens"), "tokens")]
     sources = {i: made for i, made in design.sources.items() if i != position}
@@ -114,14 +114,14 @@ def source(design: Design, message: Message) -> Outcome:
 
 
 def tokens(design: Design, message: Message) -> Outcome:
-    """Texts of the positions: the words of a text."""
+    """Takes the words of a text as the texts of the positions."""
     words = _text(message, "text").split()
     notices = [f"{len(words) - design.size} words do not fit"] if len(words) > design.size else []
     return replace(design, tokens=tokens_of(words, design.size, "tokens")), notices
 
 
 def against(design: Design, message: Message) -> Outcome:
-    """Another mask to compare with: of the catalogue, a model's own, of a file's text, or none."""
+    """Sets the mask to compare with: from the catalogue, a model, the text of a file, or none."""
     if message.get("model") is not None:
         own = own_mask(_text(message, "model"), design.size, layer_of(design, message))
         return replace(design, against=own), []
@@ -137,18 +137,18 @@ def against(design: Design, message: Message) -> Outcome:
 
 
 def load(_: Design, message: Message) -> Outcome:
-    """The mask or the task of a file's text, in place of everything."""
+    """Replaces everything by the mask or task of a file."""
     text = _text(message, "text")
     return design_of(parse_json(text, "the file")), []
 
 
 def restore(_: Design, message: Message) -> Outcome:
-    """A design that was taken away as plain data."""
+    """Restores a design from plain data."""
     return Design.from_dict(message.get("design")), []
 
 
 def design_of(values: Mapping[str, object], where: str = "the file") -> Design:
-    """The design of the plain data of a mask, of a task, or of a design."""
+    """Reads a design from the plain data of a mask, a task or a design."""
     if "layers" in values:
         return Design.from_dict(values, where)
     if "inputs" in values:
@@ -171,7 +171,7 @@ def _mask_of_text(text: str) -> Spec:
 
 
 def layer_of(design: Design, message: Message) -> int:
-    """The number of the layer that a message names."""
+    """Returns the number of the layer that a message names."""
     return _bounded(as_integer(message.get("layer", 0), "layer"), len(design.layers), "layer")
 
 
@@ -190,17 +190,14 @@ def _text(values: Mapping[str, object], name: str) -> str:
 
 
 def model_names() -> list[str]:
-    """The models whose packages are installed."""
+    """Lists the models whose packages are installed."""
     return [name for name, package in MODELS.items() if package.find() is not None]
 
 
 def own_mask(name: str, size: int, layer: int) -> Layer:
-    """What a layer of a model may read, as the model declares it for a text of so many tokens.
+    """Reads the mask that a model declares for a layer and a text of `size` tokens.
 
-    Raises:
-        ValueError: no such model is installed, or it does not read so many tokens, or has no such layer.
-
-    Cost: reading the model, and one forward pass.
+    Raises ValueError if no such model is installed or it lacks that length or layer. Cost: loading, one forward pass.
     """
     if name not in model_names():
         raise ValueError(

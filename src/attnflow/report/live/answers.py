@@ -1,4 +1,4 @@
-"""What is asked of a design: a window of its matrix, what flows and leaks, its cost, its code."""
+"""Answers about a design: windows of its matrix, its flow and leaks, its cost and its code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ out = attend(query, key, value, block_mask=block_mask)  # [batch, heads, {size},
 
 
 def answered(message: Message, answer: Callable[[], Reply]) -> Reply:
-    """The reply to a message, with its `id`; a mistake is answered, and never raised."""
+    """Returns the reply to a message, with its `id`; errors become replies."""
     identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
     try:
         return {**identity, "ok": True, **answer()}
@@ -60,15 +60,11 @@ def answered(message: Message, answer: Callable[[], Reply]) -> Reply:
 
 
 def tile(mask: Mask, other: Mask | None, first_query: int, first_key: int, span: int, cells: int) -> dict[str, object]:
-    """The pairs of queries [first_query, first_query + span) and keys [first_key, first_key + span).
+    """Encodes the pairs of queries [first_query, first_query + span) and keys [first_key, first_key + span).
 
-    Returns:
-        `step`, positions along the side of a cell; `rows` and `columns`; and base64 `planes`: "allowed", and beside
-        another mask "extra" (which only this one allows) and "missing". With step 1 a plane holds bits, most
-        significant first, each row in bytes of its own; otherwise a byte for each cell: 0 where no pair is allowed,
-        255 where all are, their share between.
-
-    Cost: O(intervals + cells).
+    `planes` are base64: "allowed", and with another mask "extra" (allowed only here) and "missing". At `step` 1 a plane
+    holds bits, most significant first, rows padded to bytes; otherwise a byte per cell, from 0 (no pair is allowed) to
+    255 (all). Cost: O(intervals + cells).
     """
     n = mask.num_queries
     first_query, first_key = (integer("first of a window", x, 0, n - 1) for x in (first_query, first_key))
@@ -108,7 +104,7 @@ def _cells(mask: Mask, step: int) -> npt.NDArray[np.uint8]:
 
 
 def catalogue() -> Reply:
-    """The masks that can be picked, with their parameters and settings to begin with; and the limits."""
+    """Lists the available masks with their parameters and initial settings, and the limits."""
     masks = [
         {
             "name": entry.name,
@@ -123,7 +119,7 @@ def catalogue() -> Reply:
 
 
 def flow(design: Design) -> Reply:
-    """The order in numbers."""
+    """Describes the order in numbers."""
     flow = design.flow
     return {
         "depth": flow.depth,
@@ -138,14 +134,14 @@ def flow(design: Design) -> Reply:
 
 
 def field(design: Design, message: Message) -> Reply:
-    """After how many layers the information of each position is first in one."""
+    """Returns after how many layers each position's information first reaches the given position."""
     position = as_integer(message.get("position"), "position")
     first = design.flow.arrivals(position, _MAX_ARRIVALS)
     return {"position": position, "runs": runs_of(first.tolist()), "followed": _MAX_ARRIVALS}
 
 
 def leaks(design: Design) -> Reply:
-    """The labels that their positions can read, and the positions that serve no label."""
+    """Lists the labels that their positions can read, and the positions that serve no label."""
     if not design.labels:
         return {"labels": 0, "leaks": [], "total": 0, "dead": [], "num_dead": 0, "dead_text": ""}
     report, pairs = design.survey
@@ -171,7 +167,7 @@ def leaks(design: Design) -> Reply:
 
 
 def witness(design: Design, message: Message) -> Reply:
-    """The way of one leak, which takes a walk through the masks."""
+    """Returns the path of one leak, which takes a walk through the masks."""
     report, pairs = design.survey
     number = as_integer(message.get("number"), "number")
     if not 0 <= number < len(pairs):
@@ -181,7 +177,7 @@ def witness(design: Design, message: Message) -> Reply:
 
 
 def cost(design: Design, message: Message) -> Reply:
-    """What attention under the mask of a layer costs."""
+    """Computes the cost of attention under a layer's mask."""
     heads, head_dim, block = (
         as_integer(message.get(name, otherwise), name)
         for name, otherwise in (("num_heads", 1), ("head_dim", 64), ("block_size", 128))
@@ -192,7 +188,7 @@ def cost(design: Design, message: Message) -> Reply:
 
 
 def difference(design: Design) -> Reply:
-    """How each layer differs from the mask that it is compared with."""
+    """Describes how each layer differs from the mask it is compared with."""
     against = design.against
     if against is None:
         return {"against": None}
@@ -204,7 +200,7 @@ def difference(design: Design) -> Reply:
 
 
 def code(design: Design) -> dict[str, object]:
-    """{"attnflow": its code, "flex": what follows it for FlexAttention, "formats": what `exported` takes}."""
+    """Returns the code for attnflow and for FlexAttention, and the names of the export formats."""
     lines = ["import attnflow as af", "from attnflow import masks", ""]
     names = [f"layer_{i}" for i in range(len(design.layers))] if design.stacked else ["mask"]
     for name, layer in zip(names, design.layers, strict=True):
@@ -218,10 +214,9 @@ def code(design: Design) -> dict[str, object]:
 
 
 def exported(layer: Layer, name: str) -> dict[str, object]:
-    """A layer's mask in the form `name` as JSON text; or why that form cannot say it, with a pair.
+    """Exports a layer's mask as JSON text, or returns why the format cannot express it, with a pair.
 
-    Raises:
-        ValueError: an unknown form, or a mask that is too long to be shown.
+    Raises ValueError for an unknown format or a mask that is too long to show.
     """
     make = find(name, export.FORMATS, "format")
     if layer.mask.num_queries > _MAX_EXPORTED:
@@ -246,7 +241,7 @@ def _layer(name: str, layer: Layer) -> list[str]:
 
 
 def _pairs(strokes: Sequence[Stroke]) -> str:
-    """An expression for the pairs (query, key) of rectangles."""
+    """Returns a code expression for the pairs (query, key) of rectangles."""
     single = [stroke for stroke in strokes if (stroke[1] - stroke[0], stroke[3] - stroke[2]) == (1, 1)]
     if len(single) == len(strokes):
         return f"[{', '.join(f'({s.first_query}, {s.first_key})' for s in strokes)}]"

@@ -1,4 +1,4 @@
-"""`Widget`: a session behind the comm of a notebook, where the page of the studio asks it. Needs anywidget."""
+"""`Widget`: a session behind the comm channel of a notebook, which the studio's page queries. Needs anywidget."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Widget(anywidget.AnyWidget):
         return self._session.design.task
 
     def _receive(self, _: object, content: object, __: object) -> None:
-        """One message of a view, and the reply to that view alone."""
+        """Answers one message of a view, to that view alone."""
         if not isinstance(content, dict):
             return
         said = cast("dict[str, Any]", content)
@@ -85,7 +85,7 @@ class Widget(anywidget.AnyWidget):
             return {**identity, "ok": False, "error": "interrupted"}
 
     def _tell(self) -> None:
-        """Views of the same widget, and whoever observes it, learn of a change by its number."""
+        """Notifies views and observers of a change by its number."""
         if self.revision != self._session.revision:
             self.set_trait("revision", self._session.revision)
 

@@ -32,7 +32,7 @@ Spec = Mapping[str, object]
 
 
 class Stroke(NamedTuple):
-    """A rectangle of pairs that was painted: queries [first_query, last_query), keys [first_key, last_key)."""
+    """A painted rectangle of pairs: queries [first_query, last_query), keys [first_key, last_key)."""
 
     first_query: int
     last_query: int
@@ -43,13 +43,9 @@ class Stroke(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """The mask of a layer, or of all of them: plain data that says it, and what was painted on it since.
+    """The mask of one layer, or of all: `spec`, as `Mask.from_json` reads it, and the strokes painted on it in order.
 
-    Attributes:
-        spec: a mask as `Mask.from_json` reads it.
-        strokes: rectangles, first one first.
-        mask: what they are together.
-        base: what `spec` is, in a line.
+    `mask` is the result, and `base` describes `spec` in a line.
     """
 
     spec: Spec
@@ -59,10 +55,9 @@ class Layer:
 
     @classmethod
     def of(cls, spec: object, strokes: Iterable[Stroke] = (), where: str = "mask") -> Layer:
-        """The layer of plain data.
+        """Builds a layer from plain data.
 
-        Raises:
-            ValueError: it says no mask, or one that is not square, or too long.
+        Raises ValueError for data that is no mask, or a mask that is not square or too long.
         """
         mask = mask_from_dict(spec, where)
         if mask.num_queries != mask.num_keys:
@@ -72,7 +67,7 @@ class Layer:
         return cls(dict(cast(Spec, spec)), (), mask, repr(mask)).painted(strokes)
 
     def painted(self, strokes: Iterable[Stroke]) -> Layer:
-        """With these rectangles allowed or forbidden, on top of what there is. Cost: O(intervals)."""
+        """Allows or forbids these rectangles on top of the mask. Cost: O(intervals)."""
         added = tuple(strokes)
         if len(self.strokes) + len(added) > _MAX_STROKES:
             raise ValueError(f"at most {_MAX_STROKES:,} strokes, got {len(self.strokes) + len(added):,}")
@@ -84,26 +79,26 @@ class Layer:
 
     @property
     def title(self) -> str:
-        """What it is, in a line."""
+        """Describes the mask in a line."""
         return self.base if not self.strokes else f"{self.base}, painted"
 
     @cached_property
     def pairs(self) -> int:
-        """Number of allowed pairs."""
+        """Counts the allowed pairs."""
         return self.mask.nnz
 
     def baked(self) -> Spec:
-        """One specification that says all of it: its own, or row intervals where it was painted."""
+        """Returns one specification of the result: `spec`, or row intervals if it was painted."""
         return self.spec if not self.strokes else self.mask.to_dict()
 
     def to_dict(self) -> dict[str, object]:
-        """As plain data; `from_dict` reads it."""
+        """Returns plain data that `from_dict` reads."""
         strokes = [[*map(int, stroke)] for stroke in self.strokes]
         return {"mask": dict(self.spec), **({"strokes": strokes} if strokes else {})}
 
     @classmethod
     def from_dict(cls, values: object, where: str) -> Layer:
-        """The layer that `to_dict` wrote."""
+        """Reads what `to_dict` wrote."""
         content = as_object(values, where)
         only_keys(content, where, ("mask",), ("strokes",))
         plain = Layer.of(content["mask"], where=f"{where}.mask")
@@ -115,15 +110,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Design:
-    """Everything that can be designed: masks, tokens, what they are made of, labels, and another mask beside it.
+    """Everything that can be designed; `layers` holds one mask for all layers, or if `stacked` one for each.
 
-    Attributes:
-        layers: one for all layers, or of a stack one for each, first layer first.
-        stacked: whether it is a stack.
-        tokens: a text for each of the first positions.
-        sources: the data tokens that the input at a position is made of, where it is not its own alone.
-        labels: (position, data token) for each label.
-        against: the mask that it is compared with; None without one.
+    `labels` are (position, data token) pairs; `sources` gives the data tokens of an input unless it is its own alone.
+    `tokens` has texts for the first positions, and `against` is the mask to compare with.
     """
 
     layers: tuple[Layer, ...]
@@ -140,13 +130,13 @@ class Design:
 
     @cached_property
     def flow(self) -> Flow:
-        """What the masks let flow."""
+        """Returns the flow of the masks."""
         masks = [layer.mask for layer in self.layers]
         return analyze(masks if self.stacked else masks[0])
 
     @cached_property
     def task(self) -> Task:
-        """The inputs, labels and masks as a task: position i is data token i, unless `sources` says otherwise."""
+        """Returns the design as a task; position i is data token i unless `sources` differs."""
         own = np.arange(self.size)
         made = Ragged.single(own)
         if self.sources:
@@ -160,16 +150,16 @@ class Design:
 
     @cached_property
     def survey(self) -> tuple[LeakReport, IntArray]:
-        """Which labels leak, and where, without their ways."""
+        """Finds which labels leak, and where, without the witness paths."""
         return survey(self.task)
 
     @property
     def texts(self) -> list[str] | None:
-        """A text for each position; None if there are none."""
+        """Returns a text for each position, or None without tokens."""
         return [*self.tokens, *[""] * (self.size - len(self.tokens))] if self.tokens else None
 
     def with_layer(self, number: int, layer: Layer) -> tuple[Design, list[str]]:
-        """With another mask for a layer; (the design, what had to go because it does not fit any more)."""
+        """Replaces a layer's mask; returns the design and notices of what no longer fits."""
         if layer.mask.num_queries == self.size:
             layers = tuple(layer if i == number else each for i, each in enumerate(self.layers))
             return replace(self, layers=layers), []
@@ -192,7 +182,7 @@ class Design:
         return new, notices
 
     def to_dict(self) -> dict[str, object]:
-        """As plain data; `from_dict` reads it."""
+        """Returns plain data that `from_dict` reads."""
         return {
             "version": _VERSION,
             "layers": [layer.to_dict() for layer in self.layers],
@@ -205,10 +195,9 @@ class Design:
 
     @classmethod
     def from_dict(cls, values: object, where: str = "design") -> Design:
-        """The design of plain data.
+        """Reads a design from plain data.
 
-        Raises:
-            ValueError: a part is missing, unknown, malformed or too large; the message says where.
+        Raises ValueError, with the place, for a missing, unknown, malformed or too large part.
         """
         content = as_object(values, where)
         only_keys(content, where, ("layers",), ("version", "stacked", "tokens", "sources", "labels", "against"))
@@ -235,10 +224,9 @@ class Design:
 
     @classmethod
     def of_task(cls, task: Task) -> Design:
-        """The design of a task: its masks, what its inputs are made of, and those labels that are data tokens.
+        """Converts a task, keeping only those labels that are data tokens.
 
-        Raises:
-            ValueError: it has too many positions or layers, or data tokens beyond its positions.
+        Raises ValueError for too many positions or layers, or data tokens beyond the positions.
         """
         if task.size > MAX_POSITIONS or len(task.masks) > MAX_LAYERS:
             raise ValueError(
@@ -256,10 +244,9 @@ class Design:
 
 @lru_cache(8)
 def labels_of(kind: str, size: int) -> tuple[tuple[int, int], ...]:
-    """(position, data token) for labels of all positions at once: the "next" token, their "own", or "none".
+    """Returns (position, data token) labels of all positions: the "next" token, their "own", or "none".
 
-    Raises:
-        ValueError: another kind.
+    Raises ValueError for another kind.
     """
     shifts = {"next": 1, "own": 0, "none": size}
     shift = find(kind, shifts, "kind of labels")
@@ -267,7 +254,7 @@ def labels_of(kind: str, size: int) -> tuple[tuple[int, int], ...]:
 
 
 def _kind_of(labels: tuple[tuple[int, int], ...], size: int) -> object:
-    """Labels as plain data: their kind where they are all of one, which a link has room for."""
+    """Returns labels as plain data, by their kind if they all share one, to keep links short."""
     kinds = [kind for kind in ("next", "own") if len(labels) == size - (kind == "next")]
     return next((kind for kind in kinds if labels_of(kind, size) == labels), [list(pair) for pair in labels])
 
@@ -280,7 +267,7 @@ def _labels(values: object, size: int, where: str) -> tuple[tuple[int, int], ...
 
 
 def stroke_of(values: object, size: int, where: str) -> Stroke:
-    """The rectangle [first query, last query, first key, last key, allow] of plain data; the last ones excluded."""
+    """Reads [first query, last query, first key, last key, allow]; the last ones are excluded."""
     numbers = [as_integer(each, where) for each in as_list(values, where)]
     if len(numbers) != 5 or numbers[4] not in (0, 1):
         raise ValueError(f"{where}: expected [first query, last query, first key, last key, 0 or 1], got {numbers}")
@@ -291,7 +278,7 @@ def stroke_of(values: object, size: int, where: str) -> Stroke:
 
 
 def tokens_of(values: object, size: int, where: str) -> tuple[str, ...]:
-    """The texts of the first positions."""
+    """Reads the texts of the first positions."""
     texts = as_list(values, where)
     for text in texts:
         if not isinstance(text, str) or len(text) > _MAX_TEXT:
@@ -312,7 +299,7 @@ def _positions(values: object, size: int, where: str, least: int, most: int | No
 
 
 def _rectangles(strokes: Sequence[Stroke], size: int) -> Mask:
-    """The mask that allows what lies in any of them."""
+    """Returns the mask that allows the union of the rectangles."""
     rows = np.concatenate([np.arange(s.first_query, s.last_query) for s in strokes])
     heights = [s.last_query - s.first_query for s in strokes]
     starts = np.repeat([s.first_key for s in strokes], heights)

@@ -1,4 +1,4 @@
-"""A family of tasks under one's hands: its subtasks beside the merged task that they become, and the proof in steps."""
+"""Families of tasks, interactively: the subtasks beside the merged task they become, and the proof in steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Reply = dict[str, object]
 
 
 def families() -> Reply:
-    """The families that can be picked, each with its parameters and settings to begin with; a text; the limits."""
+    """Lists the available families with parameters and initial settings, a text, and the limits."""
     listed = [
         {
             "name": entry.name,
@@ -49,22 +49,11 @@ def families() -> Reply:
 
 
 def family(message: Message) -> Reply:
-    """A family on the words of a text: its subtasks, the merged task, each merged node with what it stands for.
+    """Applies a family to the words of a text; returns its subtasks, the merged task, its nodes and leaks.
 
-    Args:
-        message: "name" of the family; "text"; "settings", its parameters as typed texts, of which those without text
-            keep their default; and "pairs", a list of [query, key] that the merged mask is to allow as well.
-
-    Returns:
-        `words`; `merged` and `subtasks`, whose cells say at which position id (`column`) which input stands and what
-        it is made of; `nodes`, each with its positions, the (subtask, position) that it stands for, what it reads and
-        what it must predict; `pairs`, those that the mask did not allow; `leaks` with their witnesses; the merged mask
-        as a `tile`, its Hasse `diagram`; the `code`, and the merged task as a `design`.
-
-    Raises:
-        ValueError: an unknown family, too long a text, or settings that the family refuses.
-
-    Cost: milliseconds for up to 32 words.
+    The message has "name", "text", "settings" (typed texts; empty ones keep their default), and "pairs" [query, key]
+    that the merged mask shall also allow. Cells give the position id (`column`) of an input and what it is made of.
+    Raises ValueError for an unknown family, too long a text, or settings that the family refuses.
     """
     entry = find(as_text(message.get("name"), "name"), named_families(), "family")
     words = _words(as_text(message.get("text"), "text"))
@@ -107,7 +96,7 @@ def family(message: Message) -> Reply:
 
 
 def _code(name: str, size: int, values: Mapping[str, object], pairs: Sequence[tuple[int, int]]) -> str:
-    """The code that makes all this."""
+    """Returns the code that builds the merged task."""
     settings = "".join(f", {key}={value!r}" for key, value in values.items())
     lines = [
         "import attnflow as af",
@@ -127,7 +116,7 @@ def _code(name: str, size: int, values: Mapping[str, object], pairs: Sequence[tu
 
 
 def _design(task: Task, cells: Sequence[Mapping[str, Any]]) -> Design:
-    """The merged task as a design, without labels of data tokens that are beyond its positions and in no input."""
+    """Converts the merged task, dropping labels whose data token lies beyond its positions and in no input."""
     sources = {i: tuple(cell["made"]) for i, cell in enumerate(cells) if cell["made"] != [i]}
     labels = [(each.position, each.data_index) for each in task.labels if each.data_index is not None]
     inside = tuple(dict.fromkeys(pair for pair in labels if pair[1] < task.size))
@@ -145,7 +134,7 @@ def _words(text: str) -> list[str]:
 
 
 def _values(entry: Named[Family], message: Message, size: int) -> dict[str, object]:
-    """The arguments of the family: what was typed, and for what it needs and was not typed, an example."""
+    """Reads the typed arguments of the family, with examples for required ones that are missing."""
     settings = as_object(message.get("settings", {}), "settings")
     texts = {key: as_text(value, key) for key, value in settings.items()}
     for key, text in texts.items():
@@ -158,7 +147,7 @@ def _values(entry: Named[Family], message: Message, size: int) -> dict[str, obje
 
 
 def _example(entry: Named[Family], size: int) -> dict[str, object]:
-    """Values for the parameters without a default, which suit a text of so many words."""
+    """Returns values for the required parameters that suit a text of this many words."""
     some: Mapping[str, object] = {
         "block": 2 if size % 2 == 0 else 1,
         "horizon": 2,
@@ -189,7 +178,7 @@ def _pairs(values: object, size: int) -> list[tuple[int, int]]:
 
 
 def _cell(token: Token, words: Sequence[str]) -> dict[str, Any]:
-    """An input: the position id at which it stands, and what it is made of."""
+    """Describes an input: its position id, and what it is made of."""
     made = sorted(token.provenance)
     named = [words[index] for index in made]
     kind = "data" if made == [token.position] else "mean" if made else "mask"
@@ -198,9 +187,9 @@ def _cell(token: Token, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _merged_cells(merged: MergedTask, words: Sequence[str]) -> list[dict[str, Any]]:
-    """The cells of the merged task, each with its node and its lane: one row of a picture, a position id at most once.
+    """Returns the cells of the merged task, each with its node and its lane, a row of the picture.
 
-    A lane holds one kind of input. A cell goes on in the lane of the one before it while there is room.
+    A lane holds one kind of input and each position id at most once; a cell stays in the previous lane if it can.
     """
     cells: list[dict[str, Any]] = []
     kinds: list[str] = []
@@ -220,7 +209,7 @@ def _merged_cells(merged: MergedTask, words: Sequence[str]) -> list[dict[str, An
 
 
 def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -> list[Reply]:
-    """Each subtask: its cells with their merged nodes and positions, its labels, its mask as a picture."""
+    """Describes each subtask: its cells with their merged nodes and positions, its labels and its mask."""
     rows: list[Reply] = []
     for number, task in enumerate(tasks):
         places = zip(task.inputs, merged.node_of[number], merged.position_of[number], strict=True)
@@ -231,7 +220,7 @@ def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -
 
 
 def _nodes(task: Task, merged: MergedTask, report: LeakReport) -> list[Reply]:
-    """Each merged node: its positions, what it stands for, what it reads, what it must predict, and how that leaks."""
+    """Describes each merged node: its positions, origins, what it reads and predicts, and its leaks."""
     members: list[list[list[int]]] = [[] for _ in range(merged.num_nodes)]
     for number, places in enumerate(merged.node_of):
         for position, node in enumerate(places):

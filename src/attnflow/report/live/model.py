@@ -1,4 +1,4 @@
-"""`ModelSession`: the model that a server was started with, and what a page asks about it, as plain data."""
+"""`ModelSession`: the model that a server was started with, and the answers about it as plain data."""
 
 from __future__ import annotations
 
@@ -39,17 +39,15 @@ _DIGITS: Final = 4  # of numbers that are drawn
 
 
 class ModelSession:
-    """What one page asks of a model. The model is named here, by the server's own command line, and never by a page.
+    """Answers a page about one model, which only the server's command line names, never a page.
 
-    `handle` takes one message and gives one reply, both plain data:
+    Operations of `handle`, each with plain data in and out:
 
-    - `model`: what it is, and a text to begin with; it loads the model;
-    - `audit` of a "text": does anything flow against the order that the model declares;
-    - `geometry`: symmetry and directionality of its layers and heads;
-    - `bias` of a "text", where it has one: strengths, and the map of a "layer" or of the last query;
-    - `trace` of a "text": which entries of its feed-forward layers fired, those of a "position" by name.
-
-    A mistake is answered, and never raised.
+    - `model`: loads it, and returns its name and a sample text;
+    - `audit` of a "text": whether information flows against the declared order;
+    - `geometry`: symmetry and directionality of layers and heads;
+    - `bias` of a "text": strengths, and the map of a "layer" or of the last query;
+    - `trace` of a "text": which feed-forward entries fired, by name for a "position".
     """
 
     def __init__(self, name: str, bias: str | None = None) -> None:
@@ -67,7 +65,7 @@ class ModelSession:
         }
 
     def handle(self, message: Message, progress: Progress) -> Reply:
-        """The reply to one message, with its `id`; `progress` is told how far it is."""
+        """Replies to one message, with its `id`, and reports progress; errors become replies."""
         return answered(message, lambda: self._answer(message, progress))
 
     def _answer(self, message: Message, progress: Progress) -> Reply:
@@ -114,7 +112,7 @@ class ModelSession:
         return self._loaded
 
     def _ids(self, message: Message, progress: Progress) -> tuple[int, ...]:
-        """The token ids of the text that was typed, of which the first `MAX_TOKENS` are read."""
+        """Tokenizes the typed text, up to `MAX_TOKENS` tokens."""
         text = as_text(message.get("text"), "text")
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"a text has at most {MAX_CHARACTERS:,} characters here, got {len(text):,}")
@@ -168,7 +166,7 @@ class ModelSession:
 
 
 def audit_view(report: AuditReport, tokens: Sequence[str]) -> Reply:
-    """The verdict, the map of the watched modules, and each violation with its layer and module."""
+    """Returns the verdict, the map of the watched modules, and each violation by layer and module."""
     strips = [
         {"stack": stack, "names": list(names), "rows": [{"name": name, "cells": list(row)} for name, row in rows]}
         for stack, names, rows in strips_of(report.modules)
@@ -206,7 +204,7 @@ def audit_view(report: AuditReport, tokens: Sequence[str]) -> Reply:
 
 
 def geometry_view(scores: GeometryScores) -> Reply:
-    """Each kind of attention: a point for each layer, quartiles, the band of chance, and a map of its heads."""
+    """Returns for each attention a point per layer, quartiles, the chance band and a head map."""
     stacks: list[Reply] = []
     for summary in scores.summaries:
         if summary.matrix != "all":
@@ -247,10 +245,9 @@ def geometry_view(scores: GeometryScores) -> Reply:
 
 
 def bias_view(bias_map: BiasMap, layer: int | None) -> Reply:
-    """The strength of each layer, and a map: of the last query in every layer, or of every query in one.
+    """Returns the strength of each layer and a map: the last query in every layer, or all queries of one.
 
-    Raises:
-        ValueError: a layer without a bias.
+    Raises ValueError for a layer without a bias.
     """
     if layer is None:
         row = len(bias_map.queries) - 1
@@ -279,10 +276,9 @@ def bias_view(bias_map: BiasMap, layer: int | None) -> Reply:
 
 
 def trace_view(trace: Trace, position: int) -> Reply:
-    """What the entries of each layer did for each token, and the strongest ones of a token.
+    """Returns what each layer's entries did for each token, and the strongest entries of one token.
 
-    Raises:
-        ValueError: a position that was not traced.
+    Raises ValueError for a position that was not traced.
     """
     row = trace.row(position)
     written = [one.output_norm if one.effect is None else one.effect for one in trace]
@@ -317,5 +313,5 @@ def _table(values: npt.NDArray[Any]) -> list[list[float | None]]:
 
 
 def _number(value: float) -> float | None:
-    """Rounded, since it is drawn; None for what is no number."""
+    """Rounds a value for drawing; None if it is not finite."""
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

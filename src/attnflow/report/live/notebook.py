@@ -53,11 +53,9 @@ def widget(subject: Subject, *, labels: Sequence[str] | None = None) -> Widget:
 
 
 def design_for(subject: Subject, labels: Sequence[str] | None = None) -> Design:
-    """What a studio begins with.
+    """Returns the initial design of a subject.
 
-    Raises:
-        TypeError: it is no mask, stack, flow or task.
-        ValueError: see `widget`.
+    Raises TypeError for anything but a mask, stack, flow or task, and ValueError as `widget` does.
     """
     if isinstance(subject, Task | MergedTask):
         design = Design.of_task(subject if isinstance(subject, Task) else subject.task)

@@ -1,4 +1,4 @@
-"""`Session`: one design with its history and the questions about it; a record of all answers, for pages alone."""
+"""`Session`: one design with its history and answers about it; and a record of all answers for static pages."""
 
 from __future__ import annotations
 
@@ -35,22 +35,16 @@ _COARSE: Final = 128  # cells along a side of a mask that compresses badly
 
 
 class Session:
-    """What one page or widget works on.
-
-    `handle` takes one message and gives one reply, both plain data:
+    """The state of one page or widget; `handle` takes a message and gives a reply, both plain data.
 
     - `{"op": "pick", "layer": 0, "name": "sliding_window", "settings": {"n": "64", "window": "8"}}` and the other
-      operations of `attnflow.report.live.actions` change the design; the reply tells what it is now. With a "tile"
-      it holds that window of the matrix, too.
-    - `undo`, `redo`; `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`,
-      `difference`, `code`, `export`, `families` and `family` change nothing. A question with the "revision" of a design
-      that is no more is answered `"stale": true`.
+      operations of `attnflow.report.live.actions` change the design; the reply describes it. With a "tile" it also
+      holds that window of the matrix.
+    - `undo` and `redo` change it, too.
+    - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`, `difference`, `code`,
+      `export`, `families` and `family` are questions; one with an outdated "revision" is answered `"stale": true`.
 
-    A mistake is answered, and never raised: `{"ok": false, "error": what was expected, what came}`.
-
-    Attributes:
-        design: what there is now.
-        revision: how many designs there have been.
+    Errors become replies: `{"ok": false, "error": what was expected, what came}`.
     """
 
     def __init__(self, design: Design) -> None:
@@ -67,7 +61,7 @@ class Session:
         }
 
     def handle(self, message: Mapping[str, object]) -> Reply:
-        """The reply to one message, with its `id`."""
+        """Replies to one message, with its `id`."""
         return answered(message, lambda: self._answer(message))
 
     def _answer(self, message: Message) -> Reply:
@@ -103,13 +97,13 @@ class Session:
 
     @property
     def plain(self) -> str:
-        """The design as JSON."""
+        """Returns the design as JSON."""
         if self._plain is None or self._plain[0] is not self.design:
             self._plain = self.design, json.dumps(self.design.to_dict(), separators=(",", ":"))
         return self._plain[1]
 
     def _state(self, notices: list[str], before: Design | None = None) -> Reply:
-        """What there is; after an operation without those lists that are what they were `before`."""
+        """Describes the design, omitting lists that are unchanged since `before`."""
         design = self.design
         lists: dict[str, tuple[object, Callable[[], Reply]]] = {
             "tokens": (design.tokens, lambda: {"tokens": list(design.tokens[:_LISTED])}),
@@ -137,7 +131,7 @@ class Session:
         return reply
 
     def _tile(self, window: Message) -> Reply:
-        """A window of the matrix."""
+        """Returns a window of the matrix."""
         against = self.design.against
         sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
         return tile(
@@ -145,7 +139,7 @@ class Session:
         )
 
     def _is_inside(self, window: Message) -> bool:
-        """Whether a window that a page showed is still one: the layer may be gone, and the mask be shorter."""
+        """Tells whether a window still exists after the layers or the mask changed."""
         layer, *first = (as_integer(window.get(name, 0), name) for name in ("layer", "first_query", "first_key"))
         return layer < len(self.design.layers) and max(first) < self.design.size
 
@@ -155,12 +149,12 @@ def _first(sources: Mapping[int, tuple[int, ...]]) -> list[tuple[int, tuple[int,
 
 
 def _shown(layer: Layer) -> object:
-    """The specification where it is a mask of the catalogue, so that a form can show its parameters."""
+    """Returns the specification of an unpainted catalogue mask, so that a form can show its parameters."""
     return layer.spec if "name" in layer.spec and not layer.strokes else None
 
 
 def _require_small(value: object) -> None:
-    """Refuse integers beyond what any position, size or token id of a design can be."""
+    """Refuses integers larger than any position, size or token id of a design."""
     waiting = [value]
     while waiting:
         here = waiting.pop()
@@ -173,12 +167,9 @@ def _require_small(value: object) -> None:
 
 
 def record(design: Design) -> str | None:
-    """The answers about a design, deflated and in base64 for addresses; or None where they would take too much room.
+    """Returns the answers about a design, deflated, in base64; None if they would be too large.
 
-    It holds the state, a picture of each distinct mask, order, diagram, leaks, cost, code, and, up to 512 positions,
-    after how many layers each one reads each other. What has no room is left out whole: first the latter, then
-    pairs in favour of squares of pairs.
-
+    It drops whole parts to fit: first the arrivals, which exist up to 512 positions, then pairs in favour of squares.
     Cost: that of the answers, and O(n) for each position and layer.
     """
     if design.size > MAX_RECORDED:
@@ -219,16 +210,16 @@ def record(design: Design) -> str | None:
 
 
 def _arrivals(design: Design) -> str:
-    """uint8[n, n] in base64: after how many layers each position's information is first in each; 255 is never.
+    """Returns uint8[n, n] in base64: at [i, j], after how many layers position i first has j's information.
 
-    A way of more layers than a byte says is as good as never: the slider of a page ends before it.
+    255 means never, or more layers than the page's slider reaches.
     """
     first = np.stack([design.flow.arrivals(i, _NEVER - 1) for i in range(design.size)])
     return base64.b64encode(np.where(first < 0, _NEVER, np.minimum(first, _NEVER)).astype(np.uint8).tobytes()).decode()
 
 
 def recorded_design(flow: Flow, task: Task | None, labels: Sequence[str] | None) -> Design | None:
-    """What a record of an order shows: its masks, the labels of a task, a text for each position; None if too much."""
+    """Returns the design for a record: masks, task labels and texts; None if it is too large."""
     if not 0 < flow.size <= MAX_RECORDED or len(flow.masks) > MAX_LAYERS:
         return None
     design = Design(tuple(Layer.of(mask.to_dict()) for mask in flow.masks), stacked=flow.num_layers is not None)
