@@ -116,10 +116,9 @@ def same_rank(a: IntArray | None, b: IntArray | None) -> bool:
 
 
 def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
-    """Intersection ("&") or union ("|"), in the numbering with the fewest intervals: positions, or either operand's.
+    """Intersection ("&") or union ("|"), in plain positions if few intervals do there, else in the cheapest numbering.
 
-    Raises ValueError if every numbering needs too many; `what` names the relation. Cost: O(n log n), and O(log n) per
-    interval of the result.
+    Raises ValueError, naming `what`, if all need too many. Cost: O(n log n), and O(log n) per interval of the result.
     """
     if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank):
         return Numbered(_set(a.rows, b.rows, sign), a.query_rank, a.key_rank)

@@ -31,7 +31,7 @@ LAYERED: Final = torch.int64  # of row intervals
 
 
 def is_row_intervals(value: object) -> bool:
-    """Whether a value has the dtype and shape of row intervals; values are not read."""
+    """Whether a value has the dtype and number of axes of row intervals."""
     return isinstance(value, Tensor) and value.ndim == 4 and value.dtype == torch.int32
 
 

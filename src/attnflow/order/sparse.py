@@ -50,7 +50,7 @@ def close(rows: IntervalRows) -> tuple[IntArray, IntervalRows, IntArray, IntArra
 
 
 def condensed(rows: IntervalRows) -> tuple[IntArray, IntervalRows]:
-    """(class of each node, relation of the classes), merging nodes that easily seen attend to each other.
+    """(class of each node, relation of the classes), merging nodes easily seen to attend to each other.
 
     Looks at neighbours, first and last keys until nothing merges. Classes need not be all strong components, nor their
     relation triangular; one that reads only after itself is reversed. Cost: O(intervals log n) per round, mostly one.

@@ -22,7 +22,7 @@ def field(layers: Sequence[IntervalRows], query: int) -> BoolArray:
 
 
 def arrivals(layers: Sequence[IntervalRows], query: int, most: int | None) -> IntArray:
-    """int64[n]: the layers after which each position's information first reaches `query`; -1 if never.
+    """int64[n]: number of layers until each position's information first reaches `query`; -1 if never.
 
     With `most`, `layers` holds one relation, repeated up to so often (breadth-first, O(n) per layer); with None, one
     per layer, walked anew by `field` for each number of layers.
