@@ -48,7 +48,7 @@ _TYPES: Final = {"encoder": str, "entry_dim": int, "layers": list, "key_dim": in
 
 
 def encoder_of(store: Store) -> str:
-    """The one encoder that made the entries of a store; "" where they do not say."""
+    """Return the encoder that made a store's entries, "" if unknown; a ValueError for several."""
     encoders = store.stats().encoders
     if len(encoders) > 1:
         raise ValueError(
@@ -59,7 +59,7 @@ def encoder_of(store: Store) -> str:
 
 
 class AddedReaders(Link):
-    """A store, and the readers of it that a model has got."""
+    """A store, and the readers of it that were added to a model."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class AddedReaders(Link):
             self._hooks.append(stack.layers[number].register_forward_hook(partial(read_after, _path(stack, number))))
 
     def put_back(self) -> None:
-        """Let the model read what it read before."""
+        """Remove the readers."""
         self._interception.remove(keep_changes=True)
         for hook in self._hooks:
             hook.remove()
@@ -122,7 +122,7 @@ class AddedReaders(Link):
 
 
 def _like(module: nn.Module, reader: StoreReader) -> StoreReader:
-    """A reader in the mode of an attention module, and where that is."""
+    """Match a reader to an attention module: device, training mode, and at least float32."""
     parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
     if parameter is not None:  # half precision is too coarse to learn in
         reader.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
@@ -130,12 +130,12 @@ def _like(module: nn.Module, reader: StoreReader) -> StoreReader:
 
 
 def _path(stack: Stack, number: int) -> str:
-    """Of the attention module of a layer, below the layer."""
+    """Path of a layer's attention module, relative to the layer."""
     return stack.attention[number].name.removeprefix(f"{stack.path}.{number}").strip(".")
 
 
 def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
-    """The numbers of layers that get a reader, by default every second one of the last third but the last."""
+    """Return the layers that get a reader, by default every second one of the last third, without the last."""
     number, able = len(stack.layers), sorted(stack.attention)
     if layers is None:
         few = [layer for layer in able if layer >= int(number * _SHARE)] or able[-1:]
@@ -152,7 +152,7 @@ def checked_layers(layers: Sequence[int] | None, stack: Stack) -> list[int]:
 
 
 def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Of each layer the widths of its tokens and of its values (those that heads share, once), from two tokens."""
+    """Run two tokens to measure the token width and the value width (without repeated heads) of each layer."""
     sites = {stack.attention[number]: number for number in chosen}
     names = {site.module: number for site, number in sites.items()}
     model = models_around(list(stack.attention.values()))[0]
@@ -187,7 +187,7 @@ def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def save_reader(model: nn.Module, folder: Path, encoder: str) -> Path:
-    """Write the readers of a model to a folder, in place of those that it held, and return it."""
+    """Write the readers of a model to a folder, replacing earlier ones, and return it."""
     readers = store_readers(model)
     if not readers:
         raise ValueError(f"{type(model).__name__} has no reader that `attach` put into it: there is nothing to save")
@@ -203,12 +203,12 @@ def save_reader(model: nn.Module, folder: Path, encoder: str) -> Path:
 
 
 def _tensors_of(readers: Sequence[StoreReader]) -> dict[str, Tensor]:
-    """The tensors of readers by layer number and name; none is copied."""
+    """Return the readers' tensors by layer number and name, without copies."""
     return {f"layers.{one.layer}.{name}": tensor for one in readers for name, tensor in one.state_dict().items()}
 
 
 def _saved(folder: str | os.PathLike[str], stack: Stack, store: Store) -> Addon:
-    """Saved readers; a WrongBase for another model, a ValueError for a store of another width or encoder."""
+    """Load saved readers; a WrongBase for another model, a ValueError for a store of another width or encoder."""
     saved = read_addon(folder, _KIND)
     wrong = [name for name, kind in _TYPES.items() if not isinstance(saved.config.get(name), kind)]
     if wrong:

@@ -216,7 +216,7 @@ class Attached(Handle):
 
 
 def attached_store(model: nn.Module) -> Store | None:
-    """The store that a model reads now, if any."""
+    """Return the store that a model reads now, if any."""
     modular = _modular(model)
     sources = [reader.source for reader in store_readers(model)] if modular is None else [modular.source]
     if sources:
@@ -227,5 +227,4 @@ def attached_store(model: nn.Module) -> Store | None:
 
 
 def _modular(model: nn.Module) -> ModularModel | None:
-    """The modular model in a model, if there is one."""
     return next((module for module in model.modules() if isinstance(module, ModularModel)), None)

@@ -154,7 +154,7 @@ def to_ffn(model: Model | Loaded) -> Model:
 
 
 def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> None:
-    """Refuse what would be converted in part."""
+    """Refuse a model that would be converted only in part."""
     if rest := uncovered(model, sites):
         owners = Counter(name.rpartition(".")[0] for name in rest)
         where = [f"{path} ({count} matri{'x' if count == 1 else 'ces'})" for path, count in owners.items()]
@@ -168,7 +168,7 @@ def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> Non
 
 
 def _base(model: nn.Module, forms: list[LayerForm]) -> LayeredKnowledge:
-    """The entries of all layers, side by side; narrower ones are filled up with zeros."""
+    """Stack the entries of all layers, with zeros that fill narrower ones."""
     width = max(form.layout.entry_dim for form in forms)
     layouts = [replace(form.layout, padding=width - form.layout.entry_dim) for form in forms]
     counts = [[form.neurons] * form.num_experts or form.neurons for form in forms]
@@ -178,7 +178,7 @@ def _base(model: nn.Module, forms: list[LayerForm]) -> LayeredKnowledge:
 
 
 def _neurons(base: LayeredKnowledge, forms: list[LayerForm]) -> dict[int, int]:
-    """How many entries the layers, or experts, have now, by the number of neurons that they had."""
+    """Map the former number of neurons per layer or expert to the current number of entries."""
     now: dict[int, set[int]] = {}
     experts = any(form.num_experts for form in forms)
     for layer, form in enumerate(forms):
@@ -218,12 +218,11 @@ def verify(
     paths: Sequence[str],
     inputs: Inputs | None = None,
 ) -> None:
-    """Compare a converted copy with its model on `inputs` or a few tokens; both are left as they were.
+    """Compare a converted copy with its model on `inputs` or a few tokens; neither is changed.
 
-    Outputs may differ by rounding: half of the digits of what the feed-forward layers write, which is measured by
-    giving all values the other sign, or one rounding a layer of the largest output, whichever is more. A layer that
-    does not run on these inputs (of an image tower) is compared by itself, on random tokens, where it takes these
-    alone. Experts of the copy are given what the routers of the model chose: rounding may turn a choice.
+    The tolerance is the larger of two: sqrt(eps) times what negating all values moves the outputs by, or one rounding
+    per layer of the largest output. Layers that these inputs do not reach are compared alone, on random tokens. The
+    copy's experts get the choices of the model's routers, which rounding could flip.
     """
     named = _tokens(model) if inputs is None else dict(inputs)
     hint = "pass check= named inputs that it takes, or check=False"
@@ -261,7 +260,7 @@ def _compare(
     values: Sequence[Tensor],
     base: LayeredKnowledge,
 ) -> None:
-    """Outputs before against those that `run` gives, with the entries as they are and with values of the other sign."""
+    """Compare outputs with those of `run`; `run` must also change them once all values are negated."""
     finite = [value.isfinite() for value in before]
     after = run()
     for one in values:
@@ -293,7 +292,7 @@ def _compare(
 
 
 class _Choices:
-    """What each module of experts was given in a pass of the model, for the passes of its copy."""
+    """Records what each expert module of a model received, and replays it in the copy."""
 
     def __init__(self, model: nn.Module, opened: nn.Module, paths: Sequence[str]) -> None:
         self._own = {path: model.get_submodule(path) for path in paths}
@@ -301,7 +300,7 @@ class _Choices:
         self._given: dict[tuple[str, int], tuple[Any, ...]] = {}
 
     def noted(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
-        """Outputs of the model; what its modules were given is noted."""
+        """Run the model, record the inputs of its experts, and return the outputs."""
 
         def note(call: Call) -> None:
             self._given[call.name, call.number] = tuple(call.arguments().values())
@@ -310,7 +309,7 @@ class _Choices:
             return _outputs(model, inputs)
 
     def repeated(self, opened: nn.Module, inputs: Inputs) -> list[Tensor]:
-        """Outputs of the copy with those choices: indices and weights, or tokens that were multiplied by weights."""
+        """Run the copy with the recorded routing, and return the outputs."""
 
         def give(call: Call) -> Arguments | None:
             noted = self._given.get((call.name, call.number), ())
@@ -323,7 +322,7 @@ class _Choices:
 
 
 def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
-    """The floating-point tensors at the top of what a model returns."""
+    """Return the floating-point tensors at the top level of a model's output."""
     with evaluating(model):
         seed_all(0)
         result: Any = model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
@@ -332,7 +331,7 @@ def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Te
 
 
 def _tokens(model: nn.Module) -> dict[str, Tensor]:
-    """A few ordinary token ids, and the end of a text where the config names one; for both halves of two stacks."""
+    """Choose a few ordinary token ids that end with the end-of-text token, for encoder and decoder."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(config, "vocab_size", None)

@@ -25,10 +25,9 @@ _LARGE: Final = 1e2  # of what a norm is probed with: the constant beside the va
 
 
 class Stream:
-    """What a model, converted or modular, adds to its residual stream for some positions of a sequence.
+    """What a converted or modular model adds to its residual stream at some positions of a sequence.
 
-    Attributes:
-        paths: of the modules that read entries, by layer.
+    `paths` maps each layer to the module that reads its entries.
     """
 
     def __init__(self, model: nn.Module, positions: Sequence[int]) -> None:
@@ -37,7 +36,7 @@ class Stream:
 
     @contextmanager
     def watching(self, add: Add) -> Generator[None]:
-        """Call `add(kind, layer, [positions, model_dim])` for whatever is added, as it comes; the embedding once."""
+        """Call `add(kind, layer, [positions, model_dim])` for each addition, in order; the embedding comes once."""
         blocks = {layer: block for layer, path in self.paths.items() if (block := _block(self.model, path)) is not None}
         firsts = {block: layer for layer, block in reversed(blocks.items())}  # a block's first
         adders = {("entries", layer): self.model.get_submodule(self.paths[layer]) for layer in blocks}
@@ -61,12 +60,12 @@ class Stream:
             yield
 
     def pick(self, hidden: Tensor) -> Tensor:
-        """The positions of the sequence, in the precision of sums."""
+        """Select the positions of the sequence, in the precision of sums."""
         return hidden.reshape(-1, hidden.shape[-1])[self.positions].to(wide(hidden.dtype))
 
 
 class _Norm(NamedTuple):
-    """A layer norm or RMS norm as it was for some tokens: gain * centred(x) / scale [positions, 1] + shift."""
+    """A layer norm or RMS norm with its scale [positions, 1] frozen: gain * centred(x) / scale + shift."""
 
     gain: Tensor
     shift: Tensor
@@ -76,7 +75,7 @@ class _Norm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """What turns a contribution to the residual stream into its direct effect on the logit of a target."""
+    """Maps contributions to the residual stream to direct effects on the logits of targets."""
 
     rows: Tensor  # one for each position, [positions, model_dim]; the effect of c is c . row
     targets: Tensor  # ids of the targets
@@ -86,7 +85,7 @@ class Directions:
     unembedding: Tensor  # its rows w
 
     def promoted(self, values: Tensor, count: int) -> list[list[int]]:
-        """The tokens whose logits each value raises most, the scale of the norm left aside."""
+        """Return the tokens whose logits each value raises most, ignoring the scale of the norm."""
         normed = _centred(values, self.norm.centred) * self.norm.gain
         weight = self.unembedding.detach()
         return (normed.to(weight.dtype) @ weight.T).topk(min(count, len(weight)), dim=-1).indices.tolist()
@@ -95,13 +94,11 @@ class Directions:
 def directions(
     stream: Stream, run: Callable[[], object], targets: Callable[[Tensor], Sequence[int]]
 ) -> Directions | str:
-    """The directions of direct effects, or why there are none.
+    """Return the directions of direct effects, or the reason why there are none.
 
-    A forward pass checks what the effects rest on: that the logits are read from a final norm, and that what enters it
-    is the sum of the embedding and of what attention and entries of each block add. So for decoders with norms before
-    their layers; not where norms follow them (BERT) or where outputs are normed or scaled before they are added.
-
-    `run` runs the model once; `targets` gives the ids of the targets, from the logits of the last token.
+    A forward pass, by `run`, checks that the logits come from a final norm whose input is the sum of the embedding and
+    what attention and entries add. This holds for pre-norm decoders, not for post-norm models (BERT) or scaled outputs.
+    `targets` chooses target ids from the logits of the last token.
     """
     find = getattr(stream.model, "get_output_embeddings", None)
     head = cast("nn.Module | None", find() if callable(find) else None)
@@ -147,7 +144,9 @@ def directions(
 
 
 def _factor(read: Tensor, said: object) -> float | None:
-    """What a model multiplies the outputs of its unembedding by (Cohere, Granite); None where it does otherwise."""
+    """Return the factor between the unembedding's outputs and the logits (Cohere, Granite); None if there is no such
+    factor.
+    """
     if not isinstance(said, Tensor) or said.shape != read.shape or torch.equal(said, read):
         return 1.0
     kind = wide(read.dtype)
@@ -158,17 +157,17 @@ def _factor(read: Tensor, said: object) -> float | None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums: float32, or float64 for float64."""
+    """The dtype for sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Unit of rounding of a norm: many compute in float32 whatever they are given."""
+    """Return the rounding unit of a norm, at least that of float32, in which many compute."""
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def _towards(table: Tensor | None, targets: Tensor) -> Tensor:
-    """Rows of targets less the mean row; zeros without a table."""
+    """Return the rows of targets minus the mean row; zero without a table."""
     if table is None:
         return torch.zeros((), device=targets.device)
     dtype = wide(table.dtype)
@@ -176,7 +175,7 @@ def _towards(table: Tensor | None, targets: Tensor) -> Tensor:
 
 
 def _frozen(module: nn.Module, x: Tensor, y: Tensor, like: Tensor) -> _Norm | None:
-    """Gain, shift and scale of a norm from what it does to a few vectors: classes differ, this does not."""
+    """Infer a norm's gain, shift and scale from its outputs, as norm classes differ; None if it is no norm."""
     signs = torch.ones_like(like[0, 0])
     signs[1::2] = -1
     with torch.no_grad():
@@ -196,6 +195,6 @@ def _centred(rows: Tensor, centred: bool) -> Tensor:
 
 
 def _block(model: nn.Module, path: str) -> nn.Module | None:
-    """The block, an element of a list, in which a module lies."""
+    """Return the block, an element of a list, that contains a module."""
     element = _ELEMENT.search(path)
     return None if element is None else model.get_submodule(path[: element.end()].rstrip("."))

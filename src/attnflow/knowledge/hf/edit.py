@@ -187,7 +187,7 @@ class Edited(Handle):
 
 
 def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict[int, EntryValues]:
-    """The layers whose entries an edit changes; a ValueError for those that it cannot."""
+    """Return the layers whose entries an edit changes; a ValueError for layers that cannot be edited."""
     every = readers(model)
     own = {one.layer: one for one in every if isinstance(one, EntryValues)}
     if not own or not isinstance(getattr(model, "knowledge", None), LayeredKnowledge):
@@ -215,7 +215,7 @@ def targets(
     method: Method,
     progress: Progress | None = None,
 ) -> Targets:
-    """The weights [places, entries] of layers, and what they must add there [places, model_dim]; fact by fact."""
+    """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim]."""
     weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     added: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for done, (fact, where) in enumerate(zip(facts, places, strict=True), 1):
@@ -242,7 +242,7 @@ def value_changes(
     entries: int | None,
     method: Method,
 ) -> dict[int, Tensor]:
-    """The change of each layer's values [entries, model_dim], float64; the model stays as it is."""
+    """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model."""
     quiet = weights_everywhere(model, layers, untouched)
     changes: dict[int, Tensor] = {}
     for layer in layers:
@@ -271,7 +271,7 @@ def _check_base(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _next(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Probabilities of the next token after each text."""
+    """Return next-token probabilities after each text."""
     return torch.stack([next_logits(model, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
 
 
@@ -280,7 +280,7 @@ _Said = list[tuple[float, str, bool, int]]
 
 @torch.no_grad()
 def _said(model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[Fact]) -> _Said:
-    """(probability of the answer, token that is said, whether it is the answer, paraphrases) of each fact."""
+    """Return (answer's probability, predicted token, whether it answers, paraphrases answered) for each fact."""
     said: _Said = []
     for fact in facts:
         answer = token_ids(tokenizer, fact.answer, answer=True)
@@ -300,10 +300,10 @@ def save_edited(
     untouched: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> EditReport:
-    """Edit a model and write it, with its tokenizer, as an ordinary transformers model; the one given stays as it is.
+    """Edit a copy of a model and save it with its tokenizer as an ordinary transformers model.
 
-    In float32, whatever the model is in: the changes are too small for half precision. The folder is replaced in one
-    step. Raises as `edit`, and then nothing is written.
+    It is saved in float32, because the changes are too small for half precision. The folder is replaced atomically, and
+    nothing is written if `edit` raises.
     """
     converted = from_ffn(loaded).float()
     with edit(

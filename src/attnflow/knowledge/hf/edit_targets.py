@@ -31,7 +31,7 @@ _ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, 
 
 
 class Answers(NamedTuple):
-    """What a model makes of answers to prompts."""
+    """A model's scores for answers to prompts."""
 
     scores: Float[Tensor, " pairs"]  # the mean log-probability of the tokens of each answer, in nats, float32
     first: Bool[Tensor, " pairs"]  # whether each of its tokens is the model's most likely one
@@ -40,7 +40,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """How targets are looked for, and how values are changed to meet them."""
+    """Settings of the search for targets and of the change of values."""
 
     steps: int = 20  # of Adam, at most
     rate: float = 0.15  # its step, in units of the norm of what a layer adds at the place
@@ -49,14 +49,14 @@ class Method:
 
 
 def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
-    """The ids of a prompt; or of what follows it, a space before it and nothing special around it."""
+    """Tokenize a prompt, or an answer with a leading space and no special tokens."""
     if answer:
         return cast("list[int]", tokenizer(f" {text.strip()}", add_special_tokens=False)["input_ids"])
     return cast("list[int]", tokenizer(text)["input_ids"])
 
 
 def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Sequences of ids side by side, padded at their ends, as keyword arguments of a forward pass."""
+    """Pad sequences of ids on the right and return keyword arguments of a forward pass."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     ids = pad_sequence([torch.tensor(list(row), device=device) for row in rows], batch_first=True)
@@ -65,7 +65,7 @@ def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Answers:
-    """Scores of answers after their prompts; differentiable. One forward pass over all pairs."""
+    """Score answers after their prompts in one differentiable forward pass."""
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     return answers_in(cast(Any, model)(**batch(model, rows)).logits, prompts, answers)
 
@@ -75,7 +75,7 @@ def answers_in(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
 ) -> Answers:
-    """Likewise, from the logits of that pass."""
+    """Score answers from the logits of a forward pass over prompts and answers."""
     scores, first, rows = list[Tensor](), list[Tensor](), list[Tensor]()
     for row, prompt, answer in zip(logits, prompts, answers, strict=True):
         said = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
@@ -87,13 +87,13 @@ def answers_in(
 
 
 def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
-    """Logits of the token after a text, float32."""
+    """Return the logits of the token after a text, in float32."""
     return cast(Any, model)(**batch(model, [ids])).logits[0, -1].float()
 
 
 @dataclass(frozen=True)
 class Place:
-    """A token of a prompt at which something is to be added."""
+    """A token of a prompt at which something is added."""
 
     ids: tuple[int, ...]  # of the prompt
     position: int  # of the token
@@ -109,7 +109,7 @@ class Moments:
 
 
 def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Place]:
-    """Where a fact is edited: its prompts, alone and after leads, and with a subject the subject after leads."""
+    """Return the places where a fact is edited: its prompts and subject, alone or after leads."""
     answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
     places: list[Place] = []
     for prompt in fact.prompts:
@@ -127,7 +127,7 @@ def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[st
 
 
 def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: str, answer: tuple[int, ...]) -> Place:
-    """The last token of a subject that begins at a character of a text; without a subject, of the text."""
+    """Find the last token of the subject that starts at a character, or without a subject the last of the text."""
     if not subject:
         ids = token_ids(tokenizer, text)
         return Place(tuple(ids), len(ids) - 1, answer)
@@ -144,26 +144,26 @@ def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: s
 
 
 def about(tokenizer: PreTrainedTokenizerBase, lead: str, subject: str) -> Place:
-    """A prompt that lets the model say something of the subject."""
+    """Return the place of a prompt that asks for a description of the subject."""
     return _place(tokenizer, f"{lead}{subject}{_ABOUT}", len(lead), subject, ())
 
 
 def leads_of(text: str, count: int) -> list[str]:
-    """Beginnings of sentences from all over a text, to stand before prompts."""
+    """Take sentence beginnings from all over a text, to put before prompts."""
     words = text.split()
     starts = [len(words) * place // count for place in range(count)] if words else []
     return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
 
 
 def weights_at(model: nn.Module, layers: Layers, places: Sequence[Place]) -> dict[int, Tensor]:
-    """The weights of each layer's entries at one token of each prompt, [places, entries], float64."""
+    """Compute each layer's entry weights at each place, [places, entries], in float64."""
     positions, rows = [place.position for place in places], torch.arange(len(places))
     calls = calls_of(layers, lambda: cast(Any, model)(**batch(model, [place.ids for place in places])))
     return {call.name: call.first[rows, positions].double().cpu() for call in calls}
 
 
 def weights_everywhere(model: nn.Module, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-    """The weights of each layer's entries at all tokens of some texts, [tokens, entries], float64."""
+    """Compute each layer's entry weights at all tokens of some texts, [tokens, entries], in float64."""
     seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for ids in texts:
         for call in calls_of(layers, lambda ids=ids: cast(Any, model)(**batch(model, [ids]))):
@@ -175,7 +175,7 @@ def weights_everywhere(model: nn.Module, layers: Layers, texts: Sequence[Sequenc
 def read_moments(
     model: nn.Module, layers: Layers, tokenizer: Any, text: str, tokens: int, progress: Progress | None = None
 ) -> Moments:
-    """Second moments on the first tokens of a text, read in windows; memory of the moments and of one window."""
+    """Compute second moments on the first tokens of a text, window by window to bound memory."""
     ids = token_ids(tokenizer, text)[:tokens]
     if not ids:
         raise ValueError("the text is empty: pass some text that the edit shall leave alone")
@@ -199,12 +199,12 @@ def read_moments(
 
 
 def longest(model: nn.Module) -> int | None:
-    """The most tokens that a model reads, if its config says."""
+    """Return the most tokens a model reads, if its config says."""
     return cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
 
 
 def adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]) -> Watch:
-    """Inside, layers add a vector at one token of each row of a batch."""
+    """Return a context in which layers add a vector at one token of each row of a batch."""
     rows, positions = torch.arange(len(places)), torch.tensor([place.position for place in places])
 
     def add(call: Call, output: Tensor) -> Tensor:
@@ -219,10 +219,10 @@ def adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place])
 def target(
     model: nn.Module, layers: Layers, places: Sequence[Place], subject: Place | None, method: Method
 ) -> dict[int, Tensor]:
-    """What each layer must add at the places, [model_dim], so that the answers follow; for all layers together.
+    """Find by Adam what each layer must add at the places, [model_dim], so that the answers follow.
 
-    Minimises the mean of -log p(answer | prompt) over the prompts, plus a divergence and the size of what is added, by
-    Adam. Parameters get no gradient. A ValueError for a loss that is not finite.
+    The loss is the mean of -log p(answer | prompt), plus a divergence on the subject and the squared size of what is
+    added. Parameters get no gradient. A ValueError reports a loss that is not finite.
     """
     asked = [place for place in places if place.answer]
     rows, answers = [place.ids for place in asked], [place.answer for place in asked]

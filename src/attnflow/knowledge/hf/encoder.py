@@ -123,7 +123,7 @@ class TextEncoder:
         return encoder
 
     def _as(self, separator: str | None, values: bool) -> TextEncoder:
-        """The same model, which embeds other parts of a text."""
+        """Return the same model with other settings for which parts of a text it embeds."""
         other = copy.copy(self)
         other.separator, other.values = separator, values
         return other
@@ -210,7 +210,7 @@ class TextEncoder:
         return embeddings, truncated
 
     def _encode_halves(self, texts: Sequence[str], progress: Progress | None) -> tuple[Tensor, list[int]]:
-        """[key | value], each distinct text embedded once."""
+        """Embed [key | value], each distinct text once."""
         parts = [text.partition(self.separator or "") for text in texts]
         pairs = [(key, value.strip() or key) for key, _, value in parts]
         distinct = {text: row for row, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
@@ -247,13 +247,13 @@ class TextEncoder:
 
 
 def _writes_texts(model: PreTrainedModel) -> bool:
-    """Whether a model is a decoder with a language model's head."""
+    """Whether a model is a decoder with a language-model head."""
     names = [type(model).__name__, *(getattr(model.config, "architectures", None) or [])]
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
 def _pooling(source: str) -> str:
-    """What sentence-transformers wrote beside the model; means where it wrote nothing."""
+    """Read the pooling that sentence-transformers saved beside the model; "mean" by default."""
     settings = _beside(source, _POOLING)
     chosen = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
     if not chosen or chosen == ["pooling_mode_mean_tokens"]:
@@ -269,7 +269,7 @@ def _longest(source: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _beside(source: str, name: str) -> dict[str, Any]:
-    """A file of sentence-transformers beside a model, {} if there is none."""
+    """Read a JSON file of sentence-transformers beside a model, {} if there is none."""
     try:
         path = cached_file(source, name) if source else None
     except OSError:

@@ -18,7 +18,7 @@ from attnflow.models.feed_forward import FeedForward, PackedExperts, stored
 
 @dataclass(frozen=True)
 class LayerForm(ABC):
-    """One layer as it was before it was converted."""
+    """How one layer looked before conversion, so that it can be opened and closed."""
 
     name: str  # its path
     layout: EntryLayout  # of the entries that it needs
@@ -27,27 +27,27 @@ class LayerForm(ABC):
 
     @abstractmethod
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
-        """Its neurons as entries, one expert after the other."""
+        """Return the layer's neurons as entries, ordered by expert."""
 
     @abstractmethod
     def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Put readers of the base in place of what computed the layer."""
+        """Replace the layer's modules by readers of the base."""
 
     @abstractmethod
     def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Put what computed the layer in place of the readers."""
+        """Replace the readers by the layer's modules."""
 
 
 @dataclass(frozen=True)
 class LinearLayer(LayerForm):
-    """Linear maps into the neurons and one out of them."""
+    """A layer of linear maps into the neurons and one map out of them."""
 
     site: FeedForward
     biased: tuple[bool, ...]  # which maps into the neurons have a bias
     transposed: bool  # weights are (in, out)
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
-        """Its neurons as entries."""
+        """Return the layer's neurons as entries."""
         parent = model.get_submodule(self.name)
         out = stored(parent.get_submodule(self.site.last))
         entries = out.new_zeros(out.shape[1], layout.entry_dim)
@@ -63,7 +63,7 @@ class LinearLayer(LayerForm):
         return entries
 
     def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Readers in place of the maps."""
+        """Replace the maps by readers."""
         parent = model.get_submodule(self.name)
         bias = _bias(parent.get_submodule(self.site.last))
         values = EntryValues(base, layer, None if bias is None else bias.detach())
@@ -72,7 +72,7 @@ class LinearLayer(LayerForm):
         parent.set_submodule(self.site.last, values)
 
     def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Maps in place of the readers."""
+        """Replace the readers by maps."""
         parent, layout = model.get_submodule(self.name), base.layouts[layer]
         entries = base.entries.detach()[base.rows(layer)]
         for (path, parts), has_bias in zip(self._maps(), self.biased, strict=True):
@@ -86,7 +86,7 @@ class LinearLayer(LayerForm):
         parent.set_submodule(self.site.last, out)
 
     def _maps(self) -> list[tuple[str, tuple[str, ...]]]:
-        """(path, parts) of the maps into the neurons; families that fuse them put what is activated first."""
+        """Return (path, parts) of each map into the neurons; fused maps hold the gate first."""
         site, parts = self.site, PARTS[self.site.gated]
         if site.fused:
             return [(site.first[0], parts)]
@@ -95,13 +95,13 @@ class LinearLayer(LayerForm):
 
 @dataclass(frozen=True)
 class ExpertLayer(LayerForm):
-    """Experts whose maps are stored together."""
+    """A layer of experts whose parameters are packed in one module."""
 
     site: PackedExperts
     biased: bool  # whether the map into the neurons has a bias
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
-        """The neurons of one expert after the other."""
+        """Return the neurons as entries, ordered by expert."""
         site, module = self.site, model.get_submodule(self.name)
         keys, thresholds, values = site.keys(module), site.thresholds(module), site.values(module)
         entries = values.new_zeros(site.num_experts, site.neurons, layout.entry_dim)
@@ -113,7 +113,7 @@ class ExpertLayer(LayerForm):
         return entries.flatten(0, 1)
 
     def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """A reader in place of the module."""
+        """Replace the module by a reader."""
         # the reader keeps the module for its functions and for the biases of the outputs
         own = model.get_submodule(self.name)
         for name in self._names():
@@ -121,7 +121,7 @@ class ExpertLayer(LayerForm):
         model.set_submodule(self.name, ExpertEntries(base, layer, self.site, own))
 
     def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """The module in place of the reader."""
+        """Replace the reader by the module."""
         own, layout = cast(ExpertEntries, model.get_submodule(self.name)).own, base.layouts[layer]
         blocks = [base.entries.detach()[base.rows(layer, expert)] for expert in range(self.site.num_experts)]
         entries = torch.stack(blocks)
@@ -135,12 +135,12 @@ class ExpertLayer(LayerForm):
         model.set_submodule(self.name, own)
 
     def _names(self) -> list[str]:
-        """What becomes entries: two parameters, or three with the bias."""
+        """Names of the parameters that become entries."""
         return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
 
 
 def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
-    """The form of a layer."""
+    """Describe the layer at a site."""
     part = model.get_submodule(site.name)
     if isinstance(site, PackedExperts):
         layout = EntryLayout(site.width, site.gated)

@@ -102,7 +102,7 @@ class ModularConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check, and fill in what follows from the rest."""
+        """Check the sizes, and fill in defaults that depend on others."""
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_knowledge_heads"):
             setattr(self, name, integer(name, getattr(self, name), 1))
         defaults = {
@@ -172,7 +172,7 @@ class ModularConfig(PreTrainedConfig):
 
 
 class ModularReader(SharedReader):
-    """What reads entries in a block: those of the model's base, or of its source, such as a store."""
+    """Reads entries in a block: those of the model's base, or of its source."""
 
     model: ModularModel
 
@@ -191,7 +191,7 @@ class ModularReader(SharedReader):
         object.__setattr__(self, "model", model)  # no child: a circle of modules
 
     def current(self) -> Tensor | EntrySource:
-        """The model's base, or its source."""
+        """The source if there is one, else the model's base."""
         return self.model.read_from(None)
 
 
@@ -206,18 +206,18 @@ class ModularBlock(GradientCheckpointingLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(self, hidden_states: Tensor, *, entries: Entries, **kwargs: Any) -> Tensor:
-        """Entries go by position: reentrant checkpointing sends gradients to no others."""
+        """Pass entries by position: reentrant checkpointing sends gradients to no keyword arguments."""
         return cast(Tensor, super().__call__(hidden_states, entries, **kwargs))
 
     def forward(self, hidden_states: Tensor, entries: Entries, **kwargs: Any) -> Tensor:
-        """The tokens after this block."""
+        """Return the tokens after this block."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.reader(self.post_attention_layernorm(hidden_states), entries)
 
 
 class ModularPreTrainedModel(LlamaPreTrainedModel):
-    """What both modular models share: their config, and how their parameters start."""
+    """Shared config and initialisation of the modular models."""
 
     config_class = ModularConfig
     _no_split_modules = ["ModularBlock"]  # noqa: RUF012
@@ -233,12 +233,7 @@ class ModularPreTrainedModel(LlamaPreTrainedModel):
 
 
 class ModularModel(ModularPreTrainedModel, LlamaModel):
-    """The blocks without the output map.
-
-    Attributes:
-        knowledge: E, read by every block.
-        source: what is read instead of E, such as a store; None.
-    """
+    """The blocks without the output map; all read `knowledge`, or `source` if there is one."""
 
     def __init__(self, config: ModularConfig) -> None:
         LlamaPreTrainedModel.__init__(self, cast(Any, config))  # LlamaModel's own would build feed-forward layers
@@ -254,12 +249,12 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         self.post_init()
 
     def forward(self, *args: Any, entries: Entries | None = None, **kwargs: Any) -> Any:
-        """As `LlamaModel`; `entries` are read instead of E (or of the source) in this call."""
+        """As `LlamaModel`; `entries` replace E and the source in this call."""
         kwargs["entries"] = self.read_from(entries)  # LlamaModel hands what it does not know to every block
         return super().forward(*args, **kwargs)
 
     def read_from(self, entries: Entries | None) -> Entries:
-        """What blocks read in a call: the entries given, or else the source, or else E."""
+        """Return the entries given, or else the source, or else E."""
         if entries is None:
             return self.knowledge() if self.source is None else self.source
         if not isinstance(cast(object, entries), Tensor | EntrySource):

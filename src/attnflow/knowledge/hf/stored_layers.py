@@ -23,7 +23,7 @@ _FOLLOWED: Final = "followed"  # of a base, the store that it follows
 
 
 class StoredLayers(Link):
-    """A store whose entries a converted model holds, as they are at each forward pass."""
+    """A store whose entries a converted model copies before each forward pass that follows an edit."""
 
     def __init__(self, model: nn.Module, store: Store, write: bool = False) -> None:
         super().__init__(store)
@@ -46,7 +46,7 @@ class StoredLayers(Link):
     def thresholds(
         self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None
     ) -> Tensor | None:
-        """Which layer and expert each new entry belongs to."""
+        """Return the threshold columns that assign new entries to layers and experts."""
         if layers is None:
             raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
         return layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
@@ -57,7 +57,7 @@ class StoredLayers(Link):
         self._base.put(*self._before)
 
     def stop(self) -> None:
-        """Follow the store no longer; the entries stay as they are."""
+        """Stop following the store; the entries stay as they are."""
         self._hook.remove()
         del self._base.__dict__[_FOLLOWED]
 
@@ -71,17 +71,17 @@ class StoredLayers(Link):
 
 
 def followed(base: LayeredKnowledge) -> StoredLayers | None:
-    """The store whose entries a base follows."""
+    """Return the link to the store that a base follows, if any."""
     return base.__dict__.get(_FOLLOWED)
 
 
 def layer_thresholds(
     layers: Sequence[int], num_layers: int, experts: Sequence[int | None] | None = None
 ) -> Float[Tensor, "entries columns"]:
-    """Threshold columns that say which layer each entry belongs to: 0 in the layer's own column, -1e9 in all others.
+    """Build threshold columns that assign entries to layers: 0 in the layer's own column, -1e9 in all others.
 
-    A search with `threshold_column=layer` thereby finds entries of that layer alone, all layers in one index. Of models
-    with experts a last column holds the expert's number (-1 for None), which is no threshold.
+    A search with `threshold_column=layer` then finds only that layer's entries. With experts, a last column holds the
+    expert's number (-1 for None) and is not a threshold.
 
     >>> layer_thresholds([1], 2, experts=[7]).tolist()
     [[-1000000000.0, 0.0, 7.0]]
@@ -98,14 +98,9 @@ def layer_thresholds(
 def save_entries(model: nn.Module, store: Store, *, name: str | None = None, progress: Progress | None = None) -> None:
     """Make a store hold the entries of a converted model, bit for bit, under the same ids.
 
-    An entry is stored with the whole of its row as embedding, "layer 3" or "layer 3, expert 5" as source, and
-    `layer_thresholds`. To ask which entries of a layer a hidden state h activates, search with [h | 0 | ... | 1 | 0]
-    (1 at the threshold of the first part, see `EntryLayout`) and `threshold_column=layer`. Written in batches, each
-    atomic: killed and called again, it goes on.
-
-    Raises:
-        ValueError: a model that is not converted or has float64 entries, a store of other widths or with entries that
-            were made from texts.
+    An embedding is a whole row. To find the entries of a layer that a hidden state h activates, search for [h | 0 | ...
+    | 1 | 0], with 1 at the threshold of the first part, and `threshold_column=layer`. Each batch is written atomically,
+    and a call after an interruption continues. A ValueError reports float64 entries, other widths, or a store of texts.
     """
     base = _base(model)
     if base.entries.dtype == torch.float64:
@@ -140,14 +135,11 @@ def save_entries(model: nn.Module, store: Store, *, name: str | None = None, pro
 
 
 def load_entries(model: nn.Module, store: Store) -> None:
-    """Make the entries of a converted model those of a store, bit for bit: what was edited there acts in the model.
+    """Replace the entries of a converted model by those of a store, bit for bit.
 
-    Entries that stay keep their order, so that a model whose store was not edited computes the same bits; new ones come
-    after them. The parameter is a new one where entries came or went.
-
-    Raises:
-        ValueError: a model that is not converted, a store of other widths, an entry that does not say which one layer
-            it belongs to (see `layer_thresholds`), or a layer without entries. The model is as it was.
+    Entries that stay keep their order, so an unedited store gives the same bits. The parameter is a new one if the
+    number of entries changed. A ValueError reports other widths, an entry without exactly one layer, or a layer without
+    entries; the model is then unchanged.
     """
     base = _base(model)
     _check_widths(base, store)
@@ -188,12 +180,12 @@ def _check_widths(base: LayeredKnowledge, store: Store) -> None:
 
 
 def _layers_of(base: LayeredKnowledge) -> Tensor:
-    """The layer of each row."""
+    """Return the layer of each row."""
     return torch.arange(base.num_layers).repeat_interleave(base.counts.cpu())
 
 
 def _stored_layers(store: Store, ids: Tensor, base: LayeredKnowledge) -> tuple[Tensor, Tensor | None]:
-    """The layer of each entry, and of models with experts the expert, from its threshold columns."""
+    """Decode the layer of each entry, and its expert if there are any, from the threshold columns."""
     columns, experts = store.thresholds(ids), None
     if base.experts is not None:
         columns, experts = columns[:, :-1], columns[:, -1].round().long()

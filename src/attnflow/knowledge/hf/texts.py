@@ -196,7 +196,6 @@ def _write(
     progress: Progress | None,
     correct: bool = False,
 ) -> Written:
-    """Embed and write, batch by batch."""
     version, written, cut = maker.version, list[int](), list[str]()
     for start in range(0, len(new), _WINDOW):
         batch = new[start : start + _WINDOW]

@@ -148,7 +148,6 @@ def trace(
 
 
 def _chosen(every: Sequence[int], layers: Sequence[int] | None) -> set[int]:
-    """The layers that are asked for, by default all."""
     if layers is None:
         return set(every)
     if not layers or not set(layers) <= set(every):
@@ -170,7 +169,7 @@ def _targets(
     tokenizer: PreTrainedTokenizerBase | None,
     logits: Tensor,
 ) -> list[int]:
-    """Ids of the targets: as given, or the next token of the text and at its end the most likely one."""
+    """Return target ids: as given, or by default the next token, and after the last the most likely one."""
     if wanted is None:
         return [ids[row + 1] if row + 1 < len(ids) else int(logits.argmax()) for row in rows]
     listed = [wanted] * len(rows) if isinstance(wanted, str | int) else list(wanted)
@@ -196,7 +195,7 @@ def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
 def _promoted(
     watched: Sequence[LayerWatch], frozen: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Promoted, ...]:
-    """Tokens of the strongest entry of each position, then of the second of each, and so on, `count` in all."""
+    """Find the tokens of the strongest entry of each position, then of the second, `count` entries in all."""
     places, heads, effects = (
         torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "effects")
     )
@@ -230,11 +229,10 @@ def _names(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tup
 
 
 class LayerWatch:
-    """Watches one layer, and keeps the entries with the `top` largest effects or norms for each position.
+    """Watches one layer and keeps the `top` strongest entries for each position.
 
-    Attributes:
-        pieces: of some positions each: places, those of entries in a reading (-1 where none fired), and what belongs to
-            the entry there, under the names of `LayerTrace`.
+    `pieces` holds blocks of positions: "places" of entries in a reading (-1: none) and columns named as in
+    `LayerTrace`.
     """
 
     def __init__(self, reader: LayerReader, stream: Stream, frozen: Directions | None, top: int, by: By) -> None:
@@ -243,7 +241,7 @@ class LayerWatch:
         self._heads = 1
 
     def see(self, reading: Reading) -> None:
-        """Keep what is asked for of a reading; a second call of the layer replaces the first."""
+        """Keep the strongest entries of a reading; a second call of the layer replaces the first."""
         read = reading.scores.shape[-2:]  # heads, entries
         scores = reading.scores.flatten(1, -3)  # some families flatten a batch
         weights = reading.weights.flatten(0, -3)
@@ -258,11 +256,11 @@ class LayerWatch:
             self.pieces.append(self._strongest(*table, towards))
 
     def joined(self, name: str) -> Tensor:
-        """What was kept of all positions."""
+        """Concatenate a column over all positions."""
         return torch.cat([piece[name] for piece in self.pieces], dim=-2 if name == "scores" else 0)
 
     def finish(self, effects: Mapping[tuple[Kind, int], Tensor]) -> LayerTrace:
-        """The layer as it goes into the trace, with the direct effects of its parts."""
+        """Build the layer's trace, with the direct effects of its entries and attention."""
         layer = self.reader.layer
         if not self.pieces:
             raise ValueError(f"layer {layer} did not read its entries in the forward pass")
@@ -291,7 +289,7 @@ class LayerWatch:
         )
 
     def _tabled(self, scores: Tensor, weights: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores and weights with a column for each entry that any of the tokens read, and the places of these."""
+        """Spread scores and weights to one column per entry that any token read; also return the entries' places."""
         if ids is None:
             return scores, weights, self.reader.every().to(scores.device)
         places, column = _distinct(ids)
@@ -340,17 +338,17 @@ class LayerWatch:
         }
 
     def _values(self, columns: Tensor, places: Tensor, like: Tensor) -> Generator[tuple[Tensor, Tensor]]:
-        """(some columns, the values [heads, columns, model_dim] of their entries), block by block."""
+        """Yield blocks of columns with their entries' values [heads, columns, model_dim]."""
         for block in columns.split(max(1, _BLOCK // self._heads)):
             yield block, self.reader.values(places[block]).detach().to(like)
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids that occur, without -1, and for each place which of them it holds (any, for -1)."""
+    """Return the distinct ids without -1, and each id's index among them (arbitrary for -1)."""
     distinct = ids[ids >= 0].unique()
     return distinct, torch.searchsorted(distinct, ids).clamp(max=max(len(distinct) - 1, 0))
 
 
 def _pick(table: Tensor, order: Tensor) -> Tensor:
-    """Places of the flattened [heads, entries] of each position."""
+    """Gather from the flattened [heads, entries] of each position."""
     return table.flatten(-2).gather(-1, order.expand(*table.shape[:-3], *order.shape))
