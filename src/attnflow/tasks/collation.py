@@ -1,11 +1,9 @@
-"""`Collator` makes padded batches of merged tasks, for `Trainer` or a loop of your own, which trains by `loss`.
+"""`Collator` makes padded batches of merged tasks; `loss` trains on them, in a `Trainer` or in a loop of your own.
 
-In a batch labels travel as one int64 tensor [batch, n, 4, 1 + width]. `[..., 0, 1:]` holds target ids, the rows below
-the bits of their float64 weights, advantages and log-probabilities: NaN where a label has none. All are filled with
--100, and the first column is always -100. That shape survives what `Trainer` does with labels: it counts entries other
-than -100, over `labels[..., 1:]` for causal models and over all of `labels` for others (both count a label once for
-each row, which `loss` knows), moves them between devices, and casts floats, not integers. Nothing is shifted: a label
-stands at the position that predicts it.
+Labels travel as one int64 tensor [batch, n, 4, 1 + width], filled with -100: row 0 holds target ids, the others the
+bits of float64 weights, advantages and log-probabilities (NaN where a label has none). The first column is always -100.
+`Trainer` may move that tensor, cast floats, and count entries other than -100, with or without the first column.
+Nothing is shifted: a label stands at the position that predicts it.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class LabelTensors:
 
 
 class _Symbol(int):
-    """A token id that may be put into a `Token`, but not looked at: its value is not yet known."""
+    """A token id that a `Token` may hold but no code may inspect: its value is not yet known."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise ValueError(
@@ -73,7 +71,7 @@ class _Symbol(int):
 
 @dataclass(frozen=True, eq=False)
 class _Template:
-    """A merged task as tensors, its data tokens by number: what all samples of one structure share."""
+    """A merged task as tensors, with numbers in place of data tokens; samples of one structure share it."""
 
     ids: Tensor  # [n, width]
     position_ids: Tensor  # [n]
@@ -90,7 +88,7 @@ class _Template:
         return cls(id_table(task), task.position_ids, packed(task), task.masks, task.num_layers)
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids, labels) with the data tokens of a sample put in."""
+        """(ids, labels) with a sample's data tokens put in."""
         ids, targets = (
             torch.where(table >= _SYMBOL, tokens[(table - _SYMBOL).clamp(min=0)], table)
             for table in (self.ids, self.labels[:, 0])
@@ -101,7 +99,7 @@ class _Template:
         return torch.where(ids == last, NO_ID, ids), labels
 
     def says(self, other: _Template, tokens: Sequence[int]) -> bool:
-        """Whether the tokens of a sample, put in, make what another template holds of itself."""
+        """Whether this template, filled with a sample's tokens, equals another template."""
         data = torch.tensor([*tokens, 0])
         pairs = [*zip(self.filled(data), other.filled(data), strict=True), (self.position_ids, other.position_ids)]
         same = all(torch.equal(mine, others) for mine, others in pairs)
@@ -223,7 +221,7 @@ class Collator:
         return LabelTensors(targets, cast(Tensor, numbers[0]), *numbers[1:])
 
     def tasks_of(self, feature: object) -> Tasks:
-        """What `family_fn` gives for a sample."""
+        """The tasks that `family_fn` gives for a sample."""
         return self.family_fn(**group(feature)) if self._of_groups else self.family_fn(_tokens(feature))
 
     def _template(self, tokens: list[int]) -> _Template:
@@ -262,7 +260,7 @@ class Collator:
         }
 
     def _attention_mask(self, grid: MaskGrid, layered: bool) -> Tensor:
-        """The masks of a grid, whose heads are the layers where each has its own."""
+        """The attention mask of a grid; with `layered`, the grid's heads are the layers."""
         if self.masks == "dense":
             if layered:
                 raise ValueError(
@@ -331,7 +329,7 @@ def _logits(outputs: object) -> Tensor:
 
 
 def packed(task: Task) -> Int[Tensor, "n rows width"]:
-    """The labels of a task, filled with -100: target ids, and the bits of each number, NaN for one that is missing."""
+    """The labels of a task, filled with -100: target ids, then the bits of each number (NaN where missing)."""
     labels, position = task.targets, task.targets.table["position"]
     count = np.bincount(position, minlength=task.size)
     order = np.argsort(position, kind="stable")
@@ -354,11 +352,7 @@ def batched(labels: Sequence[Tensor], n: int) -> Int[Tensor, "batch n rows colum
 
 
 def _common_layers(layers: Sequence[int | None]) -> int | None:
-    """How many layers the tasks of a batch have a mask for each of; None with one for all.
-
-    Raises:
-        ValueError: they differ in it. (One mask serves any number of layers.)
-    """
+    """The number of layers with masks of their own, None with one mask for all; `ValueError` if tasks differ."""
     number = next((each for each in layers if each is not None), None)
     for sample, each in enumerate(layers):
         if each not in (None, number):

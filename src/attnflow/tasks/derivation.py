@@ -29,10 +29,7 @@ def named_families() -> Mapping[str, Named[Family]]:
 
 @dataclass(frozen=True)
 class Derivation:
-    """A merged family, its proof, and the known formula of its mask: in words, and whether the mask is that one.
-
-    Both are None where no formula is known.
-    """
+    """A merged family, its leak proof, its mask's known formula, and whether the mask equals it (None if unknown)."""
 
     call: str
     merged: MergedTask
@@ -42,12 +39,12 @@ class Derivation:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing leaks and the mask is the formula's, where there is one."""
+        """Whether nothing leaks and the mask equals its formula, if there is one."""
         return self.report.ok and self.equals_closed_form is not False
 
     @property
     def subtask_positions(self) -> int:
-        """Positions of all subtasks together, what training them one by one would compute."""
+        """The positions of all subtasks together, which separate training would compute."""
         return sum(map(len, self.merged.positions))
 
     def lines(self) -> list[tuple[str, str]]:
@@ -68,7 +65,7 @@ class Derivation:
 
 
 def derive(family: Named[Family], num_tokens: int, values: Mapping[str, object]) -> Derivation:
-    """Merge a family over so many distinct tokens, compare its mask with its formula, and prove that nothing leaks.
+    """Merge a family over distinct tokens, compare its mask with its formula, and prove that nothing leaks.
 
     >>> derive(named_families()["butterfly"], 5, {}).ok
     True
@@ -106,6 +103,5 @@ def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | 
 
 
 def _part(mask: Mask, positions: Sequence[int]) -> Mask:
-    """The mask over some positions, in their order."""
     rest = sorted(set(range(mask.num_queries)) - set(positions))
     return mask.permute([*positions, *rest])[: len(positions), : len(positions)]

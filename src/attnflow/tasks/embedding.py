@@ -52,15 +52,12 @@ def embed(ids: Int[Tensor, "*batch n width"], embedding: nn.Module) -> Float[Ten
 
 
 def additive(allow: Bool[Tensor, "*batch q k"], dtype: torch.dtype) -> Float[Tensor, "*batch q k"]:
-    """0 where attention is allowed and the most negative number of `dtype` elsewhere: the form all models take.
-
-    A bool mask would not do: eager attention adds it, so True becomes +1 and nothing is masked (order.md).
-    """
+    """0 where allowed, else the lowest number of `dtype`. Eager attention adds a bool mask and so masks nothing."""
     return torch.zeros(allow.shape, dtype=dtype, device=allow.device).masked_fill_(~allow, torch.finfo(dtype).min)
 
 
 def run(model: nn.Module, task: Task) -> Float[Tensor, "n vocabulary"]:
-    """The logits of a model on a task: embeddings, position ids and a 4D additive mask; no cache."""
+    """The logits of a model on a task, from embeddings, position ids and a 4D additive mask, without a cache."""
     embedding = _embedding(model)
     weight = next(embedding.parameters())
     vectors = embed(id_table(task).to(weight.device), embedding)
@@ -142,7 +139,7 @@ def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:
 
 
 def warn_unprepared(width: int) -> None:
-    """Say what to do before a batch of averaged tokens meets a model that would fail on it deep inside."""
+    """Warn that a model needs `average_embeddings` before it can take a batch of averaged tokens."""
     if not _PREPARED and torch.utils.data.get_worker_info() is None:
         warnings.warn(
             f"this family averages tokens, so input_ids are [batch, n, {width}] (filled with -100), which no model of "

@@ -1,10 +1,8 @@
 """Which positions of tasks compute the same thing, decided by hashing and checked exactly.
 
-Where no down-set holds the same input twice, an equivalence of nodes (hasse, def. 3.5) has only one candidate: the
-bijection that keeps the inputs. A position's key is its input with the set of (input, inputs below it) over its
-down-set. The rows of a dense mask *are* the down-sets, so two sums over rows make all keys, and over interval rows
-these are prefix sums, O(n). Hashes can collide; `is_embedding` looks at the relations themselves, and a collision
-costs a second try, never a wrong answer.
+Where no down-set holds an input twice, the inputs alone match two equivalent nodes (hasse, def. 3.5). A position's key
+hashes its input and the pairs (input, inputs below it) of its down-set: two sums over the rows of a dense mask, which
+are prefix sums over interval rows, O(n). A collision costs a second try, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -49,18 +47,14 @@ class Classes:
 
 @dataclass(frozen=True, eq=False)
 class Prefixes:
-    """Which tasks of a family compute something that no other does: of `causal_lm` on 8,192 tokens one of 8,191.
-
-    A task is a prefix of another if its inputs are the first inputs of that one and its rows the first rows: what its
-    positions compute is then computed there, and it is dense if that one is.
-    """
+    """The tasks of a family that are prefixes of no other; a prefix's positions are all computed in the longer task."""
 
     longest: list[int]  # tasks that are a prefix of no other (of equals, one)
     within: list[int]  # for each task the index in `longest` of one that it is a prefix of
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> Prefixes:
-        """Of tasks whose inputs are views of one table; others are compared with none. Cost: O(positions) at most."""
+        """Find prefixes among tasks whose inputs are views of one table, in at most O(positions)."""
         chosen: dict[int, int] = {}
         candidates: dict[tuple[int, int], list[int]] = {}
         within = np.zeros(len(tasks), dtype=np.int64)
@@ -77,7 +71,7 @@ class Prefixes:
         return cls(longest, np.searchsorted(longest, within).tolist())
 
     def labelled(self, tasks: Sequence[Task]) -> list[BoolArray]:
-        """For each task of `longest`, whether each position carries a label, of its own or of a prefix."""
+        """For each task of `longest`, whether each position carries a label, its own or a prefix's."""
         flags = [np.zeros(tasks[number].size, dtype=np.bool_) for number in self.longest]
         for task, longer in zip(tasks, self.within, strict=True):
             flags[longer][task.targets.table["position"]] = True
@@ -85,7 +79,6 @@ class Prefixes:
 
 
 def _is_prefix(long: Task, short: Task) -> bool:
-    """Whether a task begins with another, which is no longer."""
     (rows, rank), (prefix, other_rank) = long.mask.relabelled(), short.mask.relabelled()
     n = short.size
     if rank is not None or other_rank is not None or rows.indptr[n] != prefix.indptr[n]:
@@ -115,10 +108,7 @@ def repeats_below(task: Task, inputs: IntArray) -> bool:
 
 
 def classify(tasks: Sequence[Task], inputs: Sequence[IntArray], layout: Layout) -> Classes:
-    """The classes of equivalent positions of dense tasks without repeated inputs in a down-set, checked exactly.
-
-    `inputs` are the numbers of the inputs by task. Cost: O(positions + intervals) of all tasks, and one sort.
-    """
+    """The classes of equivalent positions of dense tasks, checked exactly; no down-set may repeat an input number."""
     for seed in range(8):
         position, nodes = (renumber(keys) for keys in hashed(tasks, inputs, seed))
         node = scattered(position, nodes)
@@ -153,11 +143,7 @@ def union_of_rows(classes: Classes) -> IntervalRows:
 
 
 def is_embedding(tasks: Sequence[Task], classes: Classes, merged: IntervalRows, inputs: Sequence[IntArray]) -> bool:
-    """Whether every position's down-set maps one to one, inputs and order kept, onto the down-set of its class.
-
-    True proves that every node of every task is equivalent (def. 3.5) to the node of its class in the relation
-    `merged`.
-    """
+    """Whether each position's down-set maps one to one onto that of its class, keeping inputs and order (def. 3.5)."""
     token = np.full(classes.size, -1)
     for task, position, rows, numbers in zip(tasks, classes.position, classes.rows, inputs, strict=True):
         fresh = token[position] < 0
@@ -175,13 +161,13 @@ def is_embedding(tasks: Sequence[Task], classes: Classes, merged: IntervalRows, 
 
 
 def renumber(numbers: Sequence[npt.NDArray[Any]]) -> list[IntArray]:
-    """The same partition with numbers 0, 1, ... in order of first appearance."""
+    """The same partition, numbered 0, 1, ... in order of first appearance."""
     _, number = as_they_appear(np.concatenate([*numbers, np.zeros(0, np.uint64)]))
     return np.split(number, np.cumsum([len(part) for part in numbers])[:-1])
 
 
 def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntArray:
-    """The value of each class, from those of the positions of each task; equal positions have equal values."""
+    """The value of each class, taken from its positions, which all have the same one."""
     every, result = np.concatenate([*position, np.zeros(0, np.int64)]), np.zeros(0, np.int64)
     if len(every):
         result = np.full(int(every.max()) + 1, -1)
@@ -190,10 +176,7 @@ def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntAr
 
 
 def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tuple[list[Hashes], list[Hashes]]:
-    """(for each position, for each position's node) what is equal where they are equivalent, and hardly elsewhere.
-
-    Tasks that share a mask are hashed together.
-    """
+    """(position hashes, node hashes) by task: equal where equivalent, otherwise almost surely different."""
     position_keys, node_keys = ([np.zeros(0, np.uint64)] * len(tasks) for _ in range(2))
     for mask, members in _by_mask(tasks):
         label = _mix(
@@ -207,7 +190,7 @@ def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tupl
 
 
 def _by_mask(tasks: Sequence[Task]) -> Iterator[tuple[Mask, list[int]]]:
-    """(mask, numbers of the tasks that have it), about `_TOGETHER` intervals and positions at a time."""
+    """Group the numbers of tasks by mask, about `_TOGETHER` intervals and positions at a time."""
     groups: dict[int, list[int]] = {}
     for number, task in enumerate(tasks):
         groups.setdefault(id(task.mask), []).append(number)
@@ -219,7 +202,7 @@ def _by_mask(tasks: Sequence[Task]) -> Iterator[tuple[Mask, list[int]]]:
 
 
 def _row_sums(mask: Mask, values: Hashes) -> Hashes:
-    """For each query the sum, modulo 2^64, of the values of the keys that it may attend to; values [tasks, keys]."""
+    """For each query the sum, modulo 2^64, of the values [tasks, keys] of the keys that it reads."""
     rows, rank = mask.relabelled()
     if rank is not None:
         internal = np.empty_like(values)
@@ -232,7 +215,7 @@ def _row_sums(mask: Mask, values: Hashes) -> Hashes:
 
 
 def _from_zero(values: Hashes) -> Hashes:
-    """Sums of the first 0, 1, ... values of each row."""
+    """The sums of the first 0, 1, ... values of each row."""
     sums = np.zeros((len(values), values.shape[1] + 1), np.uint64)
     np.cumsum(values, axis=1, dtype=np.uint64, out=sums[:, 1:])
     return sums

@@ -149,13 +149,12 @@ def butterfly(
 
 
 def _blocks_before(n: int, block: int) -> _Read:
-    """A block reads those before it and itself."""
     rows = block_causal(n, block).intervals()
     return lambda _, last: (np.arange(last), beginning(rows, "block_causal", n=last, block=block))
 
 
 def _denoising(data: _Data, block: int, masked: Masked, read: _Read, start: int = 0) -> Family:
-    """For each block with masked tokens, from `start` on, a task that predicts them from what `read` gives."""
+    """For each block from `start` on that has masked tokens, a task that predicts them from the positions in `read`."""
     n = data.size
     weights = _hidden(masked, n, block)
     noised = np.where(weights > 0, n, 0)
@@ -253,7 +252,7 @@ def unbound(family_fn: Callable[..., object]) -> Callable[..., object]:
 
 
 def of_length_alone(family_fn: Callable[..., object]) -> bool:
-    """Whether a family's tasks have one structure for all sequences of a length; not where places are drawn."""
+    """Whether a family's tasks have one structure for all sequences of a length; random masks do not."""
     drawn = False
     while isinstance(family_fn, partial):
         drawn |= isinstance(family_fn.keywords.get("masked"), str)
@@ -281,7 +280,7 @@ def butterfly_as_printed(n: int) -> Mask:
 
 
 class _Data:
-    """A sample: token i of `table` is data token i, each at its own place; with a mask token, n + i is [MASK] there."""
+    """A sample: token i of `table` is data token i at place i; with a mask token, token n + i is [MASK] there."""
 
     def __init__(self, tokens: TokenIds, minimum: int, mask_token: int | None = None) -> None:
         self.ids = index_array("tokens", tokens)
@@ -300,16 +299,15 @@ class _Data:
             self.table = TokenTable.stack([self.table, blanks])
 
     def inputs(self, index: IntArray) -> Inputs:
-        """Tokens of the table."""
         return Inputs(self.table, index)
 
     def labels(self, position: IntArray, data_index: IntArray, task: object, weight: object = 1.0) -> Labels:
-        """One label for each position: the data token to predict there."""
+        """One label for each position, whose target is the data token `data_index`."""
         return Labels.columns(position, self.ids[data_index], data_index, data_index, task=task, weight=weight)
 
 
 def beginning(rows: IntervalRows, name: str, **parameters: int) -> Mask:
-    """The mask of the first n positions, which read none behind them, as views of the rows of a longer one."""
+    """The mask of the first n positions, as views of the rows of a longer one; they read none after them."""
     n = parameters["n"]
     last = int(rows.indptr[n])
     return Mask(IntervalRows(rows.indptr[: n + 1], rows.starts[:last], rows.ends[:last], n), name, parameters)
@@ -324,7 +322,7 @@ def _fit(subtasks: int, positions: int) -> None:
 
 
 def _hidden(masked: Masked, n: int, block: int) -> npt.NDArray[np.float64]:
-    """The weight of each place: 0 where it is not masked, 1 where it is, or one over the number drawn in its block."""
+    """The weight of each place: 0 if not masked, 1 if masked, 1 / m where m places of its block were drawn."""
     if masked is None:
         return np.ones(n)
     weights = np.zeros(n)
@@ -347,7 +345,7 @@ def _places(name: str, values: Sequence[int], n: int) -> IntArray:
 
 
 def _towards(n: int, first: int, last: int) -> Mask:
-    """j <= i < first or last <= i <= j: both sides flow to the centre [first, last), which reads everything."""
+    """The mask j <= i < first or last <= i <= j, where both sides flow to [first, last), which reads everything."""
     i = np.arange(n)
     rows = IntervalRows.build(i, np.where(i < last, 0, i), np.where(i < first, i + 1, n), n, n)
     centre = {"centre": first} if last - first == 1 else {"first": first, "last": last}

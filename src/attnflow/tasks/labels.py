@@ -1,4 +1,4 @@
-"""`Label`: what one position must predict; and labels by the thousand as one table, which is how a task keeps them."""
+"""`Label`: what one position must predict; `Labels`: many of them as one array, as a task keeps them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Labels:
 
     @classmethod
     def of(cls, labels: Iterable[Label | tuple[int, Token, int, float]]) -> Labels:
-        """From labels, or from their tuples (position, target token, task, weight)."""
+        """Make the array from labels, or from tuples (position, target token, task, weight)."""
         if isinstance(labels, Labels):
             return labels
         listed = [Label(*label) if isinstance(label, tuple) else label for label in labels]
@@ -114,7 +114,7 @@ class Labels:
     def columns(
         cls, position: object, target_id: IntArray, target_position: object, data_index: object, **others: object
     ) -> Labels:
-        """From columns, each broadcast to the targets; task and weight are by default 0 and 1."""
+        """Make the array from columns, each broadcast to the targets; task and weight default to 0 and 1."""
         table = np.empty(len(target_id), dtype=_ROW)
         values = {"task": 0, "weight": 1.0, "advantage": np.nan, "old_logprob": np.nan, **others}
         values |= {"position": position, "target_id": target_id}
@@ -132,7 +132,7 @@ class Labels:
             yield Label(position, target, task, weight, *(None if value != value else value for value in optional))
 
     def part(self, first: int, last: int) -> Labels:
-        """Labels `first` to `last - 1`, as a view."""
+        """A view of labels `first` to `last - 1`."""
         return Labels(self.table[first:last])
 
     def equals(self, other: Labels) -> bool:

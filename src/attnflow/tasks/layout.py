@@ -1,17 +1,12 @@
-"""In which order the positions of a merged sequence stand.
-
-Any order computes the same. This one keeps together what is read together, so that rows have few intervals and
-block-sparse kernels few blocks:
+"""The order of the positions of a merged sequence: any order computes the same; this one gives rows few intervals.
 
 1. If one task has every class, its own order (causal and multi-token training, families of one task).
-2. Otherwise streams, depth first: again and again the task that brings the most classes not yet placed (the later
-   task of equals) makes them a stream, in its own order. A stream stands behind the one that it branches off from;
-   of the branches of a stream the one that leaves it last comes first, as in the preorder of a tree.
-3. Last the nodes that are there only to predict: labelled, read by no other node, and not made of data tokens at their
-   own places (mask tokens, averages). They stand by their first position id, each in one piece.
+2. Otherwise streams, depth first: repeatedly the task with most unplaced classes (the later of equals) places them as a
+   stream in its own order. A stream follows the one that it branches off from; the last branch comes first.
+3. Nodes that only predict go last, by first position id: labelled, read by no other node, and not made of data tokens
+   at their own places.
 
-For the paper's families this is its layout: contents then mask blocks (eq. 45), forward stream, backward stream,
-centres (eq. 57); for rollouts and other trees of prefixes it is the depth-first order of `af.masks.tree`.
+This is the paper's layout for its families (eq. 45, 57) and the order of `af.masks.tree` for trees of prefixes.
 """
 
 from __future__ import annotations
@@ -30,10 +25,7 @@ from attnflow.tasks.tokens import TokenTable, as_they_appear
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What the order depends on besides the classes: the tasks, which are dense, and for each position of each task
-
-    whether it is labelled; `inputs` are the numbers of the inputs in `tokens`.
-    """
+    """What the order depends on besides the classes: dense tasks, numbered inputs, and which positions are labelled."""
 
     tasks: Sequence[Task]
     inputs: Sequence[IntArray]
@@ -41,10 +33,9 @@ class Layout:
     tokens: TokenTable
 
     def arrange(self, position: Sequence[IntArray], node: IntArray) -> tuple[IntArray, IntArray]:
-        """(place in the sequence, number by which rows have few intervals) of each class.
+        """(place in the sequence, number that gives rows few intervals) of each class.
 
-        The two differ where a task's own order shatters its mask (permutation language modelling). `position` is for
-        each task the class of each position, `node` the node of each class.
+        They differ where a task's own order splits its mask into many intervals (permutation language modelling).
         """
         size = len(node)
         compact = [_compact(task, part) for task, part in zip(self.tasks, position, strict=True)]
@@ -64,7 +55,7 @@ class Layout:
         return places(position), places(compact)
 
     def _last(self, position: Sequence[IntArray], node: IntArray) -> BoolArray:
-        """Whether each class belongs to a node that is there only to predict."""
+        """Whether each class belongs to a node that only predicts."""
         size = len(node)
         labelled, home, ends = np.zeros(size, np.bool_), np.zeros(size, np.bool_), np.ones(size, np.bool_)
         at_home = _at_home(self.tokens)
@@ -80,7 +71,7 @@ class Layout:
     def _predictors(
         self, position: Sequence[IntArray], members: Sequence[IntArray], last: BoolArray, node: IntArray
     ) -> IntArray:
-        """The classes that go last: nodes by their first position id, then as they appear; classes as they appear."""
+        """The classes that go last, by their node's first position id, then in order of appearance."""
         flat = np.concatenate([*members, np.zeros(0, np.int64)])
         classes = _firsts(flat[last[flat]])
         if not len(classes):
@@ -94,7 +85,6 @@ class Layout:
         return classes[np.lexsort((np.arange(len(classes)), first[inverse], lowest[inverse]))]
 
     def _depth_first(self, streams: list[tuple[int, IntArray]], position: Sequence[IntArray], size: int) -> list[int]:
-        """The streams in preorder of the forest that they make."""
         stream_of, height = np.full(size, -1), np.zeros(size, dtype=np.int64)
         counts = [task.mask.row_counts() for task in self.tasks]
         for number, (_, classes) in enumerate(streams):
@@ -124,7 +114,7 @@ class Layout:
 
 
 def _at_home(tokens: TokenTable) -> BoolArray:
-    """Whether each token is one data token, of which no other token at another position is made alone."""
+    """Whether each token is one data token that no token at another position is made of alone."""
     alone = np.flatnonzero(tokens.provenance.lengths == 1)
     home = np.zeros(len(tokens), dtype=np.bool_)
     _, data = np.unique(tokens.provenance.values[tokens.provenance.indptr[alone]], return_inverse=True)
@@ -137,11 +127,7 @@ def _at_home(tokens: TokenTable) -> BoolArray:
 
 
 def _is_read(task: Task) -> BoolArray:
-    """Whether a position of another node reads each position of a dense task.
-
-    It does iff some row that holds the position is longer than the position's own. None is shorter, so that is so iff
-    the lengths of these rows add up to more than that.
-    """
+    """Whether another node reads each position: no row that holds it is shorter than its own, and one is longer."""
     rows, rank = task.mask.relabelled()
     counts = rows.counts()
     owner = counts[rows.row_index()]
@@ -151,7 +137,7 @@ def _is_read(task: Task) -> BoolArray:
 
 
 def _compact(task: Task, values: IntArray) -> IntArray:
-    """Values of the positions of a task in the order in which its mask is compact."""
+    """The values of a task's positions, in the order in which its mask has few intervals."""
     _, rank = task.mask.relabelled()
     return values if rank is None else values[np.argsort(rank)]
 
@@ -162,14 +148,14 @@ def _firsts(values: IntArray) -> IntArray:
 
 
 def _only(members: IntArray, classes: IntArray, size: int) -> IntArray:
-    """Of the members, in their order, those that are among the classes."""
+    """The members that are among the classes, in the order of the members."""
     chosen = np.zeros(size, dtype=np.bool_)
     chosen[classes] = True
     return members[chosen[members]]
 
 
 def _streams(members: Sequence[IntArray], size: int) -> list[tuple[int, IntArray]]:
-    """Greedy cover of all members as (task, its classes not covered yet), largest first. Cost: O(total log)."""
+    """Cover all members greedily by (task, classes not yet covered), largest first, in O(total log)."""
     flat = np.concatenate([*members, np.zeros(0, np.int64)])
     owner = np.repeat(np.arange(len(members)), [len(part) for part in members])[np.argsort(flat, kind="stable")]
     first_owner = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=size))])

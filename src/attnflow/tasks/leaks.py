@@ -180,7 +180,7 @@ def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
 
 
 def survey(task: Task, layers: int | None = None) -> tuple[LeakReport, IntArray]:
-    """(the report of `check` without its leaks, each of them as (label, carrier), int64[leaks, 2]), by position."""
+    """(the report of `check` without its leaks, the leaks as (label, carrier), int64[leaks, 2]), by position."""
     layers = task.num_layers if layers is None else layers
     data, carrier = task.sequence.carriers()
     asked = task.targets.table["data_index"]
@@ -203,7 +203,7 @@ def survey(task: Task, layers: int | None = None) -> tuple[LeakReport, IntArray]
 
 
 def witnesses(task: Task, pairs: IntArray, layers: int | None) -> Iterator[Leak]:
-    """The leaks of these pairs of `survey`, each with a shortest way; of a mask per layer, in the first `layers`."""
+    """The leaks of the pairs that `survey` found, each with a shortest path."""
     flow = task.flow if task.num_layers is None or not layers else analyze(task.masks[:layers])
     for number, carrier in pairs.tolist():
         (label,) = task.targets.part(number, number + 1)
@@ -225,12 +225,12 @@ class _Readable:
     row: IntArray  # of each label
 
     def any_reads(self, size: int) -> BoolArray:
-        """Whether each position is read by one of them."""
+        """Whether one of the labelled positions reads each position."""
         read = self.rows.cover() > 0
         return read if self.rank is None else read[self.rank]
 
     def leaks(self, asked: IntArray, data: IntArray, carrier: IntArray) -> IntArray:
-        """(label, carrier) for each label (of which `asked` is the data token) that its position can read there."""
+        """(label, carrier) of each label that its position can read; `asked` is the label's data token."""
         first, last = np.searchsorted(data, asked[self.labels]), np.searchsorted(data, asked[self.labels], "right")
         parts = [np.zeros((2, 0), dtype=np.int64)]
         total = np.cumsum(last - first)
@@ -244,7 +244,7 @@ class _Readable:
 
 
 def _readable(task: Task, layers: int | None) -> Iterator[_Readable]:
-    """What the labelled positions can read after so many layers, in parts that fit into memory, by position."""
+    """What the labelled positions can read after `layers` layers, in parts that fit into memory, by position."""
     place = task.targets.table["position"]
     labels = np.argsort(place, kind="stable")
     labelled, row = np.unique(place[labels], return_inverse=True)

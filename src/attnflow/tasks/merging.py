@@ -1,7 +1,7 @@
 """`merge`: the one sequence and mask that trains a whole family of tasks, and whether a task holds a family.
 
-Read `merge` first. Which positions become one is decided by hashing (`equivalence`), or by types and a search where
-inputs repeat within a down-set (`posets`); in which order they stand says `layout`.
+Read `merge` first. Hashing (`equivalence`) decides which positions become one; where inputs repeat within a down-set,
+types and a search do (`posets`). `layout` orders the positions.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Embedding:
 
 @dataclass(frozen=True, eq=False)
 class _Quotient:
-    """What both ways of merging give: for each task the merged position of each position, and the merged mask."""
+    """The result of either way of merging: the merged position of each task's positions, and the merged mask."""
 
     position: list[IntArray]
     node: IntArray  # of each merged position
@@ -198,7 +198,6 @@ def merge(family: Sequence[Task]) -> MergedTask:
 
 
 def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
-    """The labels of all tasks at their merged positions, in order of these."""
     table = np.concatenate([task.targets.table for task in tasks])
     counts = [len(task.targets) for task in tasks]
     table["task"] = np.repeat(np.arange(len(tasks)), counts)
@@ -209,7 +208,7 @@ def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
 
 
 def _note(tasks: Sequence[Task], size: int, total: int) -> str:
-    """What keeps tasks with `total` positions from sharing more than they do in a merged task of `size`, in words."""
+    """Why the tasks, with `total` positions, do not share more in a merged task of `size`, in words."""
     _, inputs = numbered([task.sequence for task in tasks], provenance=False)
     apart = 0
     if not any(repeats_below(task, numbers) for task, numbers in zip(tasks, inputs, strict=True)):
@@ -259,7 +258,7 @@ def embedding(task: Task, family: Sequence[Task]) -> Embedding:
 
 
 def _own_nodes(task: Task, inputs: IntArray, node: IntArray) -> list[IntArray]:
-    """The positions of each node of a task. Equivalent nodes of one task, which share a class, need repeated tokens."""
+    """The positions of each node of a task; only with repeated tokens do several nodes share a class."""
     if len(np.unique(inputs)) < task.size:
         return [np.array(members) for members in task.flow.classes]
     order = np.argsort(node, kind="stable")
@@ -267,7 +266,7 @@ def _own_nodes(task: Task, inputs: IntArray, node: IntArray) -> list[IntArray]:
 
 
 def _family(family: Sequence[Task]) -> list[Task]:
-    """The tasks of a family, of which each has one mask."""
+    """The family as a list, checked: at least one task, each with one mask for all layers."""
     if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError("a family is a sequence of Task, got one Task; pass [task]")
     tasks = list(family)
@@ -339,7 +338,7 @@ def _by_search(layout: Layout) -> _Quotient:
 
 
 def _node_images(poset: Poset, whole: Poset) -> dict[int, int]:
-    """For each node of a task one equivalent merged node; within a maximal down-set together an isomorphism."""
+    """An equivalent merged node for each node; within a maximal down-set they form an isomorphism."""
     image: dict[int, int] = {}
     work = Work()
     for top in poset.maximal:

@@ -1,13 +1,10 @@
 """Merging where inputs repeat within a down-set: node equivalence in general, and the smallest poset that holds all.
 
-Nodes get *types*: two nodes are equivalent (hasse, def. 3.5) iff they have one type. A type's signature is the inputs
-of the node, the types of its covers, and how often each type stands below it. Where the down-set holds every type once,
-the signature decides; otherwise `isomorphic` compares the down-sets, within a budget.
+Nodes are equivalent (hasse, def. 3.5) iff they have one *type*: their input, the types of their covers, and how often
+each type stands below; where a type repeats below, `isomorphic` decides, within a budget.
 
-Theorem 3.7 of the paper takes one node per equivalence class. That is false when a down-set holds two equivalent nodes
-(two equal roots under c): c would lose one of them and no longer be embedded (order.md). Here every type gets as many
-nodes as its largest number in one down-set, and a search decides which copies go together. Types whose whole down-set
-never repeats anything need one node each, in every smallest poset, so only the others are searched.
+Theorem 3.7 takes one node per class, which is false when a down-set holds two equivalent nodes (order.md). Here a type
+gets as many nodes as its largest number in one down-set, and a search decides which copies go together.
 """
 
 from __future__ import annotations
@@ -28,12 +25,12 @@ _DEPTH: Final = 400  # recursion; beyond it only the greedy solution is taken
 
 @dataclass
 class Work:
-    """Neighbours that may still be looked at, in all that shares this budget."""
+    """A shared budget of neighbours that a search may still visit."""
 
     left: int = LARGEST_WORK
 
     def spend(self, amount: int, size: int) -> None:
-        """Take some of it; a `ValueError` where there is not enough."""
+        """Reduce the budget; raise `ValueError` if too little is left."""
         self.left -= amount
         if self.left < 0:
             raise ValueError(
@@ -55,7 +52,7 @@ class Poset:
 
     @classmethod
     def of(cls, task: Task, numbers: IntArray) -> Poset:
-        """The poset of a task whose inputs are numbered."""
+        """The Hasse diagram of a task whose inputs are numbered."""
         hasse = task.flow.hasse
         covers: list[list[int]] = [[] for _ in hasse.nodes]
         below: list[frozenset[int]] = []
@@ -73,7 +70,7 @@ class Poset:
         return [node for node in range(len(self.members)) if node not in lower]
 
     def ideal(self, node: int) -> list[int]:
-        """The down-set of a node, itself last, in topological order."""
+        """The down-set of a node in topological order, the node last."""
         return [*sorted(self.below[node]), node]
 
     def counts(self, node: int) -> Counter[int]:
@@ -108,10 +105,7 @@ class Types:
 
 
 def isomorphism(left: Poset, top: int, right: Poset, other: int, work: Work) -> dict[int, int] | None:
-    """A bijection between the down-sets of two nodes that keeps covers and inputs; None if there is none.
-
-    The types of all nodes strictly below must be known. A `ValueError` if it takes more than is left of `work`.
-    """
+    """A bijection of two down-sets, typed below their tops, that keeps covers and inputs; None if there is none."""
     if left.inputs[top] != right.inputs[other] or len(left.below[top]) != len(right.below[other]):
         return None
     ideals = left.ideal(top), right.ideal(other)
@@ -138,7 +132,7 @@ def typed(tasks: Sequence[Task], inputs: Sequence[IntArray]) -> tuple[list[Poset
 
 @dataclass(frozen=True, eq=False)
 class Amalgam:
-    """A poset in which every type occurs."""
+    """A poset that contains every type."""
 
     types: list[int]  # of the nodes, in topological order
     below: list[frozenset[int]]  # all nodes strictly below each node
@@ -148,7 +142,7 @@ class Amalgam:
 
 @dataclass(eq=False)
 class _Search:
-    """Grows a poset ideal by ideal; keeps the smallest that holds all of them."""
+    """Grow a poset ideal by ideal, and keep the smallest that holds all ideals."""
 
     ideals: list[tuple[Poset, list[int]]]  # of the maximal types: what has to be embedded
     needed: Counter[int]  # nodes of each type that some down-set holds
@@ -160,12 +154,12 @@ class _Search:
 
     @property
     def bound(self) -> int:
-        """Nodes that any completion of the present poset has at least."""
+        """A lower bound on the nodes of any completion."""
         have = Counter(self.types)
         return len(self.types) + sum(max(0, count - have[kind]) for kind, count in self.needed.items())
 
     def candidates(self, kind: int, below: frozenset[int], used: set[int]) -> list[int]:
-        """Free nodes of this type over exactly these nodes; of twins under the same nodes only the first."""
+        """Free nodes of a type directly over these nodes; of interchangeable ones only the first."""
         nodes: dict[frozenset[int], int] = {}
         for node, (other, under) in enumerate(zip(self.types, self.below, strict=True)):
             if other == kind and under == below and node not in used:
@@ -174,13 +168,12 @@ class _Search:
         return list(nodes.values())
 
     def add(self, kind: int, below: frozenset[int]) -> int:
-        """A new node."""
         self.types.append(kind)
         self.below.append(below)
         return len(self.types) - 1
 
     def greedy(self) -> None:
-        """Embed one ideal after the other, sharing whatever fits first."""
+        """Embed one ideal after the other; each shares the first nodes that fit."""
         for poset, ideal in self.ideals:
             image: dict[int, int] = {}
             for x in ideal:
@@ -214,10 +207,7 @@ class _Search:
 
 
 def amalgamate(types: Types) -> Amalgam:
-    """The smallest poset with a node of every type, each over a full copy of its down-set.
-
-    Exact where the search ends within its budget or meets the lower bound; otherwise valid, and not proved smallest.
-    """
+    """The smallest poset with every type over a full copy of its down-set; not proved smallest past the budget."""
     examples = types.examples
     needed: Counter[int] = Counter()
     lower: set[int] = set()
@@ -294,12 +284,10 @@ class _Quotient:
 
 
 def isomorphic(one: Graph, two: Graph, work: Work) -> dict[int, int] | None:
-    """A bijection of the nodes that keeps colours and edges; None if there is none.
+    """A bijection of the nodes that keeps colours and edges, or None; `ValueError` if `work` runs out.
 
-    Colours are refined: two nodes get different ones as soon as the colours around them differ. Where that does not
-    tell nodes apart (in strongly regular graphs it never does), one of them gets a colour of its own, and each of its
-    counterparts is tried. Nodes with the same neighbours are interchangeable, so each such group counts as one node.
-    A `ValueError` if it takes more than is left of `work`.
+    Colours are refined until stable. Where they do not separate nodes (strongly regular graphs), one node gets a colour
+    of its own and each counterpart is tried. Nodes with the same neighbours count as one.
     """
     if len(one.colours) != len(two.colours) or len(one.edges) != len(two.edges):
         return None
@@ -330,7 +318,7 @@ def isomorphic(one: Graph, two: Graph, work: Work) -> dict[int, int] | None:
 def _refined(
     left: _Quotient, right: _Quotient, colours: list[int], others: list[int], work: Work
 ) -> tuple[list[int], list[int]] | None:
-    """Colours that no look around refines further, equally many of each on both sides; None where they are not."""
+    """Stable colours of both sides, equally many of each; None where the numbers differ."""
     size = len(colours)
     looks = size + sum(map(len, left.lower)) + sum(map(len, left.upper))
     while True:

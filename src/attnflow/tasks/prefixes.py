@@ -1,8 +1,7 @@
-"""Sequences that begin alike as prefix trees, and the rows of a batch as the trees that a causal model runs instead.
+"""Sequences that begin alike as prefix trees, which a causal model runs in place of the rows of a batch.
 
 A token's state depends on the tokens before it in its row alone, so equal prefixes have equal states. `Trie` holds each
-prefix once, without an object for a token; `plan` puts the rows of a batch into tries, which run under the mask of
-ancestors and are read back to the rows.
+prefix once; `plan` puts the rows of a batch into tries, which run under the mask of ancestors.
 """
 
 from __future__ import annotations
@@ -20,20 +19,11 @@ from attnflow.tasks.embedding import NO_ID
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """Sequences of int64 keys, merged where they begin alike.
+    """A prefix tree of int64 sequences, numbered depth-first: the descendants of node v are `[v + 1, end[v])`.
 
-    Nodes are numbered depth-first: a node comes right before its first child, and its descendants are the stretch
-    `[node + 1, end[node])`. Of the children of a node the one with most descendants comes first (of equals the one
-    that the earliest sequence goes through), so that a node's ancestors are at most log2(nodes) + 1 stretches.
-
-    Attributes:
-        offsets: int64[sequences + 1]; sequence s is `[offsets[s], offsets[s + 1])` of the flat arrays.
-        node_of: int64[all items], the node of each item of the flat sequences.
-        source: int64[nodes], an item of the flat sequences that lies on each node, of the earliest such sequence.
-        parent: int64[nodes], -1 for a first item.
-        depth: int64[nodes], the number of ancestors: the item's place in its sequence.
-        end: int64[nodes], one past the last descendant.
-        head: int64[nodes], the first node of the stretch of first children that the node lies on.
+    The child with most descendants comes first, so a node's ancestors are at most log2(nodes) + 1 stretches; `head` is
+    the first node of a node's stretch. Sequence s is `[offsets[s], offsets[s + 1])` of the flat items; `node_of` is the
+    node of each item, and `source` an item of each node, from its earliest sequence.
     """
 
     offsets: IntArray
@@ -48,8 +38,7 @@ class Trie:
     def of(cls, keys: IntArray, offsets: IntArray) -> Trie:
         """The trie of the sequences `keys[offsets[s] : offsets[s + 1]]`; some may be empty, or equal.
 
-        Two items are one node if their sequences agree up to and with them: a key must say all that makes an item what
-        it is. Cost: O(items), and a sort of the sequences by their bytes.
+        A key must hold all that distinguishes an item besides the items before it. Cost: O(items), and a sort.
 
         >>> trie = Trie.of(np.array([7, 8, 1, 7, 8, 2, 9]), np.array([0, 3, 6, 7]))
         >>> trie.node_of.tolist(), trie.parent.tolist(), trie.end.tolist()
@@ -73,7 +62,7 @@ class Trie:
         return len(self.parent)
 
     def with_copies(self, nodes: IntArray) -> Trie:
-        """With a further leaf for each of `nodes`, with the same ancestors; no `end` but its own counts it."""
+        """A trie with a further leaf, of the same ancestors, for each of `nodes`; only its own `end` counts it."""
         leaves = np.arange(self.size, self.size + len(nodes))
         return replace(
             self,
@@ -85,10 +74,9 @@ class Trie:
         )
 
     def ancestors(self, columns: IntArray | None = None, window: int | None = None) -> IntervalRows:
-        """Row v: node v and its ancestors; with a `window`, only those `u` with `columns[v] - columns[u] < window`.
+        """Row v: v and its ancestors, with a `window` only those `u` with `columns[v] - columns[u] < window`.
 
-        `columns`, by default the depth, must rise along each path. Cost: O(intervals), at most log2(nodes) + 1 for a
-        row.
+        `columns` (by default the depth) must rise along each path.
         """
         nodes = np.arange(self.size)
         columns = self.depth if columns is None else columns
@@ -141,7 +129,7 @@ def _built(keys: IntArray, offsets: IntArray) -> Trie:
 
 
 def common(a: IntArray, b: IntArray) -> int:
-    """How many items two sequences begin with alike."""
+    """The length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -149,27 +137,22 @@ def common(a: IntArray, b: IntArray) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """The work of a pass, in any one unit: of a token, of a query with a key, of a token whose logits are made."""
+    """The work of a pass in any unit: of a token, a query-key pair, and a token whose logits are made."""
 
     token: float
     pair: float
     head: float
 
     def rows(self, number: int, length: int) -> float:
-        """Of a batch [number, length] without its logits; every pair is computed, as dense attention does."""
+        """The work of a batch [number, length] without its logits, every pair computed as in dense attention."""
         return number * length * (self.token + self.pair * length)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences of a causal model as arrays.
+    """Sequences of a causal model as arrays [batch, length], `real` False at pads, labels as in transformers.
 
-    Attributes:
-        ids: int64[batch, length].
-        real: bool[batch, length], False at pads.
-        positions: int64[batch, length], what the model takes for positions.
-        labels: int64[batch, length], as transformers takes them: predicted one place before, -100 where there is none.
-        by_column: whether the number of the column counts beside the position, as it does for sliding windows.
+    With `by_column` a token's column counts beside its position, as it does for sliding windows.
     """
 
     ids: IntArray
@@ -179,11 +162,7 @@ class Batch:
     by_column: bool = False
 
     def keys(self) -> IntArray:
-        """int64[real tokens], one sequence after another: what makes a token what it is, apart from those before it.
-
-        Raises:
-            ValueError: ids, positions and columns do not fit into 64 bits.
-        """
+        """An int64 key for each real token: all but the tokens before it. `ValueError` if 64 bits are too few."""
         columns = np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)[self.real]
         parts = [self.ids[self.real], self.positions[self.real], *([columns] if self.by_column else [])]
         low = [int(part.min(initial=0)) for part in parts]
@@ -198,17 +177,10 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What runs in place of a batch: prefix trees.
+    """The prefix trees [trees, width] that run in place of a batch; slots after a tree's nodes are padding.
 
-    Attributes:
-        ids: int64[trees, width].
-        positions: int64[trees, width].
-        trees: slots behind the nodes of a tree are padding.
-        columns: int64[nodes] of each tree, the column of the batch that a node lies in.
-        place: int64[batch, length], the slot of each token in the flattened trees; -1 at pads.
-        tokens: real tokens of the batch.
-        labels: int64[trees, width], as in `Batch`: every label of the batch once. None if it has none.
-        label_place: int64[batch, length - 1], the place of each prediction in the flattened [trees, width - 1].
+    `columns` is the batch column of each node, `place` the slot of each token in the flattened trees (-1 at pads), and
+    `label_place` that of each prediction in the flattened [trees, width - 1]. `labels` holds every label once.
     """
 
     ids: IntArray
@@ -222,16 +194,16 @@ class Plan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, width)."""
+        """(trees, width)."""
         return self.ids.shape[0], self.ids.shape[1]
 
     @property
     def nodes(self) -> int:
-        """Tokens that are run, copies of them counted and padding not."""
+        """The number of tokens that are run, with copies but without padding."""
         return sum(tree.size for tree in self.trees)
 
     def cost(self, cost: Cost) -> float:
-        """The work of the plan, with the logits of every slot (labels) or of every token of the batch (none)."""
+        """The work of the plan, with logits for every slot if it has labels, else for every token of the batch."""
         slots = self.ids.size if self.labels is not None else self.place.size
         return cost.rows(*self.shape) + cost.head * slots
 
@@ -245,7 +217,7 @@ class Plan:
         return table
 
     def mask(self, window: int | None = None) -> Mask:
-        """The same of a plan of one row, as a mask, which is never dense."""
+        """The mask of a plan of one row, never dense."""
         ((tree,), (columns,)), width = (self.trees, self.columns), self.shape[1]
         pads = np.arange(tree.size, width)
         padding = IntervalRows.build(pads - tree.size, pads, pads + 1, len(pads), width)
@@ -253,22 +225,17 @@ class Plan:
 
     @property
     def shares(self) -> bool:
-        """Whether any token is run once for several rows."""
+        """Whether one token is run for several rows."""
         return any(len(tree.node_of) > int(tree.node_of.max(initial=-1)) + 1 for tree in self.trees)
 
 
 def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
     """The prefix trees of a batch, with its labels if it has some; None if no sequence has a token.
 
-    Sequences are put into one tree as long as that is less work than a tree of their own, since dense attention also
-    computes the pairs that a mask forbids; with `one_row` all are, for kernels that skip these. Each label must be
-    predicted by a real token.
-
-    A token that predicts c labels takes c slots: itself and c - 1 copies with its position and ancestors, so that one
-    label to a slot suffices. With labels each tree ends with a slot of padding, since the label of a slot stands in
-    the next one.
-
-    Cost: O(tokens) memory and a sort of the sequences.
+    Dense attention also computes forbidden pairs, so a sequence joins a tree only where that is less work; with
+    `one_row` all join, for kernels that skip such pairs. A token that predicts c labels (no pad may) takes c slots:
+    itself and copies with its position and ancestors. With labels each tree ends with a padding slot, as a slot's label
+    stands in the next.
     """
     numbers = batch.real.sum(axis=1)
     if not numbers.any():
@@ -313,12 +280,12 @@ def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
 
 
 def labels_of_pads(real: BoolArray, labels: IntArray) -> bool:
-    """Whether a label is predicted by a pad, as the first token of a row that is padded on the left."""
+    """Whether a pad predicts a label, as before the first token of a row padded on the left."""
     return bool((~real[:, :-1] & (labels[:, 1:] != NO_ID)).any())
 
 
 def _predicts(batch: Batch) -> IntArray | None:
-    """int64[real tokens]: the label that each predicts, -100 for none."""
+    """The label that each real token predicts, -100 for none."""
     if batch.labels is None:
         return None
     after = np.full(batch.ids.shape, NO_ID)
@@ -327,7 +294,7 @@ def _predicts(batch: Batch) -> IntArray | None:
 
 
 def _with_labels(tree: Trie, items: IntArray, predicts: IntArray, prediction: IntArray) -> Trie:
-    """The tree with copies for all labels but the first of each node; writes the slot of each into `prediction`."""
+    """Copy nodes for all but their first label; write the slot of each label into `prediction`."""
     at = np.flatnonzero(predicts[items] != NO_ID)
     node = tree.node_of[at]
     order = np.argsort(node, kind="stable")
@@ -342,7 +309,7 @@ def _with_labels(tree: Trie, items: IntArray, predicts: IntArray, prediction: In
 
 
 def _groups(tree: Trie, rows: IntArray, cost: Cost) -> list[IntArray]:
-    """Sequences that share a row, in the order of their leaves: one joins if that is less work than its own row."""
+    """The sequences of each tree, in leaf order; one joins if that is less work than its own tree."""
     offsets, node_of = tree.offsets, tree.node_of
     order = rows[np.argsort(node_of[offsets[rows + 1] - 1], kind="stable")].tolist()
     groups: list[list[int]] = []

@@ -96,7 +96,7 @@ def rollouts(
 
 
 def group(sample: object) -> dict[str, object]:
-    """The arguments of `rollouts` that a sample holds, by name; entries that are None count as missing."""
+    """The arguments of `rollouts` in a sample, by name; None counts as missing."""
     if not isinstance(sample, Mapping):
         raise TypeError(f"a group of rollouts is a mapping with prompts and responses, got {type(sample).__name__}")
     values = cast(Mapping[str, object], sample)
@@ -114,7 +114,6 @@ def _several(name: str, values: object) -> list[object]:
 
 
 def _prompts(prompts: object, count: int) -> list[IntArray]:
-    """The prompt of each response."""
     listed = _several("prompts", prompts)
     each_has_one = np.ndim(cast(Any, listed[0])) > 0
     arrays = [index_array(f"prompts[{i}]", each) for i, each in enumerate(listed)] if each_has_one else []
@@ -131,7 +130,7 @@ def _prompts(prompts: object, count: int) -> list[IntArray]:
 
 
 def _by_token(name: str, values: object, answers: list[IntArray]) -> list[npt.NDArray[np.float64]]:
-    """For each response one number for each token."""
+    """One number for each token of each response."""
     listed = _several(f"{name}s", values)
     if len(listed) != len(answers):
         raise ValueError(f"{name}s must have an entry for each of the {len(answers)} responses, got {len(listed)}")

@@ -1,4 +1,4 @@
-"""`Token`: what one input vector is made of; and tokens by the thousand as arrays, which is how a task keeps them."""
+"""`Token`: what one input vector is made of; `Inputs` and `TokenTable`: many of them as arrays, as in tasks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Token:
 
 
 def _several(name: str, value: object) -> list[int] | None:
-    """The integers of a collection, ascending; None if it is no collection."""
+    """The integers of a collection in ascending order; None if the value is no collection."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         return None
     return sorted(integer(name, each) for each in cast(Iterable[object], value))
@@ -102,18 +102,18 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """From sequences."""
+        """Make the rows from sequences."""
         indptr = np.cumsum([0, *map(len, rows)])
         return cls(indptr, np.fromiter((value for row in rows for value in row), np.int64, int(indptr[-1])))
 
     @classmethod
     def single(cls, values: IntArray) -> Ragged:
-        """Rows of one number each."""
+        """Make rows of one number each."""
         return cls(np.arange(len(values) + 1), values)
 
     @classmethod
     def empty(cls, rows: int) -> Ragged:
-        """Rows of no number."""
+        """Make rows without numbers."""
         return cls(np.zeros(rows + 1, np.int64), np.zeros(0, np.int64))
 
     @classmethod
@@ -124,11 +124,11 @@ class Ragged:
 
     @property
     def lengths(self) -> IntArray:
-        """Of the rows."""
+        """The length of each row."""
         return np.diff(self.indptr)
 
     def take(self, rows: IntArray) -> Ragged:
-        """The rows chosen, repeats allowed."""
+        """The chosen rows, repeats allowed."""
         lengths = self.lengths[rows]
         indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return Ragged(indptr, self.values[ragged(self.indptr[rows], lengths)[1]])
@@ -139,14 +139,14 @@ class Ragged:
         return [values[first:last] for first, last in pairwise(cuts)]
 
     def padded(self, fill: int) -> IntArray:
-        """Rows side by side, [rows, longest row], at least one column wide."""
+        """The rows as [rows, longest row], at least one column wide."""
         lengths = self.lengths
         table = np.full((len(lengths), max(1, int(lengths.max(initial=0)))), fill, dtype=np.int64)
         table[np.arange(table.shape[1]) < lengths[:, None]] = self.values
         return table
 
     def numbers(self) -> IntArray:
-        """A number for each row, equal iff the rows are; values must not be negative."""
+        """A number for each row, equal iff the rows are; their values must not be negative."""
         lengths = self.lengths
         numbers = np.full(len(lengths), -1)
         numbers[lengths == 1] = self.values[self.indptr[:-1][lengths == 1]]
@@ -159,7 +159,7 @@ class Ragged:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TokenTable:
-    """Tokens by columns: ids and provenance (ascending in each row), and position."""
+    """Tokens as columns: ids and provenance (ascending in each row), and position."""
 
     ids: Ragged
     position: IntArray
@@ -167,7 +167,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, tokens: Sequence[Token]) -> TokenTable:
-        """From tokens."""
+        """Make the table from tokens."""
         return cls(
             Ragged.of([token.ids for token in tokens]),
             np.fromiter((token.position for token in tokens), np.int64, len(tokens)),
@@ -176,7 +176,7 @@ class TokenTable:
 
     @classmethod
     def data(cls, ids: IntArray, position: IntArray | None = None) -> TokenTable:
-        """Data tokens numbered 0, 1, ...; each stands at its own place, or at `position`."""
+        """Data tokens 0, 1, ..., each at its own place, or at `position`."""
         own = np.arange(len(ids))
         return cls(Ragged.single(ids), own if position is None else position, Ragged.single(own))
 
@@ -193,11 +193,11 @@ class TokenTable:
         return len(self.position)
 
     def take(self, rows: IntArray) -> TokenTable:
-        """The tokens chosen, repeats allowed."""
+        """The chosen tokens, repeats allowed."""
         return TokenTable(self.ids.take(rows), self.position[rows], self.provenance.take(rows))
 
     def numbers(self, provenance: bool = True) -> IntArray:
-        """A number for each token, equal iff the tokens are (in ids and position alone, without `provenance`)."""
+        """A number for each token, equal iff the tokens are; without `provenance`, iff ids and position are."""
         columns = [self.ids.numbers(), self.position, *[self.provenance.numbers()] * provenance]
         number = np.zeros(len(self), dtype=np.int64)
         for column in columns:
@@ -208,14 +208,14 @@ class TokenTable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Inputs:
-    """A sequence of tokens as arrays: input i is token `index[i]` of a table, which tasks of a family share."""
+    """A sequence of tokens as arrays: input i is token `index[i]` of a table that a family's tasks share."""
 
     table: TokenTable
     index: IntArray
 
     @classmethod
     def of(cls, tokens: Iterable[Token]) -> Inputs:
-        """From tokens."""
+        """Make the arrays from tokens."""
         if isinstance(tokens, Inputs):
             return tokens
         listed = list(tokens)
@@ -249,7 +249,7 @@ class Inputs:
         return self.table.position[self.index]
 
     def carriers(self) -> tuple[IntArray, IntArray]:
-        """(data index, input made of it) of each such pair, by data index, then by input."""
+        """The pairs (data index, input made of it), by data index, then by input."""
         rows = self.table.provenance.take(self.index)
         owner = np.repeat(np.arange(len(self)), rows.lengths)
         order = np.argsort(rows.values, kind="stable")
@@ -257,10 +257,7 @@ class Inputs:
 
 
 def numbered(sequences: Sequence[Inputs], provenance: bool = True) -> tuple[TokenTable, list[IntArray]]:
-    """The distinct tokens of several sequences, and for each sequence the number of each input among them.
-
-    Without `provenance`, tokens that differ in it alone count as one.
-    """
+    """The distinct tokens of several sequences (without `provenance` if False), and each input's number among them."""
     tables = {id(inputs.table): inputs.table for inputs in sequences}
     whole = TokenTable.stack(list(tables.values())) if tables else TokenTable.of([])
     first, number = as_they_appear(whole.numbers(provenance))
@@ -270,13 +267,13 @@ def numbered(sequences: Sequence[Inputs], provenance: bool = True) -> tuple[Toke
 
 
 def as_they_appear(values: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
-    """(where each distinct value stands first, ascending; for each value its number among them)."""
+    """(ascending first places of the distinct values, the number of each value among them)."""
     _, first, number = np.unique(values, return_index=True, return_inverse=True)
     return np.sort(first), invert(np.argsort(first))[number]
 
 
 def is_prefix(short: npt.NDArray[Any], long: npt.NDArray[Any]) -> bool:
-    """Whether an array is the beginning of another; views of one array are told by their address."""
+    """Whether an array is a prefix of another; for views of one array addresses are compared."""
     if short.ctypes.data == long.ctypes.data and short.strides == long.strides and len(short) <= len(long):
         return True
     return np.array_equal(short, long[: len(short)])

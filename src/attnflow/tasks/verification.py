@@ -192,7 +192,7 @@ def _sums(task: Task, terms: Tensor) -> _Sums:
 
 
 def _apart(values: _Sums, reference: _Sums) -> float:
-    """The largest difference, relative to the largest reference; a missing value is 0."""
+    """The largest difference, relative to the largest reference; a missing value counts as 0."""
     keys = sorted(values.keys() | reference.keys())
     one, two = (torch.tensor([part.get(key, 0.0) for key in keys], dtype=torch.float64) for part in (values, reference))
     return _relative(one, two)

@@ -157,7 +157,7 @@ def _ended(tokens: list[int], ends: frozenset[int], most: int) -> bool:
 
 
 def _block_rows(pads: Tensor, past: int, rows: int, block: int) -> Bool[Tensor, "batch q k"]:
-    """Every row of a pass reads the blocks up to its own; leading pads, whole blocks of them, read themselves alone."""
+    """A row reads the blocks up to its own; leading pads, whole blocks of them, read only themselves."""
     query, key = past + torch.arange(rows), torch.arange(past + rows)
     earlier = key // block <= query[:, None] // block
     itself = key == query[:, None]
@@ -238,7 +238,7 @@ def infill(
 
 
 def _context(sides: list[tuple[list[int], list[int]]], length: int) -> tuple[Tensor, Tensor]:
-    """(ids, positions) of [left, padded before | right, padded after]; positions are -1 at pads."""
+    """(ids, positions) of [left, padded before | right, padded after]; pads have position -1."""
     first, last = max(len(one) for one, _ in sides), max(len(other) for _, other in sides)
     ids = torch.zeros((len(sides), first + last), dtype=torch.int64)
     places = torch.full(ids.shape, -1)
@@ -251,7 +251,7 @@ def _context(sides: list[tuple[list[int], list[int]]], length: int) -> tuple[Ten
 
 
 def _gap_rows(places: Tensor, first: int, length: int) -> Bool[Tensor, "batch n n"]:
-    """[left | right | gap]: left reads what is before, right what is after, the gap everything; pads themselves."""
+    """In [left | right | gap] left reads backwards, right forwards, the gap everything; pads read themselves."""
     real = torch.cat([places >= 0, torch.ones(len(places), length, dtype=torch.bool)], dim=1)
     n = real.shape[1]
     kind = (torch.arange(n) >= first).long() + (torch.arange(n) >= n - length).long()  # 0 left, 1 right, 2 gap

@@ -25,10 +25,7 @@ from attnflow.tasks.embedding import additive, require_runnable
 
 
 class CachedPasses:
-    """A model and the keys and values of what it has read: each pass appends tokens, `drop` takes the last ones away.
-
-    The cache keeps everything (also of layers with a sliding window): what a token may read is what the pass allows.
-    """
+    """A model and its cache of all that it has read, without a window: a pass's mask alone says what is read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -62,16 +59,13 @@ class CachedPasses:
         return logits[:, -rows:]
 
     def drop(self, rows: int) -> None:
-        """Forget the last rows."""
+        """Remove the last rows from the cache."""
         self._cache.crop(-rows)
         self.past -= rows
 
 
 class Choice:
-    """Which token a row of logits becomes: the best; or one that is drawn, on the CPU, if an argument asks for it.
-
-    Tokens are drawn as transformers' `generate` draws them, after temperature, top k and top p in that order.
-    """
+    """Chooses a token for each row of logits: the best, or one drawn on the CPU as transformers' `generate` does."""
 
     def __init__(self, temperature: float | None, top_k: int | None, top_p: float | None, seed: int) -> None:
         self._warpers = LogitsProcessorList()
@@ -86,7 +80,7 @@ class Choice:
     def draw(
         self, logits: Float[Tensor, "*rows vocabulary"]
     ) -> tuple[Int[Tensor, "*rows"], Float[Tensor, "*rows vocabulary"]]:
-        """(a token of each row, the probabilities that it was drawn from)."""
+        """(a token for each row, the probabilities that it was drawn from)."""
         flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         read = torch.zeros(len(flat), 0, dtype=torch.int64, device=flat.device)  # none of the warpers looks at it
         chances = self._warpers(cast(torch.LongTensor, read), cast(torch.FloatTensor, flat)).softmax(dim=-1)
@@ -95,12 +89,7 @@ class Choice:
 
 
 class Fill:
-    """The masked places of each sequence that are being decoded, partly masked (MaskGIT's schedule, arXiv:2202.04200).
-
-    Attributes:
-        tokens: the ids that stand there; the mask token where nothing does yet.
-        hidden: where nothing stands yet.
-    """
+    """The partly masked places of each sequence during decoding (MaskGIT's schedule, arXiv:2202.04200)."""
 
     def __init__(self, tokens: Int[Tensor, "batch places"], hidden: Bool[Tensor, "batch places"]) -> None:
         self.tokens, self.hidden = tokens, hidden
@@ -117,7 +106,7 @@ class Fill:
         per_pass: int,
         threshold: float | None,
     ) -> None:
-        """Fill the `per_pass` surest hidden places of each sequence, and all that are as sure as `threshold`."""
+        """Fill the `per_pass` surest hidden places of each sequence, and all with at least probability `threshold`."""
         logits = logits.to(self.tokens.device)
         drawn, chances = choice.draw(logits)
         sure = chances.gather(-1, drawn[..., None])[..., 0].masked_fill(~self.hidden, -1.0)
@@ -131,7 +120,7 @@ class Fill:
 
 
 def schedule(per_pass: int | None, threshold: float | None, places: int) -> tuple[int, float | None]:
-    """Checked: how many places a pass fills at least (None: all), and how sure others must be."""
+    """Check the schedule: (how many places a pass fills at least, how sure others must be)."""
     least = places if per_pass is None else integer("per_pass", per_pass, 1, max(places, 1))
     if threshold is None:
         return least, None
@@ -142,13 +131,7 @@ def schedule(per_pass: int | None, threshold: float | None, places: int) -> tupl
 
 
 def decodable(model: nn.Module, positions: int) -> PreTrainedModel:
-    """`model`, if passes of `CachedPasses` over so many positions give what its merged tasks do.
-
-    Raises:
-        UnsupportedArchitecture: it does not take a 4D mask, positions and a cache that can be cut, or positions mix
-            beside its attention.
-        ValueError: it has no place for so many positions.
-    """
+    """`model`, if cached passes give what its merged tasks do; refused otherwise, or for too many positions."""
     require_runnable(model)
     name = type(model).__name__
     sites = find_sites(model)
@@ -170,7 +153,7 @@ def decodable(model: nn.Module, positions: int) -> PreTrainedModel:
 
 
 def prompts(name: str, ids: object) -> list[list[int]]:
-    """Token ids of each sequence: of [n] or [batch, n] ids, or a list of sequences of any lengths."""
+    """The token ids of each sequence, from [n] or [batch, n] ids or from a list of sequences."""
     if isinstance(ids, Tensor):
         rows = list(ids.unbind()) if ids.ndim == 2 else [ids]
     elif isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor):
@@ -189,7 +172,7 @@ def require_in_vocabulary(model: PreTrainedModel, name: str, texts: Iterable[Ite
 
 
 def end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -> frozenset[int]:
-    """Ids that end a text: those asked for, else those of the model's generation config; -1 for none."""
+    """The ids that end a text, by default those of the model's generation config; -1 means none."""
     value = eos_token
     if value is None:
         value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

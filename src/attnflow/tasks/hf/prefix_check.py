@@ -1,4 +1,4 @@
-"""Whether rows that begin alike have the same states in a model: how far back its layers read, both forms run."""
+"""Checks whether rows with a common prefix have the same states in a model, and how far back its layers read."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _GROWING: Final = ("dynamic", "longrope")  # rotary embeddings that look at the 
 
 @dataclass(frozen=True, eq=False)
 class Backbone:
-    """The stack of layers that runs on trees: its module, from token ids to states, and its attention modules."""
+    """The stack of layers that runs on trees: the module from token ids to states, and its attention modules."""
 
     module: PreTrainedModel
     sites: tuple[Site, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Backbone:
-        """The one stack of a model; refused are several, or none that takes the attention interface."""
+        """The one stack of a model; refuses several stacks, and stacks without the attention interface."""
         sites = find_sites(model)
         owners = list({id(site.owner): site.owner for site in sites}.values())
         if len(owners) != 1 or any(site.kind == "cross" for site in sites):
@@ -52,7 +52,7 @@ class Backbone:
         return cls(owners[0], sites)
 
     def check(self) -> None:
-        """Refuse what mixes positions beside attention, or has attention that takes no mask."""
+        """Refuse modules beside attention that mix positions, and attention that takes no mask."""
         owner = self.module
         check_implementation(
             owner, base_implementation(owner.config), f"the attention of {type(owner).__name__}", "mask"
@@ -66,7 +66,7 @@ class Backbone:
         return any(kind in str(part) for part in parts for kind in _GROWING)
 
     def cost(self, head: nn.Module | None) -> Cost:
-        """Multiplications for a token, a pair and a row of logits."""
+        """The multiplications for a token, a query-key pair and a row of logits."""
         table = self.module.get_input_embeddings()
         fixed = {id(parameter) for parameter in table.parameters()}
         weights = sum(p.numel() for p in self.module.parameters() if id(p) not in fixed)
@@ -75,7 +75,7 @@ class Backbone:
         return Cost(float(weights), 2.0 * width * len(self.sites), float(logits))
 
     def windows(self) -> dict[str, int | None]:
-        """How far back each kind of attention layer reads; see `Calls.windows`. Refused is what is no causal window."""
+        """How far back each kind of attention layer reads (`Calls.windows`); refuses all but causal windows."""
         requests = self._requests()
         by_request = {id(request): request for request in requests.values()}
         if len(by_request) == 1:
@@ -95,7 +95,7 @@ class Backbone:
         return windows
 
     def _requests(self) -> dict[str, MaskRequest]:
-        """What the model asks for when it makes the mask of each attention module."""
+        """The mask that the model requests for each attention module."""
         seen: dict[str, MaskRequest] = {}
         names = {site.module: site.name for site in self.sites}
 
@@ -113,7 +113,7 @@ class Backbone:
         return seen
 
     def intercepted(self, interceptor: Callable[[AttentionCall, Proceed], Output], run: Callable[[], object]) -> None:
-        """Run under an interceptor of every attention module, which has a mask in any case."""
+        """Run with an interceptor at every attention module, each of which then gets a mask."""
         try:
             with trial(self.module, dict.fromkeys(self.sites, interceptor), role="mask", replaces_mask=True):
                 run()
@@ -123,7 +123,7 @@ class Backbone:
             ) from error
 
     def masked_as_meant(self, call: AttentionCall, proceed: Proceed, masks: Mapping[str, object]) -> Output:
-        """An interceptor that refuses a layer which does not get the very mask that is meant for its kind."""
+        """An interceptor that refuses a layer whose mask is not the one meant for its kind."""
         kind = next(iter(masks)) if len(masks) == 1 else str(self.module.config.layer_types[call.module.layer_idx])
         if call.mask is not masks[kind]:
             name = next(site.name for site in self.sites if site.module is call.module)
@@ -131,10 +131,7 @@ class Backbone:
         return proceed(call)
 
     def probe(self) -> tuple[Tensor, Tensor]:
-        """(ids, attention_mask) of rows that begin alike, with pads among their tokens and after them.
-
-        No pad comes before all tokens: it may attend to nothing, and in some models that is NaN for its whole row.
-        """
+        """(ids, attention_mask) of rows with common prefixes and pads. None leads a row: some models give NaN there."""
         tokens = ordinary_tokens(self.module, 2)
         device = next(self.module.parameters()).device
         a, b = tokens[0], tokens[-1]
@@ -157,7 +154,7 @@ def compare(stock: Tensor, shared: Tensor, real: Tensor, name: str) -> None:
 
 
 def _window(request: MaskRequest, name: str) -> int | None:
-    """How far back a layer reads: itself and the `window - 1` tokens before it; None for all."""
+    """How many tokens a layer reads, itself included; None for all before it."""
     function = request.arguments.get("mask_function")
     if not callable(function):
         raise UnsupportedArchitecture(f"{name} has a mask of unknown kind")

@@ -115,7 +115,6 @@ def score(
 
 @torch.no_grad()
 def _family_scores(model: nn.Module, merged: MergedTask) -> Scores:
-    """The log-probability of every label, from one pass over the merged task."""
     task = merged.task
     require_runnable(model)
     labels = sorted(task.labels, key=lambda label: label.task)  # stable: within a subtask they stand by position
@@ -131,11 +130,7 @@ def _family_scores(model: nn.Module, merged: MergedTask) -> Scores:
 
 
 class Scorer:
-    """A model made ready for requests of token ids.
-
-    Raises:
-        UnsupportedArchitecture: see `score`.
-    """
+    """A model made ready for requests of token ids; refuses the models that `score` refuses."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._backbone, self._calls, checked = prepared(model)
@@ -147,7 +142,7 @@ class Scorer:
             check_sharing(self._model, self._backbone, self._calls)
 
     def score(self, requests: Sequence[Request], tokens_per_pass: int, softmax: Dtype | None = None) -> Scores:
-        """As `score`; `softmax` says the type of the softmax for logits of a type, by default at least float32."""
+        """As `score`; `softmax` gives the softmax type for logits of a type, by default at least float32."""
         longest = max((len(context) + len(rest) - 1 for context, rest in requests), default=0)
         limit = getattr(cast(Any, self._backbone.module.config).get_text_config(), "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < longest:
@@ -164,7 +159,7 @@ class Scorer:
         return Scores(tuple(log_probs), tuple(greedy), before, after, passes)
 
     def _pass(self, requests: Sequence[Request], softmax: Dtype) -> tuple[Plan, list[tuple[float, bool]]]:
-        """(what was run, log-probability and greediness of each request) of one forward pass."""
+        """One forward pass: its plan, and (log-probability, greedy) of each request."""
         rows = [[*context, *rest][:-1] for context, rest in requests]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         real = np.zeros(ids.shape, np.bool_)
@@ -189,7 +184,7 @@ class Scorer:
         ]
 
     def _logits(self, chosen: Plan, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        """[slots, vocabulary]: the head runs on these alone."""
+        """The logits [slots, vocabulary] of these slots alone."""
         device = next(self._backbone.module.parameters()).device
         index = torch.from_numpy(slots).to(device)
 
@@ -219,7 +214,6 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _encoded(context: Text, continuation: Text, tokenizer: Any) -> Request:
-    """(context, continuation) as token ids."""
     if isinstance(context, str) and isinstance(continuation, str):
         if tokenizer is None:
             raise ValueError("texts need a tokenizer: pass what af.load_model returned, tokenizer=..., or token ids")
@@ -238,7 +232,7 @@ def _encoded(context: Text, continuation: Text, tokenizer: Any) -> Request:
 
 
 def _chunks(requests: Sequence[Request], tokens_per_pass: int) -> Iterator[list[int]]:
-    """Numbers of requests that run together: those that begin alike one after another, as many as fit."""
+    """Group requests into passes of at most `tokens_per_pass` tokens, those with common prefixes side by side."""
     arrays = [np.array([*context, *rest[:-1]], np.int64) for context, rest in requests]
     order = sorted(range(len(arrays)), key=lambda number: arrays[number].astype(">i8").tobytes())
     chunk: list[int] = []

@@ -1,7 +1,7 @@
 """Calls of a model whose sequences begin alike: two hooks on its backbone, and two on the model around it.
 
-The backbone is given prefix trees, and its states are read back. A call of the model with labels is replaced as a
-whole, so that its head, too, runs once for a token.
+The backbone runs on prefix trees, and its states are read back to the rows. A call with labels is replaced as a whole,
+so that the head, too, runs once for each token.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SharingReport(Result):
 
 
 def _untraced(function: _F) -> _F:
-    """Run outside of a compiled model: what it does is numpy."""
+    """Run a function outside of a compiled model, since it uses numpy."""
     return cast(_F, torch.compiler.disable(function))
 
 
@@ -93,15 +93,10 @@ class NotShared(Exception):
 
 @dataclass(eq=False)
 class Calls:
-    """The hooks, with what they need to know of the model; copies of the model have their own.
+    """The hooks, and what they need to know of the model; copies of the model have their own.
 
-    Attributes:
-        windows: how far back each kind of attention layer reads, by its name in `config.layer_types` ("" if all are
-            alike).
-        cost: the work of the model.
-        long_positions: whether rotary embeddings depend on the largest position of the call.
-        with_labels: whether calls with labels may be replaced as a whole.
-        always: whether to share where nothing is gained, as the check of a model does.
+    `windows` is how far back attention reads, by name in `config.layer_types` ("" if all layers are alike). With
+    `always` calls are shared even where nothing is gained, as the check of a model needs.
     """
 
     windows: Mapping[str, int | None]
@@ -117,7 +112,7 @@ class Calls:
 
     @_untraced
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Replace a call with labels, where that is less work than to share in the backbone alone."""
+        """Replace a call with labels as a whole, where that is less work than sharing in the backbone alone."""
         self._outer, self._refused = None, ""
         named = _named(model, args, kwargs)
         labels, ids = named.get("labels"), named.get("input_ids")
@@ -154,7 +149,7 @@ class Calls:
 
     @_untraced
     def before_backbone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Put prefix trees in the place of rows."""
+        """Replace the rows of a call by prefix trees."""
         self._plan = None
         named = _named(model, args, kwargs)
         ids = named.get("input_ids")
@@ -211,11 +206,7 @@ class Calls:
         return cost.rows(*batch.ids.shape) + cost.head * batch.ids.size
 
     def _planned(self, model: nn.Module, batch: Batch) -> Plan:
-        """The trees of a batch.
-
-        Raises:
-            NotShared: there is nothing to share.
-        """
+        """The trees of a batch; raises `NotShared` if there is nothing to share."""
         chosen = plan(batch, self._cost(model), one_row=skips_pairs(model))
         if chosen is None:
             raise NotShared("there are no tokens but padding")
@@ -239,7 +230,7 @@ class Calls:
 def attention_masks(
     model: nn.Module, windows: Mapping[str, int | None], chosen: Plan, device: torch.device
 ) -> dict[str, object]:
-    """What the backbone takes as attention_mask, for each kind of attention layer; see `Calls.windows`."""
+    """The attention_mask that the backbone takes, for each kind of attention layer (`Calls.windows`)."""
     implementation = _implementation(model)
     if implementation == FLEX:
         return {name: chosen.mask(window).block_mask(device=device) for name, window in windows.items()}
@@ -251,18 +242,17 @@ def attention_masks(
 
 
 def skips_pairs(model: nn.Module) -> bool:
-    """Whether its attention does not compute what a mask forbids."""
+    """Whether the model's attention skips the pairs that a mask forbids."""
     return _implementation(model) == FLEX
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, all by name."""
     names = [name for name in inspect.signature(model.forward).parameters if name != "self"]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _given(named: Mapping[str, Any]) -> list[str]:
-    """Those of the arguments that hold something which could be meant for the rows."""
+    """The arguments that hold something which may refer to the rows."""
 
     def nothing(value: object) -> bool:
         return value is None or value is False or value == 0 if not isinstance(value, Tensor) else value.ndim == 0
@@ -271,7 +261,7 @@ def _given(named: Mapping[str, Any]) -> list[str]:
 
 
 def _batch(named: Mapping[str, Any], model: nn.Module, by_column: bool) -> Batch:
-    """The sequences of a call; raises `NotShared` if it has none that can be shared."""
+    """The sequences of a call; raises `NotShared` if none can be shared."""
     config = cast(Any, _config(model))
     if named.get("past_key_values") is not None or _flag(named, config, "use_cache"):
         raise NotShared(_CACHE)
@@ -319,7 +309,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _refuse_dropout(model: nn.Module) -> None:
-    """Raise `ValueError` while dropout is active in the model: a shared token would be dropped everywhere at once."""
+    """Raise `ValueError` while dropout is active, which would drop a shared token in all rows at once."""
     for name, module in model.named_modules() if model.training else ():
         if not module.training:
             continue
@@ -339,7 +329,7 @@ def _tensor(array: IntArray, like: Tensor) -> Tensor:
 
 
 def _replaced(output: object, chosen: Plan) -> object:
-    """The same output with its tensors read back to the rows."""
+    """The output with its tensors read back to the rows."""
     if isinstance(output, Tensor):
         return to_rows(output, chosen)
     if isinstance(output, tuple | list):
@@ -352,7 +342,7 @@ def _replaced(output: object, chosen: Plan) -> object:
 
 
 def to_rows(tensor: Tensor, chosen: Plan) -> Tensor:
-    """What stands in the slots of the trees, at the tokens of the rows (0 at pads) or at their labels."""
+    """The values in the trees' slots, at the tokens of the rows (0 at pads) or at their labels."""
     if tensor.ndim == 0:
         return tensor
     rows, width = chosen.shape

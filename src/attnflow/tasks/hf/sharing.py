@@ -119,7 +119,7 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
 
 
 def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
-    """(the model without wrappers, its backbone, its hooks, whether these are in force already, checked)."""
+    """(the model without wrappers, its backbone, its hooks, whether they are already in place), checked."""
     outer = _unwrapped(model)
     backbone = Backbone.of(outer)
     for hook in backbone.module._forward_pre_hooks.values():
@@ -133,13 +133,13 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """What makes logits of states, if it has one."""
+    """The module that turns states into logits, if there is one."""
     getter = getattr(model, "get_output_embeddings", None)
     return cast("nn.Module | None", getter()) if callable(getter) else None
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model in the wrappers of `torch.compile` and of data parallelism."""
+    """The model without the wrappers of `torch.compile` and data parallelism."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module) and not isinstance(model, PreTrainedModel):
@@ -148,11 +148,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
-    """Run both forms and compare; returns why calls with labels cannot be replaced as a whole, else "".
-
-    Raises:
-        UnsupportedArchitecture: the states of the backbone differ, or its layers do not get the masks meant for them.
-    """
+    """Compare both forms, refusing a model that differs; returns why calls with labels cannot be replaced, or ""."""
     ids, real = backbone.probe()
     labels = ids.masked_fill((real * real.roll(1, dims=1)) == 0, -100)
     labels[:, 0] = -100
@@ -206,17 +202,10 @@ def _hooked(model: nn.Module, backbone: nn.Module, calls: Calls) -> list[Removab
 
 
 def _shuffle_groups(trainer: Trainer) -> Callable[[], None] | None:
-    """Let a trainer that shuffles the rows of several batches (trl's GRPO, RLOO) shuffle whole groups of rollouts.
+    """Let trl's GRPO and RLOO shuffle whole groups of rollouts; returns what restores the trainer, None without groups.
 
-    Where an optimiser's step takes all of `steps_per_generation` batches, as by default, its rows are the same as
-    before; where a generation serves several steps, a step takes whole groups. A process with parts of groups shuffles
-    rows.
-
-    Returns:
-        What restores the trainer; None where it has no groups.
-
-    Raises:
-        ValueError: it has groups, but shuffles them in another way than trl 1.16.
+    A step over all of `steps_per_generation` batches keeps its rows. A process with parts of groups shuffles rows. A
+    trainer that shuffles groups in another way than trl 1.16 is a `ValueError`.
     """
     groups = getattr(trainer, "num_generations", None)
     if not isinstance(groups, int) or groups < 2:
@@ -253,7 +242,7 @@ def _shuffle_groups(trainer: Trainer) -> Callable[[], None] | None:
 
 
 def _scopes(trainer: Trainer) -> list[dict[str, Any]]:
-    """The global names that each `_prepare_inputs` of the trainer's classes sees."""
+    """The global names that the `_prepare_inputs` of each of the trainer's classes sees."""
     own = [vars(kind)["_prepare_inputs"] for kind in type(trainer).__mro__ if "_prepare_inputs" in vars(kind)]
     return [inspect.unwrap(function).__globals__ for function in own]
 
