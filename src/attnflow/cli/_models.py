@@ -29,10 +29,7 @@ def require(name: str) -> None:
 
 
 def require_model(name: str, with_settings: bool) -> None:
-    """Reports a typo at once where `name` may be a mask or a model.
-
-    `with_settings` tells that parameters of a mask were given.
-    """
+    """Reports a typo at once where `name` may be a mask (which alone has settings) or a model."""
     from attnflow._core.plain import close_to
     from attnflow.models.names import MODELS
 

@@ -93,10 +93,7 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
 
 
 def write(subject: Mask | Result, path: Path, details: Mapping[str, str] | None = None, **options: Any) -> None:
-    """Writes the file that the suffix asks for, whole or not at all.
-
-    `options` go to the picture, `details` to the page.
-    """
+    """Writes the file whole or not at all; `options` go to the picture, `details` to the page."""
     from attnflow._core.files import write_atomically
     from attnflow.report import figure, page
     from attnflow.report.svg import encode

@@ -108,7 +108,6 @@ def _overview(models: Sequence[GeometryScores]) -> str:
 
 
 def _details(scores: GeometryScores, *, heads: bool) -> str:
-    """Returns every row of one model as a table, with or without heads."""
     from attnflow.report.geometry import has_several
 
     several = has_several(scores)

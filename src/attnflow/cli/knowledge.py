@@ -185,10 +185,7 @@ def stats(
 
 @contextmanager
 def opened(uri: str, *, read_only: bool = True) -> Generator[Store, None, None]:
-    """Opens an existing store and closes it at the end.
-
-    Raises BadUsage if there is none, or for an id that it does not have.
-    """
+    """Opens an existing store and closes it; raises BadUsage without one, or for an unknown id."""
     from attnflow.knowledge.store import Store
 
     _refuse_memory(uri)
@@ -208,7 +205,6 @@ def _refuse_memory(uri: str) -> None:
 
 
 def _note_truncated(places: Sequence[str], total: int) -> None:
-    """Says on stderr which texts were too long."""
     if places:
         more = ", ..." if len(places) > 5 else ""
         print(

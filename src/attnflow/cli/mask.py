@@ -307,7 +307,6 @@ def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
 
 
 def _lines(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the numbers as (label, text) pairs."""
     total, order = numbers["num_queries"] * numbers["num_keys"], numbers["order"]
     lines = [("allowed pairs", f"{numbers['allowed_pairs']:,} of {total:,} ({percent(numbers['density'])})")]
     if order is None:
@@ -330,7 +329,6 @@ def _lines(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _say(mask: Mask, lines: Sequence[tuple[str, str]], written: Path | None) -> None:
-    """Prints a mask as text with its numbers."""
     from attnflow.report.mask_picture import mask_text
 
     screen = console()

@@ -234,7 +234,6 @@ def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], share: float) -> st
 
 
 def _label(edge: Edge, x: float, y: float) -> str:
-    """Writes the bias of an edge on its own background."""
     frame = {"x": x - 14.0, "y": y - 10.0, "width": 28.0, "height": 13.0, "rx": 3}
     ground = element("rect", **frame, fill="#fff", fill_opacity=0.8, class_="af-face")
     text = element("text", f"{edge.bias:.2f}", x=x, y=y, text_anchor="middle", font_size=10, fill="currentColor")

@@ -130,10 +130,7 @@ def svg_of(figure: Figure, title: str) -> str:
 
 
 def in_page(draw: Callable[[], Figure], title: str, caption: html.Content | None = None) -> Html:
-    """Returns a chart with its caption; without matplotlib, a remark that names the extra.
-
-    `title` describes it to screen readers.
-    """
+    """Returns a chart with its caption and accessible title, or a remark that names matplotlib's extra if missing."""
     try:
         picture = svg_of(draw(), title)
     except MissingExtra as error:

@@ -73,7 +73,6 @@ def _scores(models: Models) -> Section:
 
 
 def _by_layer(models: Models) -> Section:
-    """Shows both scores of the full matrix in each layer."""
     parts: list[Content] = []
     for reading in sorted({(model.gamma, model.mode) for model in models}):
         alike = [model for model in models if (model.gamma, model.mode) == reading]
@@ -91,7 +90,6 @@ def _by_layer(models: Models) -> Section:
 
 
 def _by_head(models: Models) -> Section:
-    """Maps both scores of each head in each layer."""
     scored = [model for model in models if any(one.head != "all" for one in model)]
     lead = (
         "Each head has a matrix of its own, and the full matrix is their sum. Blue is positive, red negative; each "
@@ -250,7 +248,6 @@ def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
 
 
 def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
-    """Plots both full-matrix scores by layer, one line for each attention of each model."""
     reading = _same_reading(models)
     figure = blank(9.0, 3.6)
     panels = figure.subplots(1, 2)

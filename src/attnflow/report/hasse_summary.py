@@ -24,10 +24,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Box:
-    """Some classes drawn as one box.
-
-    `inner_edges` covers within it are not drawn and leave `parts` connected parts; `is_chain` holds for every part.
-    """
+    """Classes drawn as one box; undrawn `inner_edges` leave `parts` connected parts, all chains if `is_chain`."""
 
     classes: tuple[int, ...]
     inner_edges: int

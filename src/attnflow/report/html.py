@@ -62,10 +62,7 @@ def facts(rows: Sequence[tuple[str, Content]], kind: str = "facts") -> Html:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[Content]], *, text_columns: int = 1, marked: Iterable[int] = ()
 ) -> Html:
-    """Builds a table that scrolls in its own box on a narrow screen.
-
-    After the first `text_columns`, columns are numbers, set flush right; `marked` rows stand out.
-    """
+    """Builds a scrolling table; columns after the first `text_columns` are numbers, `marked` rows stand out."""
     emphasised = set(marked)
 
     def cell(kind: str, index: int, content: Content) -> Html:

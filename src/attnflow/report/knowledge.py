@@ -43,7 +43,6 @@ def trace_part(trace: Trace, _: Context) -> Part:
 
 
 def _prompt(trace: Trace) -> Section:
-    """Shows the text by token, with the traced tokens marked, and the target."""
     first = max(0, len(trace.tokens) - _PROMPT)
     traced = set(trace.positions)
     tokens = [
@@ -59,7 +58,6 @@ def _prompt(trace: Trace) -> Section:
 
 
 def _entries(trace: Trace) -> Section:
-    """Shows the strongest entries of the last token as bars and as a table."""
     title = "Entries of the last token"
     row = len(trace.positions) - 1
     strongest = trace.fired(-1, count=_ROWS)
@@ -148,7 +146,6 @@ def _reading(trace: Trace) -> list[Content]:
 
 
 def _sum(trace: Trace) -> str:
-    """Writes the logit of the last token as a sum."""
     terms = [
         ("entries", math.fsum(float(one.effect[-1]) for one in trace if one.effect is not None)),
         ("attention", math.fsum(float(one.attention_effect[-1]) for one in trace if one.attention_effect is not None)),

@@ -59,7 +59,6 @@ class _Rows:
         self.place = [0] * len(self.row_of)  # within the row
 
     def order(self, rows: Sequence[Sequence[int]]) -> None:
-        """Sets the order of the vertices in each row."""
         self.rows = [list(row) for row in rows]
         for row in rows:
             for index, vertex in enumerate(row):
@@ -71,7 +70,6 @@ class _Rows:
         return (8.0 if (lower, upper) in self.spine else 1.0, 2.0, 8.0)[dummies]
 
     def gap(self, left: int, right: int) -> float:
-        """Returns the distance between the centres of neighbours in a row."""
         space = _NODE_GAP if left < self.num_real or right < self.num_real else _LINE_GAP
         return (self.widths[left] + self.widths[right]) / 2 + space
 
@@ -156,7 +154,6 @@ def _reduce_crossings(graph: _Rows) -> None:
 
 
 def _swap(row: list[int], graph: _Rows) -> None:
-    """Swaps neighbours in a row wherever that removes crossings."""
     place = graph.place
     for index in range(len(row) - 1):
         left, right = row[index], row[index + 1]

@@ -154,13 +154,11 @@ def _layers(layers: list[int]) -> str:
 
 
 def _titled(masks: Layers) -> Iterator[tuple[Mask, Html]]:
-    """Yields the shown masks, each with a heading if there are several."""
     for mask, where in masks[:_SHOWN]:
         yield mask, tag("h3", f"{_layers(where)} · ", _name(mask)) if len(masks) > 1 else Html("")
 
 
 def _blocks(masks: Layers) -> Section:
-    """Counts full, partial and empty blocks, as a block-sparse kernel sees them."""
     lead = (
         "A block-sparse kernel such as FlexAttention skips blocks without an allowed pair, and applies the mask "
         "inside partial blocks only. “Used” is the share of the computed pairs that the mask allows."
@@ -222,7 +220,6 @@ def computed_pairs(mask: Mask, block: int = 128) -> dict[str, int]:
 
 
 def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
-    """Draws a bar divided in proportion to the amounts."""
     total, x = sum(amount for _, amount in parts) or 1, 0.0
     pieces: list[str] = []
     for name, amount in parts:

@@ -113,7 +113,6 @@ def _facts(flow: Flow) -> list[tuple[str, Content]]:
 
 
 def _classes(flow: Flow) -> Html:
-    """Lists the lowest and the highest classes in a table."""
     count = len(flow.classes)
     edges = np.array(flow.hasse.edges, dtype=np.int64).reshape(-1, 2)
     above, below = (np.bincount(ends, minlength=count) for ends in edges.T)

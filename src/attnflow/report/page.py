@@ -124,7 +124,6 @@ def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], 
 
 
 def _document(title: str, parts: Sequence[Part], sections: Sequence[Section], details: Mapping[str, str]) -> str:
-    """Assembles the HTML document."""
     style, scripts = _asset("report.css"), {"": _asset("report.js")}
     if any(f'{html.LIVE}="' in section.body.markup for section in sections):
         scripts[' type="module"'] = _asset("studio.js")

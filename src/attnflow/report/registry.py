@@ -74,10 +74,7 @@ def _survey_figure(survey: Survey, **options: Any) -> Figure:
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of result is shown.
-
-    With `together`, several results share one part and one picture; without `figure` there is only a table.
-    """
+    """How a result is shown: its part of a page, its picture if any, and whether several results share both."""
 
     part: Callable[[Any, Context], Part] = _table_part
     figure: Callable[..., Svg | Figure] | None = None
@@ -103,10 +100,7 @@ EXPANDED: Final = (Task,)  # a page shows their parts, see `_subjects`
 
 
 def kind_of(result: object) -> Kind:
-    """Returns how a result is shown.
-
-    Raises TypeError, which lists what can be shown, for anything else.
-    """
+    """Returns how a result is shown; raises TypeError, listing what can be shown, if it cannot be."""
     for base in type(result).__mro__:
         if base in KINDS:
             return KINDS[base]

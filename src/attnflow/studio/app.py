@@ -35,10 +35,7 @@ MODEL_OPERATIONS: Final = frozenset({"model", "audit", "geometry", "bias", "trac
 
 
 class Studio:
-    """The open pages and their limits.
-
-    A page must first show `token`, which stands in the address's fragment, so no server ever sees it.
-    """
+    """The open pages and their limits; `token` stands in the address's fragment, which no server ever sees."""
 
     def __init__(
         self,
@@ -112,7 +109,6 @@ class Studio:
                 await self.prepare()
 
     async def _shows_token(self, socket: WebSocket) -> bool:
-        """Tells whether the first message shows the token in time."""
         try:
             async with asyncio.timeout(self.limits.first_message):
                 text = await _received(socket)
@@ -177,8 +173,6 @@ class Studio:
 
 
 class _Line(NamedTuple):
-    """A process and the messages that wait for it."""
-
     worker: Worker
     waiting: asyncio.Queue[dict[str, object]]
 

@@ -70,10 +70,7 @@ class Worker:
                 await self._send(process, self.design)
 
     async def ask(self, message: Mapping[str, object], heard: Heard | None = None) -> str:
-        """Returns the reply to a message, as JSON; after `limits.seconds` it ends the process and replies so.
-
-        `heard` is called with progress messages, as JSON.
-        """
+        """Returns the JSON reply, or an error after `limits.seconds`, which ends the process; `heard` gets progress."""
         await self.start()
         process, limit = self._process, self._limits.starting
         assert process is not None
@@ -121,7 +118,6 @@ class Worker:
 
 
 async def _reply(stream: asyncio.StreamReader, heard: Heard | None) -> bytes:
-    """Returns the next line that is not a progress message."""
     while (line := await stream.readline()).startswith(_PROGRESS):
         if heard is not None:
             await heard(line.decode().rstrip("\n"))

@@ -69,10 +69,7 @@ def _plain(content: object) -> str:
 
 
 def _begun(memory: int) -> tuple[Say, str]:
-    """Returns the function that prints a line to the server, and the server's first line.
-
-    Once the server has ended, the process ends silently.
-    """
+    """Returns a line printer that ends the process silently once the server is gone, and the server's first line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     answers, sys.stdout = sys.stdout, sys.stderr
     _limit_memory(memory)

@@ -21,10 +21,7 @@ _CHARACTERS: Final = 12  # of text for each token that is wanted
 
 
 def chosen(message: Message, size: int) -> Spec:
-    """Reads the catalogue mask that a message names, with settings as typed texts.
-
-    An empty `n` becomes `size`; other empty parameters keep their default.
-    """
+    """Reads the catalogue mask that a message names; an empty `n` becomes `size`, others keep their default."""
     name = _text(message, "name")
     entry = find(name, named_masks(), "mask")
     settings = as_object(message.get("settings", {}), "settings")

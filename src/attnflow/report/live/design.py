@@ -43,10 +43,7 @@ class Stroke(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """The mask of one layer, or of all: `spec`, as `Mask.from_json` reads it, and the strokes painted on it in order.
-
-    `mask` is the result, and `base` describes `spec` in a line.
-    """
+    """The mask of one layer, or of all: `spec` with `strokes` painted on it in order; `base` describes `spec`."""
 
     spec: Spec
     strokes: tuple[Stroke, ...]
@@ -55,10 +52,7 @@ class Layer:
 
     @classmethod
     def of(cls, spec: object, strokes: Iterable[Stroke] = (), where: str = "mask") -> Layer:
-        """Builds a layer from plain data.
-
-        Raises ValueError for data that is no mask, or a mask that is not square or too long.
-        """
+        """Builds a layer from plain data; raises ValueError unless it is a square mask of allowed length."""
         mask = mask_from_dict(spec, where)
         if mask.num_queries != mask.num_keys:
             raise ValueError(f"{where}: expected as many queries as keys, got a mask of shape {mask.shape}")
@@ -195,10 +189,7 @@ class Design:
 
     @classmethod
     def from_dict(cls, values: object, where: str = "design") -> Design:
-        """Reads a design from plain data.
-
-        Raises ValueError, with the place, for a missing, unknown, malformed or too large part.
-        """
+        """Reads plain data; raises ValueError, naming the place, for bad or too large parts."""
         content = as_object(values, where)
         only_keys(content, where, ("layers",), ("version", "stacked", "tokens", "sources", "labels", "against"))
         if content.get("version", _VERSION) != _VERSION:
@@ -224,10 +215,7 @@ class Design:
 
     @classmethod
     def of_task(cls, task: Task) -> Design:
-        """Converts a task, keeping only those labels that are data tokens.
-
-        Raises ValueError for too many positions or layers, or data tokens beyond the positions.
-        """
+        """Converts a task and its data-token labels; raises ValueError if it is too large for a design."""
         if task.size > MAX_POSITIONS or len(task.masks) > MAX_LAYERS:
             raise ValueError(
                 f"expected at most {MAX_POSITIONS:,} positions and {MAX_LAYERS} layers, got {task.size:,} and "
@@ -244,10 +232,7 @@ class Design:
 
 @lru_cache(8)
 def labels_of(kind: str, size: int) -> tuple[tuple[int, int], ...]:
-    """Returns (position, data token) labels of all positions: the "next" token, their "own", or "none".
-
-    Raises ValueError for another kind.
-    """
+    """Returns (position, data token) labels of all positions: the "next" token, their "own", or "none"."""
     shifts = {"next": 1, "own": 0, "none": size}
     shift = find(kind, shifts, "kind of labels")
     return tuple((i, i + shift) for i in range(size - shift))

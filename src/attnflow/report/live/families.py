@@ -96,7 +96,6 @@ def family(message: Message) -> Reply:
 
 
 def _code(name: str, size: int, values: Mapping[str, object], pairs: Sequence[tuple[int, int]]) -> str:
-    """Returns the code that builds the merged task."""
     settings = "".join(f", {key}={value!r}" for key, value in values.items())
     lines = [
         "import attnflow as af",

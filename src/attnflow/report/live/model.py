@@ -245,10 +245,7 @@ def geometry_view(scores: GeometryScores) -> Reply:
 
 
 def bias_view(bias_map: BiasMap, layer: int | None) -> Reply:
-    """Returns the strength of each layer and a map: the last query in every layer, or all queries of one.
-
-    Raises ValueError for a layer without a bias.
-    """
+    """Returns strengths, and a map of one layer or of the last query; raises ValueError for a layer without bias."""
     if layer is None:
         row = len(bias_map.queries) - 1
         values = np.stack([bias_map.values("bias", one.layer)[row].numpy() for one in bias_map])
@@ -276,10 +273,7 @@ def bias_view(bias_map: BiasMap, layer: int | None) -> Reply:
 
 
 def trace_view(trace: Trace, position: int) -> Reply:
-    """Returns what each layer's entries did for each token, and the strongest entries of one token.
-
-    Raises ValueError for a position that was not traced.
-    """
+    """Returns the entries' work by layer and token; raises ValueError for a position that was not traced."""
     row = trace.row(position)
     written = [one.output_norm if one.effect is None else one.effect for one in trace]
     fired = trace.fired(trace.positions[row], count=_LISTED)
@@ -313,5 +307,4 @@ def _table(values: npt.NDArray[Any]) -> list[list[float | None]]:
 
 
 def _number(value: float) -> float | None:
-    """Rounds a value for drawing; None if it is not finite."""
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

@@ -53,10 +53,7 @@ def widget(subject: Subject, *, labels: Sequence[str] | None = None) -> Widget:
 
 
 def design_for(subject: Subject, labels: Sequence[str] | None = None) -> Design:
-    """Returns the initial design of a subject.
-
-    Raises TypeError for anything but a mask, stack, flow or task, and ValueError as `widget` does.
-    """
+    """Returns the initial design of a subject; raises as `widget`, and TypeError for other subjects."""
     if isinstance(subject, Task | MergedTask):
         design = Design.of_task(subject if isinstance(subject, Task) else subject.task)
     elif isinstance(subject, Flow):

@@ -131,7 +131,6 @@ class Session:
         return reply
 
     def _tile(self, window: Message) -> Reply:
-        """Returns a window of the matrix."""
         against = self.design.against
         sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
         return tile(
