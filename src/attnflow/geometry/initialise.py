@@ -131,7 +131,7 @@ def _initialise_one(
 
 
 def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
-    """The weight with the root mean square that the entries of `like` have."""
+    """Scale a weight to the root mean square of `like`."""
     size, wanted = (tensor.square().mean().sqrt() for tensor in (weight, like))
     if not bool(size * wanted > 0):  # NaN is no scale either
         raise ValueError(
@@ -142,9 +142,9 @@ def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
 
 
 def _forms(sign: Literal[1, -1], like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Random forms, [kv_heads, count, head_dim, head_dim]: R R^T, or (P - P^T) / 2, for normal R and P.
+    """Draw forms, [kv_heads, count, head_dim, head_dim]: R R^T, or (P - P^T) / 2, for normal R and P.
 
-    (With the identity in place of R R^T, the heads of a group would not differ.)
+    The identity in place of R R^T would make the heads of a group equal.
     """
     kv_heads, _, head_dim, _ = like.shape
     random = torch.randn(kv_heads, count, head_dim, head_dim, generator=generator, device=_device(generator)).to(like)

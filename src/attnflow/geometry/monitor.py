@@ -237,11 +237,10 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class RecordFile:
-    """Scores by step, in the columns of `COLUMNS`; it survives a crash at any moment, and can be read at any time.
+    """Scores by step, in the columns of `COLUMNS`; it survives a crash and can be read at any time.
 
-    A record has so many rows; a last one with fewer was cut off by a crash. Where training starts at a step, later
-    records of the file are made again, so they are taken out; the file as it was is then kept with ".old" after its
-    name. `ValueError` if it holds something else, such as records of another model.
+    A cut-off last record is dropped. Resuming at a step removes later records and keeps the old file with ".old" after
+    its name. `ValueError` for other content, such as records of another model.
     """
 
     def __init__(self, path: Path, rows: int, step: int) -> None:
@@ -279,7 +278,7 @@ class RecordFile:
         self.last = step
 
     def _records(self, text: str) -> Iterator[tuple[int, str]]:
-        """Every step with its lines; a record cut off at the end is left out."""
+        """Yield every step with its lines, leaving out a record cut off at the end."""
         if _HEADER.startswith(text):
             return
         if not text.startswith(_HEADER):
@@ -310,7 +309,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def log_to(target: object) -> Log:
-    """The function that sends values by name, and their step, to a `SummaryWriter`, a W&B run, or such a function."""
+    """Return a function of values by name and their step, from a `SummaryWriter`, a W&B run, or such a function."""
     if hasattr(target, "add_scalar"):
         return partial(_log_to_tensorboard, target)
     log = getattr(target, "log", None)
@@ -323,7 +322,7 @@ def log_to(target: object) -> Log:
 
 
 def logs_of_trainer(args: Any) -> list[Log]:
-    """To where a Trainer with these `TrainingArguments` reports, as far as we know how: TensorBoard and W&B."""
+    """Return the logs that a Trainer reports to, of those that we support: TensorBoard and W&B."""
     reports = cast(Sequence[str], args.report_to or ())
     logs: list[Log] = []
     if "tensorboard" in reports:
@@ -336,7 +335,7 @@ def logs_of_trainer(args: Any) -> list[Log]:
 
 
 def values_of(rows: Sequence[MatrixScores]) -> dict[str, float]:
-    """Values by name: of every layer's full matrix, and their median over the layers."""
+    """Name the values: every layer's full matrix, and their median over layers."""
     values: dict[str, float] = {}
     for score in ("symmetry", "directionality"):
         layers: dict[str, dict[str, float]] = {}

@@ -56,7 +56,7 @@ def penalty(model: nn.Module | Loaded, target: Target = "symmetric", per_head: b
 
 
 def _layers(model: nn.Module) -> list[AttentionLayer]:
-    """The layers of the model, which a loss asks for at every step; found again where its parameters are others."""
+    """Return the model's layers, cached between steps of training until its parameters are replaced."""
     parameters = {id(parameter) for parameter in model.parameters()}
     count, layers = _found.get(model, (-1, []))
     if count != len(parameters) or any(id(p) not in parameters for layer in layers for p in layer.parameters.values()):

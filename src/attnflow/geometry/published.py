@@ -225,7 +225,7 @@ def compare(model: str, summaries: Sequence[Summary], gamma: float, mode: str) -
 
 
 def _plain_name(model: str) -> str:
-    """The name of a model without its owner, folder, ending or quantisation, in lower case."""
+    """Strip owner, folder, ending and quantisation from a model's name, in lower case."""
     cached = re.search(r"models--(?:[^/\\]+?--)?([^/\\]+)", model)  # how the hub's cache names folders
     name = (cached[1] if cached else re.split(r"[/\\]", model.rstrip("/\\"))[-1]).lower()
     name = re.sub(r"\.(gguf|safetensors|bin|pt|pth)$", "", name)

@@ -89,7 +89,7 @@ def score(
 
 
 def layer_scores(layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool) -> list[MatrixScores]:
-    """The scores of the full matrix of one layer and, with `per_head`, of each head; `ValueError` for NaN or Inf."""
+    """Score the full matrix of one layer and, with `per_head`, each head; `ValueError` for NaN or Inf."""
     query = layer.query().detach()
     arguments = (query, layer.key().detach(), layer.num_heads, layer.num_kv_heads, gamma, mode)
     rows = rows_of(layer, full_scores(*arguments), query.shape[1])
@@ -99,7 +99,7 @@ def layer_scores(layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool
 def layers_of(
     source: Source, attention: Attention = "self", config: Mapping[str, object] | None = None
 ) -> tuple[Weights, list[AttentionLayer]]:
-    """What is read of a model, and its layers; `query()` and `key()` of each read its weights, in float32."""
+    """Open a model and list its layers, whose `query()` and `key()` read weights in float32."""
     check_attention(attention)
     weights = open_weights(source.model if isinstance(source, Loaded) else source)
     layers = [layer for layer in stored_layers(weights, config) if attention in ("all", layer.kind)]
@@ -158,14 +158,10 @@ def survey(
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Survey:
-    """Score each model once, in the order of their names; the arguments are those of `score`.
+    """Score each model once, in the given order, with the arguments of `score`.
 
-    Args:
-        progress: called before each model, and after each layer, with how many are done, how many there are, and
-            what is next.
-
-    Raises:
-        ValueError: gamma, mode or attention are of no reading, whatever the model.
+    `progress` runs before each model and after each layer, with the next one's name. A bad gamma or mode raises
+    `ValueError` at once; a model that fails is listed in `unscored`.
     """
     check_reading(gamma, mode)
     models: list[GeometryScores] = []
@@ -193,13 +189,13 @@ def survey(
 
 
 def check_attention(attention: str) -> None:
-    """Raise unless there is such a kind of attention."""
+    """Refuse an unknown kind of attention."""
     if attention not in get_args(Attention):
         raise ValueError(f'attention must be "self", "cross" or "all", got {attention!r}')
 
 
 def layers_in_memory(model: nn.Module | Loaded, attention: Attention = "self") -> list[AttentionLayer]:
-    """The layers of one kind of attention of a model in memory, in order, also if it is wrapped for several devices."""
+    """List the layers of one kind of attention of a model in memory, even if wrapped for several devices."""
     check_attention(attention)
     module, _ = split(model)
     if isinstance(module, DataParallel | DistributedDataParallel):
@@ -220,5 +216,5 @@ def layers_in_memory(model: nn.Module | Loaded, attention: Attention = "self") -
 
 @lru_cache
 def _warn_discovered(model: str) -> None:
-    """Once for each type of model: a penalty asks at every step."""
+    """Warn once for each type of model, since a penalty asks at every step."""
     _LOG.warning("%s is not in the registry: queries and keys were found by their names and shapes", model)

@@ -252,7 +252,7 @@ def full_symmetry(
 
 
 def _split(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Both weights in float32 or better with a dimension for the heads, [heads, head_dim, width]."""
+    """Split both weights into heads, [heads, head_dim, width], in float32 or better."""
     checks.integer("num_heads", num_heads, 1)
     checks.integer("num_kv_heads", num_kv_heads, 1)
     if num_heads % num_kv_heads:
@@ -276,7 +276,7 @@ def _split(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tup
 
 
 def _summed(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Weights of equally many rows whose product is the full matrix, [num_kv_heads * head_dim, width]."""
+    """Return weights [num_kv_heads * head_dim, width] whose product is the full matrix."""
     query_heads, key_heads = _split(query, key, num_heads, num_kv_heads)
     groups = query_heads.unflatten(0, (num_kv_heads, -1))
     summed = groups.squeeze(1) if groups.shape[1] == 1 else groups.sum(1)
@@ -284,7 +284,7 @@ def _summed(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tu
 
 
 def _factored(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """tr(M M) (NaN if M is not square), squared norms of rows, of columns; from [r, d_query] and [r, d_key]."""
+    """Return tr(M M) (NaN if not square) and squared norms of rows and columns, from [r, d_query] and [r, d_key]."""
     a, b = query @ query.T, key @ key.T
     rows = (b @ query).mul_(query).sum(0).clamp_(min=0)
     columns = (a @ key).mul_(key).sum(0).clamp_(min=0)
@@ -295,7 +295,7 @@ def _factored(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _tiled(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `_factored`, from every tile of M once, together with its mirror image."""
+    """Compute the same as `_factored`, tile by tile, each together with its mirror image."""
     rows, columns = query.new_zeros(query.shape[1]), key.new_zeros(key.shape[1])
     square = len(rows) == len(columns)
     trace = query.new_full((), 0.0 if square else torch.nan)
@@ -319,7 +319,7 @@ def _tiled(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scores(query: Tensor, key: Tensor, gamma: float, mode: Mode) -> Scores:
-    """Scores of the one matrix query^T key."""
+    """Score the matrix query^T key."""
     (query, query_scale), (key, key_scale) = unit(query), unit(key)
     small = _WIDTH_PER_ROW * len(query) <= min(query.shape[1], key.shape[1])
     trace, row_squares, column_squares = (_factored if small else _tiled)(query, key)
@@ -334,7 +334,7 @@ def _scores(query: Tensor, key: Tensor, gamma: float, mode: Mode) -> Scores:
 
 
 def _factored_symmetry(query: Tensor, key: Tensor) -> Tensor:
-    """tr(C C) / <A, B> for weights [..., r, d]."""
+    """Return tr(C C) / <A, B> for weights [..., r, d]."""
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(_different_widths(query, key))
     (query, _), (key, _) = unit(query), unit(key)
@@ -350,7 +350,6 @@ def _different_widths(query: Tensor, key: Tensor) -> str:
 
 
 def _finite(scores: Scores, query: Tensor, key: Tensor) -> Scores:
-    """The scores, unless the weights cannot have any."""
     if bool(scores.norm.isfinite().all()):
         return scores
     for name, weight in (("query", query), ("key", key)):

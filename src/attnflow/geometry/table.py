@@ -56,7 +56,7 @@ _DERIVED: Final = ("ignored", "summaries", "published")  # keys of the JSON that
 
 
 def rows_of(place: Place, scores: Scores, width: int) -> list[MatrixScores]:
-    """Rows of the table: one for the full matrix (0-d scores), or one per head."""
+    """Make table rows: one for the full matrix (0-d scores), or one per head."""
     full = scores.norm.ndim == 0
     rows: list[MatrixScores] = []
     for head in range(scores.norm.numel()):

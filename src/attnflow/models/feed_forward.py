@@ -1,8 +1,7 @@
 """Where the feed-forward layers of a transformers model are, and which matrices of its layers they do not cover.
 
-Linear maps are known by their names. Of experts that are stored together nothing of a family is written down: two
-parameters with a leading dimension of experts, whose shapes fit a map into neurons and one out of them, may be read in
-several ways, and the one that computes what the module does is taken.
+Linear maps are known by name. Experts stored together are recognised by shape, then by comparing each possible reading
+with what the module computes.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ FEED_FORWARD: Final = (
 class PackedExperts:
     """One module of E experts, with parameters `first` [E, parts * n, d] and `last` [E, d, n], each or both transposed.
 
-    An expert writes act(h W_first^T + b) W_last^T + b2, times the weight that the router gives it.
+    An expert writes act(h W_first^T + b) W_last^T + b2, times the router's weight for it.
     """
 
     name: str  # path in a model
@@ -94,40 +93,40 @@ class PackedExperts:
 
     @property
     def parts(self) -> int:
-        """Keys of a neuron."""
+        """Number of keys of a neuron."""
         return 1 + self.gated
 
     def keys(self, module: nn.Module) -> Tensor:
-        """[E, parts, n, d], a view."""
+        """Keys, [E, parts, n, d], a view."""
         weight = cast(Tensor, getattr(module, self.first))
         return self._by_part(weight.transpose(1, 2) if self.transposed else weight)
 
     def thresholds(self, module: nn.Module) -> Tensor | None:
-        """[E, parts, n], a view; None without."""
+        """Biases of `first`, [E, parts, n], a view; None without."""
         bias = cast("Tensor | None", getattr(module, self.first + _BIAS, None))
         return None if bias is None else self._by_part(bias)
 
     def values(self, module: nn.Module) -> Tensor:
-        """[E, n, d], a view."""
+        """Values, [E, n, d], a view."""
         weight = cast(Tensor, getattr(module, self.last))
         return weight if self.transposed else weight.transpose(1, 2)
 
     def output_bias(self, module: nn.Module) -> Tensor | None:
-        """[E, d], or None."""
+        """Biases of `last`, [E, d], or None."""
         return cast("Tensor | None", getattr(module, self.last + _BIAS, None))
 
     def parameters(self, module: nn.Module) -> list[Tensor]:
-        """What `entries` accounts for, and the biases of the outputs."""
+        """Parameters that `entries` accounts for, and the biases of the outputs."""
         stored = (getattr(module, name + end, None) for name in (self.first, self.last) for end in ("", _BIAS))
         return [one for one in stored if isinstance(one, Tensor)]
 
     def stored(self, keys: Tensor, values: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`first`, `last` and the bias of `first` as the module stores them: the inverse of the views."""
+        """Return `first`, `last` and the bias of `first` as the module stores them: the views' inverse."""
         weight, bias = (self._side_by_side(one) for one in (keys, thresholds))
         return (weight.transpose(1, 2), values, bias) if self.transposed else (weight, values.transpose(1, 2), bias)
 
     def weigh(self, module: nn.Module, scores: Sequence[Tensor]) -> Tensor:
-        """Weights [..., n] of neurons with scores [..., n] of each part, by the module's own functions."""
+        """Compute the neurons' weights [..., n] from each part's scores [..., n] by the module's own functions."""
         if self.joint:
             return cast("Callable[[Tensor], Tensor]", getattr(module, _JOINT))(
                 torch.stack(list(scores), dim=-1).flatten(-2) if self.interleaved else torch.cat(list(scores), dim=-1)
@@ -147,11 +146,7 @@ class PackedExperts:
 
 
 def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
-    """The feed-forward layers of a model, in order: linear maps that are known by name, and experts, by what they do.
-
-    Raises:
-        UnsupportedArchitecture: there are none.
-    """
+    """List the feed-forward layers of a model in order; `UnsupportedArchitecture` if there are none."""
     layers: list[FeedForward | PackedExperts] = []
     routers: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -173,11 +168,10 @@ def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
 
 
 def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> dict[str, Tensor]:
-    """The matrices, by name, of layers with attention or feed-forward sites that belong to neither.
+    """Return the matrices, by name, of layers with attention or feed-forward sites that belong to neither.
 
-    What moves information between positions (attention, recurrence, convolutions), norms, embeddings, connections that
-    mix residual streams, and what chooses among experts (one row for each of them) is no part of a feed-forward layer.
-    All else is, whatever its name.
+    Attention, recurrence, convolutions, norms, embeddings, residual-stream mixers and routers (one row for each expert)
+    are left out; everything else counts, whatever its name.
     """
     covered = {id(parameter) for site in sites for parameter in _parameters(model, site)}
     rest: dict[str, Tensor] = {}
@@ -198,7 +192,7 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) ->
 
 
 def stored(module: nn.Module) -> Tensor:
-    """A linear map's weight as (out, in), a view."""
+    """View a linear map's weight as (out, in)."""
     weight = module.weight
     if not isinstance(weight, Tensor):
         raise UnsupportedArchitecture(f"{type(module).__name__} has no weight")
@@ -206,7 +200,7 @@ def stored(module: nn.Module) -> Tensor:
 
 
 def _parameters(model: nn.Module, site: FeedForward | PackedExperts) -> Iterator[Tensor]:
-    """What a conversion takes over."""
+    """Yield the parameters that a conversion takes over."""
     if isinstance(site, PackedExperts):
         yield from site.parameters(model.get_submodule(site.name))
         return
@@ -215,7 +209,7 @@ def _parameters(model: nn.Module, site: FeedForward | PackedExperts) -> Iterator
 
 
 def _choices(rest: Mapping[str, Tensor], sites: Sequence[FeedForward | PackedExperts]) -> Iterator[tuple[str, int]]:
-    """Where what chooses among experts may be, beside them, and how many they are: it has one row for each."""
+    """Yield prefixes beside the experts where a router may be, with its number of rows, one for each expert."""
 
     def beside(path: str) -> str:
         return f"{path.rpartition('.')[0]}.".lstrip(".")
@@ -227,7 +221,7 @@ def _choices(rest: Mapping[str, Tensor], sites: Sequence[FeedForward | PackedExp
 
 
 def _layers(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> Iterator[tuple[str, nn.Module]]:
-    """The elements of the outermost lists of modules that hold attention or a site, by path."""
+    """Yield, by path, the elements of the outermost module lists that hold attention or a site."""
     names = [name for name, module in model.named_modules() if attends(module)] + [site.name for site in sites]
     for path in dict.fromkeys(name[: match.start()] for name in names if (match := _LAYER.search(name))):
         for name, layer in model.get_submodule(path).named_children():
@@ -235,7 +229,7 @@ def _layers(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> I
 
 
 def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExperts]) -> Iterator[str]:
-    """Where a name begins that belongs to attention, another mixer, a norm, an embedding or a router."""
+    """Yield name prefixes that belong to attention, another mixer, a norm, an embedding or a router."""
     if attends(layer) and sum(attends(module) for module in layer.modules()) == 1:  # a list of attention modules
         yield f"{path}."
     for name, module in layer.named_modules(prefix=path):
@@ -248,7 +242,7 @@ def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExp
 
 
 def _fits(module: nn.Module, layer: FeedForward) -> bool:
-    """Whether the maps are there and lead from the model's width to the neurons and back."""
+    """Whether the maps exist and lead from the model's width to the neurons and back."""
     maps, out = [_linear(module, path) for path in layer.first], _linear(module, layer.last)
     if out is None or any(each is None for each in maps):
         return False
@@ -258,7 +252,6 @@ def _fits(module: nn.Module, layer: FeedForward) -> bool:
 
 
 def _linear(module: nn.Module, path: str) -> nn.Module | None:
-    """The linear map at a path below a module, if there is one."""
     try:
         inner = module.get_submodule(path)
     except AttributeError:
@@ -267,10 +260,10 @@ def _linear(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def packed_experts(module: nn.Module, name: str = "") -> PackedExperts | None:
-    """How a module of experts is read, or None: it has none, or computes something else.
+    """Find how a module of experts is read, or None if there is no such reading.
 
-    Readings that its shapes allow are compared with the module itself, on a few random tokens and experts. On the meta
-    device, where nothing can be computed, the first of them is taken.
+    Candidate readings are compared with the module on a few random tokens and experts; on the meta device the first is
+    taken.
     """
     readings = list(_readings(module, name))
     if readings and any(parameter.is_meta for parameter in module.parameters()):
@@ -279,7 +272,7 @@ def packed_experts(module: nn.Module, name: str = "") -> PackedExperts | None:
 
 
 def by_expert(index: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(expert, tokens, places) that a router chose, of index [tokens, places]; other numbers are skipped."""
+    """Yield (expert, tokens, places) for a router's index [tokens, places]; numbers of no expert are skipped."""
     for expert in cast("list[int]", index.unique().tolist()):
         if 0 <= expert < num_experts:
             tokens, places = torch.where(index == expert)
@@ -287,7 +280,7 @@ def by_expert(index: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Te
 
 
 def _readings(module: nn.Module, name: str) -> Iterator[PackedExperts]:
-    """What shapes allow."""
+    """Yield the readings that the shapes allow."""
     own = [(key, p) for key, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()]
     if len(own) != 2 or len({len(p) for _, p in own}) > 1:
         return
@@ -308,7 +301,7 @@ def _readings(module: nn.Module, name: str) -> Iterator[PackedExperts]:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, experts: PackedExperts) -> bool:
-    """Whether a reading computes what the module does, and each weight from its own neuron's scores alone."""
+    """Whether a reading computes what the module does, each weight from its own neuron's scores alone."""
     example = getattr(module, experts.first)
     generator = torch.Generator().manual_seed(0)
 
@@ -343,7 +336,7 @@ def _agrees(module: nn.Module, experts: PackedExperts) -> bool:
 
 
 def _written(module: nn.Module, experts: PackedExperts, number: int, hidden: Tensor) -> Tensor:
-    """What one expert makes of its tokens, before the weight of the router."""
+    """Compute one expert's output for its tokens, before the router's weight."""
     thresholds, bias = experts.thresholds(module), experts.output_bias(module)
     scores = [
         functional.linear(hidden, key, None if thresholds is None else thresholds[number, part])
@@ -354,7 +347,7 @@ def _written(module: nn.Module, experts: PackedExperts, number: int, hidden: Ten
 
 
 def _close(ours: object, theirs: Tensor) -> bool:
-    """Equal to half of the digits, of the largest number."""
+    """Compare to half of the digits of the largest number."""
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
         return False
     rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5

@@ -27,7 +27,7 @@ class HubFile:
         self._url = url
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes of a range; a request that fails is repeated. `OSError` if the hub refuses or cannot be reached."""
+        """Fetch a byte range, with retries; `OSError` if the hub refuses or cannot be reached."""
         # Compression would change what a range means.
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         try:
@@ -43,7 +43,7 @@ class HubFile:
 
 
 class HubFolder:
-    """The files of a model at one commit of the hub: all of one state, whatever is uploaded in between."""
+    """The files of a model at one commit of the hub, unaffected by later uploads."""
 
     def __init__(self, repo_id: str, commit: str, sizes: Mapping[str, int]) -> None:
         self.name = repo_id
@@ -52,19 +52,19 @@ class HubFolder:
         self._sizes = sizes
 
     def file(self, name: str) -> HubFile:
-        """One of its files."""
+        """Return one of its files."""
         url = hf_hub_url(self.name, name, revision=self._commit)
         return HubFile(url, f"{self.name}/{name}", self._sizes[name])
 
     def local(self, name: str) -> None:
-        """Nothing of it is on this machine."""
+        """Return None: no file is on this machine."""
 
 
 def find_model(name: str) -> HubFolder | Path:
-    """The model of the hub with this id; `FileNotFoundError` if it cannot be had.
+    """Find a model of the hub by its id; `FileNotFoundError` if it cannot be had.
 
-    A model that is in the local cache in full is taken from there, if it is the hub's newest or the hub cannot be
-    reached; of any other, nothing is fetched yet but the list of its files.
+    A complete copy in the local cache is used if it is the newest or the hub is unreachable; otherwise only the list of
+    files is fetched.
     """
     try:
         info = HfApi().model_info(name, files_metadata=True)
@@ -83,7 +83,7 @@ def find_model(name: str) -> HubFolder | Path:
 
 
 def _cached(name: str, commit: str | None) -> Path | None:
-    """The local copy of a model, if all its weights are there."""
+    """Return the local copy of a model, if all its weights are there."""
     try:
         path = Path(snapshot_download(name, revision=commit, local_files_only=True))
         folder = LocalFolder(path)

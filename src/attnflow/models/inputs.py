@@ -1,4 +1,4 @@
-"""What is inputs to a model to be looked at: a text, token ids or named inputs."""
+"""Turns a text, token ids or named inputs into arguments of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 def model_inputs(
     model: nn.Module, inputs: object, tokenizer: PreTrainedTokenizerBase | None, sequence: int
 ) -> dict[str, Tensor]:
-    """The keyword arguments of the model's forward, batched, where its embeddings are."""
+    """Make the model's keyword arguments, batched, on the device of its embeddings."""
     inputs = tokenized(inputs, tokenizer)
     if isinstance(inputs, Mapping):
         named = {str(name): torch.as_tensor(value) for name, value in cast(Mapping[str, Any], inputs).items()}
@@ -44,10 +44,10 @@ def model_inputs(
 
 
 def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None = None) -> dict[str, Tensor]:
-    """Arguments of the model's forward: the tokens, and the same tokens reversed as a second sequence of the batch.
+    """Make the model's arguments from the tokens and, as a second sequence, the tokens reversed.
 
-    With two sequences an audit also sees what crosses a batch. For an encoder-decoder they stand on both sides. At most
-    `limit` tokens are read. A `ValueError` if they are fewer than two.
+    With two sequences an audit also sees what crosses a batch; both sides of an encoder-decoder read them. At most
+    `limit` tokens are used, and fewer than two raise `ValueError`.
     """
     if isinstance(inputs, str):
         inputs = cast(Any, loaded.tokenizer)(inputs, truncation=limit is not None, max_length=limit)["input_ids"]
@@ -61,14 +61,14 @@ def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None =
 
 
 def sparing(model: nn.Module) -> dict[str, object]:
-    """What keeps a forward pass from making a cache and the logits of every token."""
+    """Return options that avoid a cache and the logits of every token."""
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
     accepted = inspect.signature(inner.forward).parameters
     return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    """Ids that are none of the special ones, which models replace, mask, or count."""
+    """Return ids that are not special, since models replace, mask or count those."""
     special = special_ids((model.config, model.config.get_text_config()), ("_id", "_index"))
     tokens = [index for index in range(3, 1000 + count) if index not in special][:count]
     with suppress(NotImplementedError, AttributeError):
@@ -78,7 +78,7 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 
 def model_name(model: nn.Module) -> str:
-    """The name that a model was loaded by, without the folders of this machine, or its class."""
+    """Return the name that a model was loaded by, without local folders, or its class."""
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
     name = str(getattr(getattr(inner, "config", None), "_name_or_path", "") or type(inner).__name__)
     return Path(name).name if Path(name).is_absolute() else name

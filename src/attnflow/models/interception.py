@@ -1,29 +1,24 @@
-"""The one way to intercept the attention of a transformers model. It knows neither masks nor biases.
+"""The one way to intercept the attention of a transformers model; it knows neither masks nor biases.
 
 `intercept(model, {module: interceptor}, role=...)` lets `interceptor(call, proceed)` stand around every attention call
-of `module`, until `Interception.remove()`:
+of `module`, until `Interception.remove()`. `proceed(call)` computes the call by the next interceptor or by
+transformers' kernel; `call.replace(...)` changes what it computes. An interceptor may instead return its own output:
+([batch, queries, heads, head_dim], weights or None).
 
-- `call` is an `AttentionCall`: module, query, key, value, the mask that arrives there, the keywords of the attention
-  function, and the implementation that will compute it. The mask is what transformers hands to that implementation:
-  None (then `is_causal` of the keywords or of the module says what is meant), a boolean or additive tensor
-  [batch or 1, heads or 1, queries, keys], or a `BlockMask`.
-- `proceed(call)` computes the call, by the next interceptor or by transformers' own kernel; `call.replace(...)` changes
-  what it computes. An interceptor may also return an output of its own: ([batch, queries, heads, head_dim], weights or
-  None).
-- Interceptors of one module are ordered by role: the one of role "mask", which decides which pairs exist, comes first;
-  those of role "pool", which computes something of its own from the call and lets it go on, and "bias" see the mask
-  that the first has put in place. Within a role the newest is in force, and the
-  older one again when it is removed. Handles may be removed in any order.
+`call.mask` is what transformers hands to the implementation: None (then `is_causal` of the keywords or of the module
+applies), a boolean or additive tensor [batch or 1, heads or 1, queries, keys], or a `BlockMask`.
 
-Nothing of ours travels through the model's code. Its configs name our attention function, which is registered together
-with a mask function under the same name (an attention function alone would silently run without a mask); that mask
-function returns transformers' own mask, to the bit. What the model asked for (offsets of a cache, padding, window) is
-noted beside it: `call.request`, found by the identity of the mask, and None where the model has made or changed its
-mask by itself.
+Roles run in order: "mask" decides which pairs exist; "pool" computes something of its own and lets the call go on;
+"bias" comes last. Both see the first one's mask. Within a role the newest is in force, and the older one again once it
+is removed. Handles may be removed in any order.
 
-An interception that `replaces_mask` lets the model have a mask that it will not use: always a real one (never None, so
-that its request is found again), which under FlexAttention says the padding alone and costs nothing. Modules of the
-same configs without such an interceptor get their own mask from the request.
+The configs name our attention function, registered with a mask function of the same name (alone it would silently run
+without a mask), which returns transformers' own mask, to the bit. `call.request` is what the model asked for (cache
+offsets, padding, window), found by the mask's identity; None where the model made or changed its mask itself.
+
+An interception that `replaces_mask` lets the model have a mask that it will not use. It is never None, so that its
+request is found; under FlexAttention it is the padding alone, which costs nothing. Other modules of the same configs
+get their own mask from the request.
 """
 
 from __future__ import annotations
@@ -71,19 +66,19 @@ class AttentionCall:
     empty: Tensor | None = None
 
     def replace(self, **changes: Any) -> AttentionCall:
-        """The call with other values in some fields."""
+        """Return the call with some fields changed."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, eq=False)
 class Proceed:
-    """Computes a call by the interceptors that follow, and in the end by transformers' own attention function."""
+    """Computes a call by the following interceptors, then by transformers' own attention function."""
 
     following: tuple[Interceptor, ...]
     kernels: Mapping[str, Kernel]
 
     def __call__(self, call: AttentionCall) -> Output:
-        """(output [batch, queries, heads, head_dim], weights or None)."""
+        """Return (output [batch, queries, heads, head_dim], weights or None)."""
         if self.following:
             return self.following[0](call, Proceed(self.following[1:], self.kernels))
         function = self.kernels.get(call.implementation) or kernel(call.module, call.implementation)
@@ -95,7 +90,7 @@ Interceptor = Callable[[AttentionCall, Proceed], Output]
 
 @dataclass(eq=False)
 class _Claim:
-    """What one interception wants of the configs; kept by the modules, so that copies and pickles have their own."""
+    """What one interception needs of the configs; modules keep it, so that copies and pickles have their own."""
 
     role: Role
     implementation: str | None
@@ -130,11 +125,7 @@ _claims: Final[WeakSet[_Claim]] = WeakSet()
 
 
 class Interception:
-    """Interceptors in force; `remove()` takes them away, in any order with others.
-
-    Attributes:
-        num_modules: how many modules it stands around.
-    """
+    """Interceptors in force; `remove()` takes them away, in any order with others."""
 
     def __init__(self, claim: _Claim, modules: Sequence[nn.Module]) -> None:
         self._claim = claim
@@ -143,14 +134,14 @@ class Interception:
 
     @property
     def active(self) -> bool:
-        """Whether it is still in force, or under a newer one of its role."""
+        """Whether it is in force, or waits under a newer one of its role."""
         return bool(self._modules)
 
     def remove(self, *, keep_changes: bool = False) -> list[str]:
-        """Leave modules and configs as if this had never been; a second call does nothing.
+        """Restore modules and configs; a second call does nothing.
 
-        Returns the implementations that somebody else has set since, by which the interceptors were out of force;
-        `keep_changes` says whether they stay.
+        Returns the implementations that somebody else has set since, which disabled the interceptors; `keep_changes`
+        leaves them in place.
         """
         if not self._modules:
             return []
@@ -179,19 +170,10 @@ def intercept(
     implementation: str | None = None,
     replaces_mask: bool = False,
 ) -> Interception:
-    """Let each interceptor stand around the attention of its module; see the docstring of this file.
+    """Put each interceptor around the attention of its module, as this file's docstring describes.
 
-    Copies and pickles of the model carry the interceptors, which must therefore be picklable.
-
-    Args:
-        around: models whose configs name the implementation of the modules, as `sites.models_around` gives them.
-        interceptors: for each attention module, of those that call the attention interface.
-        role: its place among others on the same module.
-        implementation: what computes attention from now on, for all `around`; None keeps what each has.
-        replaces_mask: whether the interceptors do without the model's own mask.
-
-    Raises:
-        UnsupportedArchitecture: a module without the implementation. Nothing is changed then.
+    Copies and pickles of the model carry the interceptors, which must be picklable. `implementation` sets that of all
+    models `around` (None keeps each); `UnsupportedArchitecture`, before any change, if a module lacks it.
     """
     configs = {id(owner.config): owner.config for owner in around}
     configs |= {id(m.config): cast(PreTrainedConfig, m.config) for m in interceptors if hasattr(m, "config")}
@@ -209,15 +191,15 @@ def intercept(
 
 
 def base_implementation(config: PreTrainedConfig) -> str:
-    """The implementation that a config names, without our prefix; "sdpa" if it names none."""
+    """Return the implementation that a config names, without our prefix; "sdpa" by default."""
     name = str(config.__dict__[_CONFIG] or "sdpa")
     return name.removeprefix(_REPLACED).removeprefix(_OURS)
 
 
 def check_implementation(owner: PreTrainedModel, name: str, origin: str, purpose: str) -> None:
-    """Raise unless `owner` runs with the implementation `name`, and that can be intercepted.
+    """Raise unless `owner` runs with the implementation `name` and that can be intercepted.
 
-    `origin` is what named it and `purpose` what for ("mask", "bias"), for the messages.
+    Messages say what named it (`origin`) and what it is for (`purpose`: "mask", "bias").
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(
@@ -231,7 +213,7 @@ def check_implementation(owner: PreTrainedModel, name: str, origin: str, purpose
 
 
 def kernel(module: nn.Module, implementation: str) -> Kernel:
-    """The attention function that transformers itself would call for `module`."""
+    """Return the attention function that transformers itself would call for `module`."""
     if implementation == "eager":
         return cast(Kernel, eager_kernel(module))
     return cast(Kernel, ALL_ATTENTION_FUNCTIONS[implementation])
@@ -243,13 +225,13 @@ def _module_implementation(module: nn.Module) -> str:
 
 
 def _kernels(module: nn.Module, implementation: str) -> dict[str, Kernel]:
-    """What a call of the module can end in; looked up now, because a compiler cannot."""
+    """Return the kernels that a module's call may end in; looked up early, as a compiler cannot."""
     names = (FLEX, "sdpa") if implementation == FLEX else (implementation,)  # sdpa stands in on the CPU
     return {name: kernel(module, name) for name in names}
 
 
 def _name(config: PreTrainedConfig) -> object:
-    """The name that a config has under the claims on it."""
+    """Return a config's implementation under the claims on it."""
     claims = _claims_of(config)
     before = str(next(name for one, name in claims[0].configs if one is config) or "sdpa")
     chosen = [claim.implementation for claim in claims if claim.implementation is not None]
@@ -259,7 +241,7 @@ def _name(config: PreTrainedConfig) -> object:
 
 
 def _before(config: PreTrainedConfig) -> object:
-    """What to set a config back to when the last claim on it goes."""
+    """Return the value to restore when the last claim on a config goes."""
     claims = _claims_of(config)
     current = config.__dict__[_CONFIG]
     if claims and current == _name(config):
@@ -268,13 +250,13 @@ def _before(config: PreTrainedConfig) -> object:
 
 
 def _claims_of(config: PreTrainedConfig) -> list[_Claim]:
-    """The claims on a config, the oldest first."""
+    """List the claims on a config, oldest first."""
     claims = [claim for claim in _claims if any(one is config for one, _ in claim.configs)]
     return sorted(claims, key=lambda claim: claim.number)
 
 
 def _register() -> None:
-    """Register attention and mask function under each of our names; harmless when repeated."""
+    """Register attention and mask functions under our names; harmless when repeated."""
     for implementation in IMPLEMENTATIONS:
         for prefix in (_OURS, _REPLACED):
             replaced = prefix == _REPLACED
@@ -283,8 +265,6 @@ def _register() -> None:
 
 
 def _attention(implementation: str, replaced: bool) -> Kernel:
-    """The attention function registered for an implementation."""
-
     def attend(
         module: nn.Module,
         query: Tensor,

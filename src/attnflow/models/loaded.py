@@ -1,4 +1,4 @@
-"""A model with its tokenizer, as `load_model` returns it and as every verb that takes a model accepts it."""
+"""A model with its tokenizer, as `load_model` returns it and every verb accepts it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ class Loaded(NamedTuple):
 
 
 def split(model: nn.Module | Loaded) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
-    """(the model, its tokenizer if it came with one) of a module or of what `load_model` returned.
-
-    Raises:
-        TypeError: neither.
-    """
+    """Split a module or a `Loaded` into model and tokenizer (None for a module); else `TypeError`."""
     if isinstance(model, Loaded):
         return model
     if not isinstance(cast(object, model), nn.Module):
@@ -36,11 +32,7 @@ def split(model: nn.Module | Loaded) -> tuple[nn.Module, PreTrainedTokenizerBase
 
 
 def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> object:
-    """The tokenizer's named tensors of a text; whatever else inputs may be, themselves.
-
-    Raises:
-        ValueError: a text without a tokenizer.
-    """
+    """Tokenize a text, and return other inputs unchanged; `ValueError` for a text without a tokenizer."""
     if not isinstance(inputs, str):
         return inputs
     if tokenizer is None:
@@ -52,7 +44,7 @@ def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> obje
 
 
 def special_ids(configs: Iterable[object], suffixes: tuple[str, ...]) -> set[int]:
-    """The ids, one or several of each kind, that configurations hold under names with one of these endings."""
+    """Collect the ids that configurations hold under names with these endings."""
     ids: set[int] = set()
     for config in configs:
         for name, value in vars(config).items() if config is not None else ():

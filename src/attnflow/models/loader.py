@@ -1,4 +1,4 @@
-"""`load_model`: a model from a folder, a GGUF file, a package or the hub, without running code that comes with it."""
+"""`load_model`: a model from a folder, a GGUF file, a package or the hub, without running its code."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _dtype(dtype: object) -> torch.dtype | str:
 
 
 def _locate(name: str) -> tuple[str, str | None]:
-    """(folder or hub id, name of the GGUF file in it or None)."""
+    """Return (folder or hub id, name of the GGUF file in it or None)."""
     place = resolve(name)
     if isinstance(place, str):
         return place, None
@@ -165,7 +165,7 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
 
 
 def _tensors_in(file: Path) -> int:
-    """How many tensors a safetensors file holds; 0 if it is damaged, which is said when it is read."""
+    """Count the tensors of a safetensors file; 0 if it is damaged, which is reported when it is read."""
     try:
         with safe_open(file, "pt") as opened:
             return len(opened.keys())
@@ -174,7 +174,7 @@ def _tensors_in(file: Path) -> int:
 
 
 def _check_names(folder: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Refuse weights of another model than the config describes: what is missing has been drawn at random."""
+    """Refuse weights that do not match the config: missing ones were drawn at random."""
     own, theirs = len(model.state_dict()), len(report["unexpected_keys"])
     missing = len(report["missing_keys"])
     if 2 * missing > own or theirs > own - missing:
@@ -212,9 +212,9 @@ def _not_found(name: str, error: Exception) -> FileNotFoundError:
 
 
 def complete_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The config with the defaults of its family filled in, also in its parts; the same one if nobody knows them.
+    """Fill in the defaults of the config's family, also in nested configs; unchanged if unknown.
 
-    Released configs of models with several towers often name no more than what differs from these defaults.
+    Released configs of models with several towers often list only what differs from these.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
@@ -229,7 +229,7 @@ def complete_config(config: Mapping[str, object]) -> Mapping[str, object]:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Transformers and the hub print nothing inside; what fails is raised, and what is raised says it all."""
+    """Silence what transformers and the hub print; exceptions say it all."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")
     hub_level = hub.level

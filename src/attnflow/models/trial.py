@@ -1,10 +1,7 @@
-"""A trial: a few tokens run through a model to learn something about it, and the model is exactly as before afterwards.
+"""A trial runs a few tokens through a model to learn about it, and leaves the model exactly as before.
 
-    with trial(model, {site: look for site in sites}, role="pool"):
-        read(model, [[5, 6]])
-
-Everything that looks at a model before it changes it (the probe of queries and keys, the check of a mask, the widths of
-layers) goes this way.
+with trial(model, {site: look for site in sites}, role="pool"):
+    read(model, [[5, 6]])
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ _NONE: Final[Mapping[Site, Interceptor]] = MappingProxyType({})
 
 
 class DoesNotRun(UnsupportedArchitecture):
-    """A model refused the tokens of a trial; `why` names what it raised, in one line."""
+    """A model refused the tokens of a trial; `why` gives its error in one line."""
 
     def __init__(self, model: nn.Module, error: Exception) -> None:
         self.why = f"{type(error).__name__}: {refusal(error)}"
@@ -47,20 +44,9 @@ def trial(
 ) -> Generator[None]:
     """Run the model inside in eval mode, eagerly and without gradients; nothing of that stays.
 
-    Put back are the modes, the random generators, and of every module its attributes, submodules and buffers: models
-    keep rotary tables there, and BigBird-Pegasus replaces its attention when it reads few tokens.
-
-    Args:
-        model: the model.
-        interceptors: what stands around the attention at some of its sites, as in `interception.intercept`.
-        role: of the interceptors.
-        implementation: of attention inside; None keeps the model's.
-        replaces_mask: whether the interceptors do without the model's own mask.
-
-    Raises:
-        DoesNotRun: the model refuses what it is called with inside.
-
-    Cost: a copy of the floating-point buffers.
+    Modes, random generators, and every module's attributes, submodules and buffers are restored: models keep rotary
+    tables there, and BigBird-Pegasus replaces its attention on short inputs. Raises `DoesNotRun` if the model refuses
+    its inputs. Costs a copy of the floating-point buffers.
     """
     with _unchanged(model), evaluating(model), torch.no_grad(), cast(Any, torch.compiler).set_stance("force_eager"):
         around = models_around(list(interceptors))
@@ -77,13 +63,7 @@ def trial(
 
 
 def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object) -> Any:
-    """What a model makes of token ids [batch, tokens], without a cache; both halves of an encoder-decoder read them.
-
-    Args:
-        model: the model, or one of its stacks.
-        ids: the tokens.
-        options: further keywords of its forward.
-    """
+    """Run a model on token ids [batch, tokens], without a cache; both halves of an encoder-decoder read them."""
     tokens = torch.tensor(ids, device=next(model.parameters()).device)
     two = getattr(model.config, "is_encoder_decoder", False) is True
     if two and "decoder_input_ids" in inspect.signature(model.forward).parameters:
@@ -93,7 +73,7 @@ def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Generator[None]:
-    """Attributes, parameters, buffers and submodules of every module are the same objects afterwards."""
+    """Restore every module's attributes, parameters, buffers and submodules to the same objects."""
     before = [(part, dict(part)) for module in model.modules() for part in _parts(module)]
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and not buffer.is_inference()]
     values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]

@@ -1,4 +1,4 @@
-"""Models in GGUF files: unpacked once, into a folder of this user, where each is whole or not there."""
+"""Models in GGUF files: unpacked once, into a cache folder of this user, whole or not at all."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ _Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
 def load_gguf(
     file: Path, dtype: torch.dtype, tokenizer: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """The model of a GGUF file and, if it is asked for, its tokenizer: unpacked once, then loaded from the cache.
+    """Load a GGUF file's model and, on request, its tokenizer, unpacked once into the cache.
 
-    A model read from GGUF by transformers counts as quantised: it refuses to be saved or trained. Its weights are
-    therefore copied into a fresh model of the same class. That takes seconds, so that the result, in float32, goes to
-    the cache, under the hash of the file's content and the version of transformers; the logits are identical.
+    Transformers treats a GGUF model as quantised and refuses to save or train it. We copy the weights to a fresh model
+    in float32, with identical logits, cached under the file's hash and the version of transformers.
     """
 
     def unpacked(folder: Path) -> PreTrainedModel:
@@ -49,14 +48,14 @@ def load_gguf(
 
 
 def gguf_key(file: Path) -> str:
-    """What the entries of a file are called after: the hash of its content, and the version that unpacked it."""
+    """Return the cache key of a file: its hash and the version of transformers."""
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
     return f"gguf-{digest}-transformers-{transformers.__version__}"
 
 
 def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file, likewise."""
+    """Load the tokenizer of a GGUF file, likewise cached."""
 
     def unpacked(folder: Path) -> PreTrainedTokenizerBase:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
@@ -67,7 +66,7 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
 
 
 def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
-    """What an entry of the cache holds; if there is none, or none that can be loaded, it is unpacked and stored."""
+    """Load an entry of the cache; unpack and store it if missing or damaged."""
     entry = folder() / key
     if entry.is_dir():
         try:

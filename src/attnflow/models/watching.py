@@ -1,6 +1,4 @@
-"""Watching a forward pass: what enters and leaves chosen modules, in order of calls, and what takes its place.
-
-The plain case needs one function. Run the model and look at what its layers returned:
+"""Watching a forward pass: what enters and leaves chosen modules, in call order, and what replaces it.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -8,8 +6,7 @@ The plain case needs one function. Run the model and look at what its layers ret
     >>> calls[0].name, calls[0].number, tuple(calls[0].output.shape)
     ('linear', 0, (1, 3))
 
-`Watch` is the general one: it calls `enter` before and `leave` after each call of a watched module, and either may
-return something else for the model to go on with. It keeps nothing itself.
+`Watch` calls `enter` before and `leave` after each call; either may return something else for the model to go on with.
 
     >>> with Watch({"linear": model[0]}, leave=lambda call, output: output * 0):
     ...     bool(model(torch.ones(1, 2)).any())
@@ -32,16 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 @dataclass(eq=False)
 class Call:
-    """One call of a watched module.
+    """One call of a watched module, whose key is `name`; `output` is None until it returns.
 
-    Attributes:
-        name: the key under which the module is watched: usually its path, or the number of its layer.
-        module: the module.
-        number: how often it was called before, counted from the start of the watch or its last `restart`.
-        caller: the innermost watched call that this one is a part of; None for an outermost one.
-        args: positional arguments of its forward, with whatever has taken their place.
-        kwargs: keyword arguments.
-        output: what it returned; None until then.
+    `number` counts earlier calls since the start or the last `restart`. `caller` is the innermost watched call around
+    this one. `args` and `kwargs` include replacements.
     """
 
     name: Any
@@ -54,11 +45,11 @@ class Call:
 
     @property
     def first(self) -> Any:
-        """The first argument, however it was passed."""
+        """Return the first argument, however passed."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
     def arguments(self) -> dict[str, Any]:
-        """All arguments by the names of forward's parameters."""
+        """Return all arguments by the names of forward's parameters."""
         return dict(inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments)
 
 
@@ -68,17 +59,10 @@ Leave = Callable[[Call, Any], Any]
 
 
 class Watch:
-    """Watches modules from now on, until `remove` is called or the `with` block ends, by an error too.
+    """Watches modules until `remove` is called or the `with` block ends, even by an error.
 
-    A module may be called several times, and inside of other watched modules. A call that raises has no output: `leave`
-    is not called for it.
-
-    Args:
-        modules: the modules by name; several names may stand for one module.
-        enter: called as `enter(call)` before each call. It may return `(args, kwargs)`, which take the place of the
-            call's own, or None to change nothing.
-        leave: called as `leave(call, output)` after it. What it returns takes the place of the output, unless it is
-            None.
+    `enter(call)` may return `(args, kwargs)`, and `leave(call, output)` an output, in place of the call's own; None
+    changes nothing. A call that raises never reaches `leave`.
     """
 
     def __init__(
@@ -100,7 +84,7 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Calls inside are neither seen nor counted."""
+        """Ignore calls inside, and do not count them."""
         self._off = True
         try:
             yield
@@ -108,7 +92,7 @@ class Watch:
             self._off = False
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -143,9 +127,9 @@ class Watch:
 
 @torch.no_grad()
 def calls_of(modules: Mapping[Any, nn.Module], run: Callable[[], object]) -> list[Call]:
-    """All calls of the modules while `run()` runs, without gradients, in the order in which they begin.
+    """Record the modules' calls while `run()` runs, without gradients, in order of their beginning.
 
-    They keep arguments and outputs alive. A call that raised has None for its output.
+    Arguments and outputs stay alive. A call that raised has None for its output.
     """
     calls: list[Call] = []
     with Watch(modules, calls.append):

@@ -103,7 +103,7 @@ def assert_same_mask(actual: object, expected: object) -> None:
 
 
 def _tables(value: object, what: str) -> dict[str, Tensor]:
-    """{" in layer 3": allow [queries, keys]}"""
+    """Return the allowed pairs [queries, keys] by place, such as " in layer 3"."""
     if isinstance(value, Mask):
         return {"": value.dense()}
     if isinstance(value, Flow):

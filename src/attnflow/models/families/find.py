@@ -102,7 +102,7 @@ class Stem:
 
     @property
     def side(self) -> str:
-        """ "encoder", "decoder", or "" if the path says neither."""
+        """Return "encoder" or "decoder" if the path says so, else an empty string."""
         words = {"encoder": "encoder", "enc": "encoder", "decoder": "decoder", "dec": "decoder"}
         return next((words[part] for part in self.path.split(".") if part in words), "")
 
@@ -306,7 +306,7 @@ def _natural(stem: Stem) -> list[tuple[bool, int, str]]:
 
 
 def nothing_known(shapes: Shapes, config: Config) -> str:
-    """Say that a model has no attention by name."""
+    """Explain why a model has no known queries and keys."""
     near = sorted({re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)})
     seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
     if any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):

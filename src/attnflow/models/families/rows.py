@@ -82,7 +82,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Composed:
-    """Rows of a chain of linear maps; norms in between, being nonlinear, are left out."""
+    """Rows of a chain of linear maps, without the norms in between, which are not linear."""
 
     head_dim: int
     pieces: tuple[Piece, ...]
