@@ -23,7 +23,7 @@ DAA: Final = Paper(
                 "second).",
                 (
                     "tests/bias/test_kinds.py::test_every_kind_begins_as_the_identity_and_learns",
-                    "tests/bias/test_attention.py::test_a_guidance_network_with_a_zero_output_layer_changes_nothing",
+                    "tests/bias/hf/test_families.py::test_a_new_bias_leaves_every_output_as_it_was_bit_for_bit",
                 ),
             ),
         ),
@@ -47,7 +47,7 @@ DAA: Final = Paper(
             Settled(
                 "confirmed",
                 "8,392,720, if queries and keys enter with all heads side by side, which the paper does not say.",
-                (_TABLE, "tests/bias/hf/test_bad_input.py::test_parameters_of_the_paper_on_the_meta_device"),
+                (_TABLE, "tests/bias/hf/test_handle.py::test_parameters_of_the_paper_on_the_meta_device"),
             ),
         ),
         Claim(
@@ -86,7 +86,7 @@ DAA: Final = Paper(
                 "It is dense and asymmetric; the graph need not be acyclic.",
                 (
                     "tests/bias/hf/test_families.py::test_an_encoder_gets_a_dense_asymmetric_map",
-                    "tests/bias/test_graph.py::test_a_causal_graph_is_acyclic_and_a_bidirectional_one_may_not_be",
+                    "tests/bias/test_map.py::test_a_causal_graph_is_acyclic_and_a_bidirectional_one_may_not_be",
                 ),
             ),
         ),

@@ -11,7 +11,7 @@ from attnflow import masks
 from attnflow.bias import attention
 from attnflow.bias.attention import choose
 from attnflow.bias.call import Allow, make_call
-from attnflow.bias.terms import Additive, Dense
+from attnflow.bias.terms import Additive, Dense, Product
 from tests.bias.cases import MASKS, TERMS, Case, cast, outcome
 
 BACKENDS = ["reference", "tiled"]
@@ -43,6 +43,15 @@ def test_without_terms_it_is_scaled_dot_product_attention(mask, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", TERMS)
+def test_a_bias_is_an_additive_mask(kind, backend):
+    call = Case(terms=((kind, "heads"),), mask="everything").build()
+    bias = call.terms[0].tile(slice(0, 37), slice(0, 37))
+    expected = scaled_dot_product_attention(call.query, call.key, call.value, attn_mask=bias, enable_gqa=True)
+    torch.testing.assert_close(run(call, backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_softmax_cannot_see_what_depends_on_the_query_alone(backend):
     call = Case(terms=(("dense", "one"),), dtype=torch.float64).build()
     values = call.terms[0].values
@@ -63,6 +72,33 @@ def test_what_softmax_cannot_see_gets_no_gradient_unless_a_sink_sees_it(backend,
     for name in ("terms[0].offset", "terms[1].rows"):
         assert (found[name].abs().max() > 1e-3) == sinks
         assert found[name].abs().max() < 1e-11 or sinks
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_forgetting_transformers_gates_are_a_bias_on_keys(backend):
+    """sum of log f over l = j + 1 .. i is F_i - F_j, and softmax sees -F_j only (FoX)."""
+    call = Case(terms=(), dtype=torch.float64).build()
+    log_f = torch.nn.functional.logsigmoid(torch.randn(2, 4, 37, dtype=torch.float64))
+    gates = torch.zeros(2, 4, 37, 37, dtype=torch.float64)
+    for i in range(37):
+        for j in range(i + 1):
+            gates[:, :, i, j] = log_f[:, :, j + 1 : i + 1].sum(dim=-1)
+    dense, keys = (
+        attention(call.query, call.key, call.value, [term], call.allow, backend=backend)[0]
+        for term in (Dense(gates), Additive(-log_f.cumsum(dim=-1)))
+    )
+    torch.testing.assert_close(dense, keys, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ratio", [1, 3, 4, 8])
+def test_grouped_queries_are_repeated_keys(ratio, backend):
+    call = Case(terms=(("product", "kv"),), num_heads=2 * ratio, num_kv_heads=2, mask="holes").build()
+    key, value, *term = (
+        t.repeat_interleave(ratio, dim=1) for t in (call.key, call.value, *call.terms[0].tensors().values())
+    )
+    repeated = attention(call.query, key, value, [Product(*term)], call.allow, backend=backend)[0]
+    torch.testing.assert_close(run(call, backend), repeated)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,7 +1,10 @@
 """Terms against brute force, one pair at a time, straight from their definitions."""
 
+import math
+
 import pytest
 import torch
+from torch.nn import functional
 
 from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term, per_head
 from tests.bias.cases import TERMS, Case
@@ -38,6 +41,26 @@ def test_guidance_is_the_papers_network_on_the_concatenation():
     network = torch.nn.Sequential(first, norm, torch.nn.GELU(), last)
     expected = torch.stack([torch.cat([network(torch.cat([qi, kj])) for kj in k]) for qi in q])
     torch.testing.assert_close(term.tile(slice(0, queries), slice(0, keys))[0, 0], expected, atol=1e-14, rtol=1e-14)
+
+
+def test_guidance_by_its_equation():
+    t = term_of("guidance")
+
+    def one(b, g, i, j):
+        x = t.rows[b, g, i] + t.columns[b, g, j]
+        u = (x - x.mean()) / math.sqrt(x.var(correction=0) + 1e-5)
+        z = t.scale[g] * u + t.shift[g]
+        return (t.weight[g] * z * 0.5 * (1 + torch.erf(z / math.sqrt(2)))).sum() + t.offset[g]
+
+    torch.testing.assert_close(t.tile(*EVERY), pairs(one, 2, 2), atol=1e-13, rtol=1e-13)
+
+
+def test_the_layer_norm_is_pytorchs_where_row_and_column_cancel():
+    t = term_of("guidance")
+    term = Guidance(t.rows, -t.rows, t.scale, t.shift, t.weight, t.offset)
+    expected = functional.gelu(t.shift) @ t.weight.T
+    diagonal = term.tile(slice(0, 9), slice(0, 9)).diagonal(dim1=2, dim2=3)
+    torch.testing.assert_close(diagonal, (expected.diagonal() + t.offset)[None, :, None].expand(2, 2, 9))
 
 
 def test_product_additive_dense():

@@ -207,3 +207,12 @@ print(peak() - before)
     grown = float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
     one_map = 4096 * 4096 * 4 / 2**20
     assert grown < one_map / 2
+
+
+def test_the_same_numbers_every_time_and_under_autocast():
+    case = Case((*TWO, ("offset", "kv")), queries=150, keys=150, mask="holes")
+    expected, again = (outcome(case.build(), tiled.run).found for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = outcome(case.build(), tiled.run).found
+    for found in (again, lowered):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

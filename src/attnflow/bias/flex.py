@@ -128,18 +128,23 @@ def _element(tensor: Tensor, index: Tensor) -> Tensor:
 
 def _form(allow: Allow, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:
     """`form_of`, made by rows of blocks; it holds a bit a pair, and nothing where every pair is allowed."""
-    counts, bits, empty = list[Tensor](), list[Tensor](), list[Tensor]()
-    for start in range(0, allow.num_queries, _BLOCK):
-        rows = allow.rows(slice(start, min(start + _BLOCK, allow.num_queries)))
-        if rows is None:
-            return None, None
-        rows = functional.pad(rows.to(device), (0, -allow.num_keys % _BLOCK))
-        counts.append(rows.unflatten(-1, (-1, _BLOCK)).sum(dim=(2, 4)))
-        bits.append(packed(rows))
-        empty.append(~rows.any(dim=-1, keepdim=True))
-    shape, mask_mod = (allow.num_queries, allow.num_keys), mask_mod_of_bits(torch.cat(bits, dim=2))
-    blocks = block_mask_of_counts(torch.stack(counts, dim=2), (_BLOCK, _BLOCK), mask_mod, shape)
-    return blocks, torch.cat(empty, dim=2)
+    rows = allow.rows(slice(0, min(_BLOCK, allow.num_queries)))
+    if rows is None:
+        return None, None
+    across, down = -(-allow.num_keys // _BLOCK), -(-allow.num_queries // _BLOCK)
+    # Made at once: pieces that stay among temporaries a hundred times their size would keep the allocator from
+    # giving those back.
+    counts = torch.empty(*rows.shape[:2], down, across, dtype=torch.int64, device=device)
+    bits = torch.empty(*rows.shape[:2], allow.num_queries, across * _BLOCK // 8, dtype=torch.uint8, device=device)
+    empty = torch.empty(*rows.shape[:2], allow.num_queries, 1, dtype=torch.bool, device=device)
+    for row in range(down):
+        block = slice(row * _BLOCK, min((row + 1) * _BLOCK, allow.num_queries))
+        rows = functional.pad(cast("Tensor", allow.rows(block)).to(device), (0, -allow.num_keys % _BLOCK))
+        counts[:, :, row] = rows.unflatten(-1, (-1, _BLOCK)).sum(dim=(2, 4))
+        bits[:, :, block] = packed(rows)
+        empty[:, :, block] = ~rows.any(dim=-1, keepdim=True)
+    shape, mask_mod = (allow.num_queries, allow.num_keys), mask_mod_of_bits(bits)
+    return block_mask_of_counts(counts, (_BLOCK, _BLOCK), mask_mod, shape), empty
 
 
 @cache

@@ -62,9 +62,13 @@ def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None =
 
 def sparing(model: nn.Module) -> dict[str, object]:
     """Return options that avoid a cache and the logits of every token."""
+    return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if accepts(model, name)}
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Return whether the forward of a model, or of the one in a wrapper, names an argument."""
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
-    accepted = inspect.signature(inner.forward).parameters
-    return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
+    return name in inspect.signature(inner.forward).parameters
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:

@@ -181,3 +181,18 @@ def test_both_halves_of_an_encoder_decoder_model():
         handle_of(model).remove()
         assert torch.equal(outputs(model, input_ids=ids, decoder_input_ids=targets), plain)
     assert (moved - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_that_another_bias_has_used_is_taken_over_when_it_is_empty(kind):
+    model, ids = biased("Llama"), tokens(1, 8)
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, 20)
+    pieces(model, ids, [8], cache)
+    handle_of(model).remove()
+    af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=5))
+    disturb(model)
+    with pytest.raises(ValueError, match="8 tokens of layer 0 that the bias has not seen"):
+        pieces(model, torch.cat([ids, ids], dim=1), [1], cache)
+    cache.reset()
+    if not int(cache.get_seq_length()):
+        close(pieces(model, ids, [5, 3], cache), whole(model, ids))

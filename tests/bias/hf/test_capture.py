@@ -114,6 +114,65 @@ def test_generate_by_a_number_and_by_beams():
         af.bias.capture(model, tokens, generate={"max_new_tokens": 2, "num_beams": 2, "num_return_sequences": 2})
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "OPT"])
+def test_a_padded_batch_that_generates(name, tokenizer):
+    model = biased(name, implementation="sdpa")
+    batch = dict(tokenizer(["w5 w6 w7", "w8 w9 w10 w11 w12"], padding=True, return_tensors="pt"))
+    batch.pop("token_type_ids", None)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    found = af.bias.capture(Loaded(model, tokenizer), batch, generate=options, sequence=0)
+    out = model.generate(**batch, **options)
+    assert found.tokens == ("[PAD]", "[PAD]", "w5", "w6", "w7", *(f"w{i}" for i in out[0, 5:-1].tolist()))
+    assert not found.layer(0).allowed[..., :2].any()
+    alone = af.bias.capture(model, out[:1, 2:-1], queries=range(2, 5))
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one.bias[..., 2:], other.bias, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("cache", [{"cache_implementation": "static"}, {"use_cache": False}, {"prefill_chunk_size": 4}])
+def test_what_is_generated_by_any_cache_has_the_map_of_the_whole_text(name, cache):
+    """Also with a window that is shorter than the text."""
+    model, tokens = biased(name, implementation="sdpa"), ids(6)
+    options = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "disable_compile": True,
+    }
+    found = af.bias.capture(model, tokens, generate=options | cache, heads=[0, 3])
+    out = model.generate(tokens, **options)
+    assert found.produced == tuple(str(token) for token in out[0, 6:].tolist())
+    whole = af.bias.capture(model, out[:, :-1], heads=[0, 3], queries=range(5, 9))
+    assert found.queries == whole.queries == (5, 6, 7, 8)
+    for one, other in zip(found, whole, strict=True):
+        assert all(torch.equal(getattr(one, part), getattr(other, part)) for part in ("raw", "weights", "allowed"))
+
+
+def test_looking_changes_nothing():
+    model, tokens = biased(), ids(8)
+    model.train()
+    with torch.no_grad():
+        before = model(tokens).logits
+    af.bias.capture(model, tokens)
+    assert all(module.training for module in model.modules())
+    assert all(bias.observer is None and bias.enabled for _, bias in layer_biases(model))
+    assert torch.equal(before, model(tokens).logits)
+    model(tokens).logits.sum().backward()
+
+
+def test_several_biases_are_one_map():
+    torch.manual_seed(0)
+    model = tiny("Llama", torch.float32, attn_implementation="eager")
+    alibi = af.bias.AlibiConfig(rope="keep")
+    af.bias.attach(model, [af.bias.GuidanceConfig(hidden_dim=8, layers="every", init="kaiming"), alibi])
+    found = af.bias.capture(model, ids(6), heads="all")
+    own = attentions(model, input_ids=ids(6))
+    torch.testing.assert_close(found.layer(1).weights, own[1][0], rtol=1e-4, atol=1e-6)
+    assert len({float(x) for x in found.layer(0).raw[:, 5, 0]}) == 4  # ALiBi has a slope for each head
+
+
 def test_left_padding_is_no_key():
     model = biased(implementation="sdpa")
     short, long = ids(5, 2)[0], ids(9, 3)[0]

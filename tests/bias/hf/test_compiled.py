@@ -112,3 +112,14 @@ def test_tiles_are_not_compiled():
     torch.testing.assert_close(auto(heads), af.bias.attention(heads, heads, heads, bias, backend="tiled")[0])
     with pytest.raises(Exception, match=r"torch\.compile cannot trace"):
         tiled(heads)
+
+
+def test_a_compiled_model_on_a_padded_batch_under_a_mask():
+    model, mask, ids = biased("Llama", GUIDANCE, torch.float32, **SMALL), af.masks.attention_sink(8, 2, 3), tokens(2, 8)
+    real = torch.ones_like(ids)
+    real[1, :3] = 0
+    inputs = {"input_ids": ids, "attention_mask": real, "position_ids": (real.cumsum(dim=1) - 1).clamp(min=0)}
+    with torch.no_grad(), af.masks.attach(model, mask):
+        expected = outputs(model, **inputs, use_cache=False)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(outputs(compiled, **inputs, use_cache=False), expected, **CLOSE)

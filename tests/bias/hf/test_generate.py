@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import attnflow as af
 from tests.bias.hf.common import (
@@ -11,6 +16,7 @@ from tests.bias.hf.common import (
     disabled,
     disturb,
     family,
+    handle_of,
     outputs,
     padded,
     tokens,
@@ -66,6 +72,55 @@ def test_greedy_decoding_of_a_left_padded_batch(name, kind):
     assert moved(model, ids, logits, attention_mask=real)
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "OPT"])
+def test_a_padded_row_gives_what_it_gives_alone(name):
+    model = biased(name, (*BIASES["guidance"], *BIASES["others"]), eos_token_id=None)
+    rows, batch = padded((6, 3))
+    together = generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
+    for index, row in enumerate(rows):
+        assert torch.equal(together[index, -NEW:], generate(model, row)[0, -NEW:])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("kind", BIASES)
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_caches_of_every_shape_give_the_same_tokens(name, kind, cache):
+    """Mistral keeps a window of 4 keys, Gemma 3 does in one layer of two; the static cache is used twice."""
+    model, ids = biased(name, BIASES[kind], eos_token_id=None), tokens(2, 6)
+    expected = generate(model, ids, use_cache=False)
+    for _ in range(2):
+        assert torch.equal(generate(model, ids, cache_implementation=cache), expected)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_chunked_prefill_is_the_whole_prefill(kind):
+    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(2, 9)
+    whole = generate(model, ids)
+    for size in (1, 4):
+        assert torch.equal(generate(model, ids, prefill_chunk_size=size), whole)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_generation_continues_from_a_cache(kind):
+    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(1, 5)
+    first = generate(model, ids, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, tokens(1, 3)], dim=1)
+    again = generate(model, more, past_key_values=first.past_key_values)
+    assert torch.equal(again, generate(model, more))
+
+
+def test_attention_weights_of_generated_tokens():
+    model, ids = biased("Llama", eos_token_id=None, attn_implementation="eager"), tokens(1, 5)
+    result = generate(model, ids, output_attentions=True, return_dict_in_generate=True)
+    with torch.no_grad():
+        whole = model(result.sequences[:, :-1], output_attentions=True).attentions
+    assert len(result.attentions) == NEW
+    for step, layers in enumerate(result.attentions):
+        for weights, expected in zip(layers, whole, strict=True):
+            rows = slice(0, 5) if step == 0 else slice(4 + step, 5 + step)
+            torch.testing.assert_close(weights, expected[:, :, rows, : 5 + step], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", BIASES)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_sampling_with_a_seed_and_beam_search(kind, cache):
@@ -117,3 +172,26 @@ def test_a_checkpoint_of_a_model_with_a_bias_loads_without_one(tmp_path, recwarn
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     with disabled(model), torch.no_grad():
         assert torch.equal(outputs(plain, input_ids=ids), outputs(model, input_ids=ids))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lm_evaluation_harness_sees_the_bias():
+    words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 50)}, "<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    model = family("Llama", torch.float32)
+    pairs = [("w5 w9 w11", " w7 w8"), ("w3 w6", " w4"), ("w40 w41 w42 w43", " w44")]
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+
+    def scores():
+        return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2).loglikelihood(requests, disable_tqdm=True)
+
+    plain = scores()
+    af.bias.attach(model, BIASES["guidance"])
+    assert scores() == plain
+    disturb(model)
+    assert all(abs(ours[0] - base[0]) > 1e-4 for ours, base in zip(scores(), plain, strict=True))
+    with disabled(model):
+        assert scores() == plain
+    handle_of(model).remove()
+    assert scores() == plain

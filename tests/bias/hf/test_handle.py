@@ -8,9 +8,22 @@ import pickle
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import attnflow as af
-from tests.bias.hf.common import GUIDANCE, biased, disturb, family, handle_of, outputs, same_state, tokens
+from attnflow.models import Loaded
+from tests.bias.hf.common import (
+    EVERY_OTHER_KIND,
+    GUIDANCE,
+    biased,
+    disabled,
+    disturb,
+    family,
+    handle_of,
+    outputs,
+    same_state,
+    tokens,
+)
 
 
 def test_it_prints_switches_and_takes_away():
@@ -83,3 +96,62 @@ def test_a_model_that_looks_at_its_mask_stays_causal(implementation):
         moved = model(ids, use_cache=False).logits
         assert (moved - plain).abs().max() > 1e-3
         torch.testing.assert_close(model(changed, use_cache=False).logits[:, :6], moved[:, :6])
+
+
+def test_parameters_of_the_paper_on_the_meta_device():
+    """daa, sec. 4: 8.4 M parameters on LLaMA-2-7B."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=32, hidden_size=4096, intermediate_size=11008))
+    handle = af.bias.attach(model)
+    assert handle.num_parameters == 8_392_720
+    assert (len(handle.layers), set(handle.layers.values())) == (16, {524_545})
+    assert str(handle) == (
+        "bias on 16 of 32 attention layers: 8,392,720 parameters (0.12 % of the base model's 6,738,415,616); "
+        "6,746,808,336 are trained"
+    )
+    assert all(parameter.is_meta for parameter in handle.parameters())
+
+
+def test_guidance_only_training_freezes_and_detaching_thaws():
+    model = family("Llama")
+    model.lm_head.weight.requires_grad_(False)
+    handle = af.bias.attach(model, GUIDANCE, train="guidance")
+    assert handle.num_trained == handle.num_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    handle.remove()
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+
+
+def test_what_load_model_returns_will_do(tmp_path):
+    loaded, ids = Loaded(family("Llama"), None), tokens(1, 6)
+    handle = af.bias.attach(loaded, GUIDANCE)
+    disturb(loaded.model)
+    af.bias.save(loaded, tmp_path)
+    assert len(af.bias.capture(loaded, ids[0]).layers) == 2
+    handle.remove()
+    assert af.bias.load(loaded, tmp_path).num_parameters == handle.num_parameters
+
+
+def test_a_copy_is_independent_and_has_its_own_hooks():
+    model, ids = biased("Llama", (*GUIDANCE, *EVERY_OTHER_KIND)), tokens(2, 7)
+    with torch.no_grad():
+        expected = outputs(model, input_ids=ids)
+        disturb(twin := copy.deepcopy(model))
+        moved = outputs(twin, input_ids=ids)
+        assert torch.equal(outputs(model, input_ids=ids), expected)
+        with disabled(model):
+            assert torch.equal(outputs(twin, input_ids=ids), moved)
+        handle_of(model).remove()
+        assert torch.equal(outputs(twin, input_ids=ids), moved)
+        handle_of(twin).remove()
+        assert torch.equal(outputs(twin, input_ids=ids), outputs(model, input_ids=ids))
+
+
+def test_transformers_trainer_decays_weights_but_neither_norms_nor_biases(tmp_path):
+    model = family("Llama", torch.float32)
+    af.bias.attach(model, (*GUIDANCE, *EVERY_OTHER_KIND))
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    decayed = Trainer(model, arguments).get_decay_parameter_names(model)
+    ours = [name for name, _ in model.named_parameters() if "score_terms" in name]
+    free = [name for name in ours if "norm" in name.split("score_terms.")[1] or name.endswith("bias")]
+    assert 0 < len(free) < len(ours) - 8
+    assert [name for name in ours if name not in decayed] == free

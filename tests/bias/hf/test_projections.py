@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import attnflow as af
+from attnflow.bias.kind import layer_biases
 from tests.bias.hf.common import disturb, outputs, same_state
 from tests.bias.hf.test_caches import pieces
 from tests.conformance.inputs import HIGHEST, ids
@@ -43,6 +44,28 @@ def test_a_bias_attaches_by_default_acts_and_leaves_no_trace(model_type):
         handle.remove()
         assert torch.equal(outputs(model, input_ids=text), plain)
     assert same_state(model, before)
+
+
+def test_layers_of_different_widths_have_networks_of_different_widths():
+    model = made("gemma4_text", DECODERS["gemma4_text"])
+    af.bias.attach(model, WIDE)
+    for (_, bias), layer in zip(layer_biases(model), model.model.layers, strict=True):
+        attention = layer.self_attn
+        assert bias.shape.head_dim == attention.head_dim
+        assert bias.shape.num_heads * attention.head_dim == attention.q_proj.out_features
+        assert bias.shape.num_kv_heads * attention.head_dim == attention.k_proj.out_features
+
+
+def test_an_encoder_whose_layers_differ():
+    model, text = made("embedding_gemma2_text", "EmbeddingGemma2TextModel"), ids(10)
+    with torch.no_grad():
+        plain = outputs(model, input_ids=text)
+        handle = af.bias.attach(model, WIDE)
+        assert torch.equal(outputs(model, input_ids=text), plain)
+        disturb(model)
+        assert (outputs(model, input_ids=text) - plain).abs().max() > 1e-3 * plain.abs().max()
+        handle.remove()
+        assert torch.equal(outputs(model, input_ids=text), plain)
 
 
 def test_queries_that_come_from_experts_say_what_to_do():

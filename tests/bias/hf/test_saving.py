@@ -2,15 +2,20 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import attnflow as af
 from attnflow._core.errors import WrongBase
 from attnflow.bias.hf.saving import KINDS
+from attnflow.bias.kind import layer_biases
 from attnflow.models.addons import read_addon
 from tests.bias.cases import config_of
 from tests.bias.hf.common import BIASES, biased, disturb, family, handle_of, outputs, rewrite, same_state, tokens
@@ -62,6 +67,47 @@ def test_sums_and_a_module_of_the_users_make_the_round_trip(tmp_path):
         af.bias.load(family("Llama"), tmp_path, strict=False)
 
 
+def test_a_bias_can_be_saved_over_an_older_one_and_from_another_precision(tmp_path):
+    model = biased("Llama")
+    af.bias.save(model, tmp_path)
+    handle_of(model).remove()
+    af.bias.attach(model, BIASES["others"])
+    disturb(model)
+    af.bias.save(model, tmp_path)
+    narrow = family("Llama", torch.bfloat16)
+    state = {name: value for name, value in model.state_dict().items() if "score_terms" not in name}
+    narrow.load_state_dict(state)
+    af.bias.load(narrow, tmp_path)
+    for ours, theirs in zip(handle_of(narrow).parameters(), handle_of(model).parameters(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+
+
+@pytest.mark.parametrize("change", [{"reference": "rotated"}, {"layers": [1]}, {"name": "other"}], ids=str)
+def test_a_module_of_the_users_is_compared_with_the_saved_one(change, tmp_path):
+    model = family("Llama")
+    af.bias.attach(model, OWN)
+    af.bias.save(model, tmp_path)
+    handle_of(model).remove()
+    unchanged(
+        model, ValueError, r"the saved bias has the custom parts .*pair", tmp_path, custom=[replace(OWN, **change)]
+    )
+
+
+def test_sharded_parameters_are_refused(tmp_path):
+    model = biased("Llama", dtype=torch.float32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        network = next(bias for _, bias in layer_biases(model)).kinds[0]
+        network.output_weight = nn.Parameter(
+            distribute_tensor(network.output_weight.data, init_device_mesh("cpu", (1,)))
+        )
+        with pytest.raises(ValueError, match=r"the bias is sharded over processes \(FSDP\)"):
+            af.bias.save(model, tmp_path / "new")
+    finally:
+        dist.destroy_process_group()
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.fixture
 def saved(tmp_path):
     model = biased("Llama")
@@ -88,6 +134,8 @@ def test_another_base_is_refused(saved):
     unchanged(family("GPT2"), WrongBase, "made for another base model: model_type is llama there and gpt2 here", folder)
     unchanged(family("Llama", num_hidden_layers=3), WrongBase, "num_layers is 2 there and 3 here", folder)
     unchanged(family("Llama", num_key_value_heads=4), WrongBase, "num_kv_heads is 2 there and 4 here", folder)
+    nn.init.normal_(model.model.layers[-1].self_attn.q_proj.weight)
+    unchanged(model, WrongBase, "other weights of this architecture", folder)
     assert af.bias.load(other, folder, strict=False).parameters
     with pytest.raises(ValueError, match="attached already"):
         af.bias.load(other, folder, strict=False)

@@ -22,7 +22,7 @@ from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.bias.terms import Dense, Term, wide
 from attnflow.models.evaluation import evaluating
-from attnflow.models.inputs import Text, model_inputs, model_name, sparing
+from attnflow.models.inputs import Text, accepts, model_inputs, model_name, sparing
 from attnflow.models.loaded import Loaded, split
 
 Heads = Sequence[int] | Literal["all"] | None
@@ -260,7 +260,9 @@ def _generated(
         longer = {key: value for key, value in longer.items() if key not in ("position_ids", "token_type_ids")}
         if "attention_mask" in longer:
             new = longer["attention_mask"].new_ones(len(ids), ids.shape[1] - 1 - prompt)
-            longer["attention_mask"] = torch.cat([longer["attention_mask"], new], dim=1)
+            longer["attention_mask"] = mask = torch.cat([longer["attention_mask"], new], dim=1)
+            if not mask.all() and accepts(model, "position_ids"):  # as `generate` counts them in a padded batch
+                longer["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return longer, prompt, ids[:, -1]
 
 
