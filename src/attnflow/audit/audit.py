@@ -109,7 +109,6 @@ def check(
 
 
 def _notes(model: nn.Module, seen: Survey, order: object) -> list[str]:
-    """What a reader should know of the call before anything is tested."""
     notes = [
         f"{name} reaches no layer of {type(model).__name__}: it is not used as it was passed" for name in seen.unused
     ]
@@ -129,7 +128,7 @@ def _notes(model: nn.Module, seen: Survey, order: object) -> list[str]:
 
 @dataclass
 class Auditor:
-    """What one audit does, and what it has seen so far."""
+    """The steps of one audit, and what it has found so far."""
 
     model: nn.Module
     call: Inputs
@@ -149,7 +148,7 @@ class Auditor:
     skipped: dict[str, str] = field(default_factory=dict[str, str])
 
     def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
-        """Whether nothing moves at the layers in a few perturbations, and no way of decoding differs."""
+        """Whether a few perturbations move nothing at the layers, and no decoding path differs."""
         prober = Prober(runner, self.fields, self.seed, base)
         self._accept(runner, prober.base)
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
@@ -167,7 +166,7 @@ class Auditor:
         return not self.violations
 
     def perturb(self, runner: Runner, what: str) -> None:
-        """Crosstalk between sequences first, then the order."""
+        """Test crosstalk between sequences first, then the order."""
         self._say(0, 1, f"{what}: base pass")
         prober = Prober(runner, self.fields, self.seed)
         if not isinstance(runner, SteppedRunner):
@@ -209,7 +208,7 @@ class Auditor:
         self._say(total, total, f"{what}: done")
 
     def perturb_cached(self, cache: bool | Sequence[int]) -> None:
-        """The same through prefill and decoding, then the comparison of all ways of decoding with the full forward."""
+        """Perturb prefill and decoding, then compare all decoding paths with the full forward."""
         steps = DecodingPath("cached", step_lengths(self.call, cache))
         self.perturb(SteppedRunner(self.model, self.call, self.watch, self.seed, steps), "cached")
         self._compare_paths(cache)
@@ -252,7 +251,7 @@ class Auditor:
         )
 
     def _accept(self, runner: Runner, base: Recording) -> None:
-        """Take the base pass, after checking that it shows what the audit needs."""
+        """Keep the base pass, after checking that it shows what the audit needs."""
         self.base, self.layer_calls, self.skipped = base, runner.layer_calls, runner.skipped
         relation = self.fields.relation
         if not relation.repeat and len(relation.layers) != runner.layer_calls:

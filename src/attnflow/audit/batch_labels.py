@@ -1,4 +1,4 @@
-"""What the labels of a batch ask: which token is predicted where, and whether it can be read there; mistakes."""
+"""Checks what the labels of a batch ask: which token is predicted where, and whether it can be read there."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Mistake:
 
 @dataclass
 class Findings:
-    """What the checks of a batch have to say; the parts of a `BatchReport`."""
+    """The results of a batch's checks, in the parts of a `BatchReport`."""
 
     mistakes: list[Mistake] = field(default_factory=list[Mistake])
     checked: list[str] = field(default_factory=list[str])
@@ -58,7 +58,7 @@ class Findings:
     notes: list[str] = field(default_factory=list[str])
 
     def add(self, kind: Kind, where: Tensor, message: str, checked: str | None = None) -> None:
-        """A mistake at the places of `where`, bool [batch, n], if there are any; and what was `checked` by that."""
+        """Add a mistake if `where`, bool [batch, n], holds any place, and `checked`, what the check looked at."""
         places = where.nonzero()
         if len(places):
             row, column = places[0].tolist()
@@ -69,7 +69,7 @@ class Findings:
 
 @dataclass
 class Labels(Findings):
-    """What was read of labels."""
+    """What the checks of labels found, and how the labels are taken."""
 
     words: str = ""  # how they are taken
     shift: int | None = None  # the loss takes label i from position i - shift; None if that is not known
@@ -79,7 +79,7 @@ class Labels(Findings):
 
 
 def supervised(reading: Reading, shift: int) -> Tensor:
-    """Where labels count, bool [batch, n]: a loss that shifts drops the first ones."""
+    """Where labels count, bool [batch, n]; a loss that shifts drops the first ones."""
     if reading.targets is not None:
         return (reading.targets != IGNORED).any(-1)
     if reading.labels is None:
@@ -90,7 +90,7 @@ def supervised(reading: Reading, shift: int) -> Tensor:
 
 
 def read_labels(reading: Reading, family: Family) -> Labels:
-    """How the labels are taken and which of them can be read where they are predicted."""
+    """Find out how the labels are taken, and which can be read where they are predicted."""
     if family.classes:
         unchecked = [("labels", "they are classes, not tokens")]
         return Labels(words=f"{family.name}: labels are classes", unchecked=unchecked)
@@ -124,7 +124,7 @@ def read_labels(reading: Reading, family: Family) -> Labels:
 
 
 def _assume(labels: Labels, reading: Reading) -> None:
-    """How labels are taken where nothing says it."""
+    """Infer how labels are taken where nothing says it."""
     assert reading.ids is not None
     hidden = reading.ids[..., 0][supervised(reading, 0)]
     if labels.offset == 1:
@@ -141,13 +141,13 @@ def _assume(labels: Labels, reading: Reading) -> None:
 
 
 def _share(reading: Reading, offset: int) -> float:
-    """Share of the labels that are the token at `offset` from theirs, of those that have one in their document."""
+    """The share of labels that equal the token at `offset`, of those with such a token in their document."""
     same, there = _equal(reading, offset)
     return float(same.sum() / there.sum()) if there.any() else 0.0
 
 
 def _equal(reading: Reading, offset: int) -> tuple[Tensor, Tensor]:
-    """(the label is the token at `offset` from it, there is a label and such a token), bool [batch, n]."""
+    """(the label equals the token at `offset` from it, both exist), bool [batch, n]."""
     assert reading.labels is not None
     assert reading.ids is not None
     there = (reading.labels != IGNORED) & _moved(reading.real, offset, False)
@@ -163,7 +163,7 @@ def _moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
 
 
 def _readable(labels: Labels, reading: Reading, family: Family) -> None:
-    """Labels whose token stands where the position that predicts them can read it."""
+    """Find labels whose token stands where the predicting position can read it."""
     shift, offset = labels.shift, labels.offset
     assert shift is not None
     if labels.masked:
@@ -218,7 +218,7 @@ def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: T
 
 
 def _open(labels: Labels, reading: Reading) -> None:
-    """Labels of a masked language model whose token was left in its place, or stands beside it."""
+    """Find labels of a masked language model whose token was left in place, or stands next to it."""
     if labels.offset:
         message = f"labels are the tokens at {labels.offset:+d} of them, which both directions read"
         labels.add("readable", _equal(reading, labels.offset)[0], message)
@@ -241,7 +241,7 @@ def _open(labels: Labels, reading: Reading) -> None:
 
 
 def _merged(reading: Reading, family: Family) -> Labels:
-    """Labels of `af.tasks.Collator`: which data token each means is told by its place, position id and token."""
+    """Check labels of `af.tasks.Collator`; place, position id and token tell which data token each means."""
     labels = Labels(words="labels of af.tasks.Collator, where they are predicted", shift=0)
     ids, positions, targets = reading.ids, reading.positions, cast(Tensor, reading.targets)
     labels.count = int((targets != IGNORED).sum())

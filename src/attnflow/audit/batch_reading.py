@@ -1,4 +1,4 @@
-"""One batch of a data loader as labels, documents, padding and pairs, and how its family of models takes labels."""
+"""Reads labels, documents, padding and allowed pairs from a batch, and from a model how it takes labels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MASKED: Final = re.compile(r"ForMaskedLM|ForPreTraining")
 
 @dataclass(frozen=True)
 class Family:
-    """How labels are taken."""
+    """How a family of models takes labels."""
 
     name: str = ""  # the class of the model; "" where no model is given
     shift: int | None = None  # the loss takes label i from position i - shift; None if that is not known
@@ -48,7 +48,7 @@ class Family:
 
 
 def family_of(model_or_config: Any) -> Family:
-    """What is read of a model, of what `af.load_model` returned, or of a configuration; None says nothing."""
+    """How a model, a loaded model or a configuration takes labels; None says nothing."""
     if model_or_config is None:
         return Family()
     if isinstance(model_or_config, Loaded):
@@ -111,7 +111,7 @@ def _id(value: object) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a batch says."""
+    """The contents of a batch, for its checks."""
 
     # [batch, n, width] token ids; several at one position are averaged, -100 fills up. None without ids
     ids: Tensor | None
@@ -132,12 +132,12 @@ class Reading:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Sequences and positions."""
+        """(sequences, positions)."""
         return self.real.shape[0], self.real.shape[1]
 
 
 def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
-    """What `batch` says, for labels as `family` takes them."""
+    """The contents of a batch whose labels are taken as `family` takes them."""
     prefix = "decoder_" if family.decoder or batch.get("decoder_input_ids") is not None else ""
     ids = integers(batch, f"{prefix}input_ids", (1, 2, 3))
     labels = None if family.classes else integers(batch, "labels", (1, 2, 4))
@@ -190,7 +190,7 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
 
 
 def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
-    """The 2D mask, or the pairs [batch, n, n] of a mask of pairs: of any head, and any layer where layers differ."""
+    """(2D mask, allowed pairs [batch, n, n]); pairs are the union over heads, and over layers that differ."""
     if value is None:
         return None, None
     parts = list(cast(Mapping[str, Any], value).values()) if isinstance(value, Mapping) else [value]
@@ -207,14 +207,14 @@ def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, Tensor | N
 
 
 def _isolated(allow: Tensor) -> Tensor:
-    """Runs at the ends of sequences that read nothing and that nothing else reads: how masks of pairs pad."""
+    """Runs at the ends of sequences that read nothing else and that nothing else reads: padding in masks of pairs."""
     others = allow & ~torch.eye(allow.shape[-1], dtype=torch.bool)
     alone = _runs(~(others.any(1) | others.any(2)))
     return alone & ~alone.all(-1, keepdim=True)
 
 
 def _runs(marked: Tensor) -> Tensor:
-    """What is marked from either end without a gap."""
+    """The marked positions that are connected to either end."""
     ends = marked.long()
     return (ends.cumprod(-1) + ends.flip(-1).cumprod(-1).flip(-1)) > 0
 

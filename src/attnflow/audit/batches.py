@@ -105,15 +105,13 @@ class BatchReport(Result):
 
 
 class _Lint(Findings):
-    """The checks, and what they have to say."""
-
     def __init__(self, reading: Reading, family: Family) -> None:
         self.reading, self.family = reading, family
         self.labels = labels = read_labels(reading, family)
         super().__init__(labels.mistakes, labels.checked, [*reading.unread, *labels.unchecked], labels.notes)
 
     def report(self) -> BatchReport:
-        """All checks, in the order in which a reader wants them."""
+        """Run all checks, in the order in which a reader wants them."""
         reading = self.reading
         self._documents()
         self._padding()
@@ -163,7 +161,7 @@ class _Lint(Findings):
         self._mixing(names)
 
     def _mixing(self, names: list[str]) -> None:
-        """Does the attention mask let through what the documents keep apart?"""
+        """Check whether the attention mask connects documents that are to stay apart."""
         reading = self.reading
         if reading.allow is not None:
             documents, real = reading.documents, reading.real
@@ -208,7 +206,7 @@ class _Lint(Findings):
             self.add("mask", read, message, "mask: no padding that is read")
 
     def _answers(self) -> None:
-        """Every sequence, document and answer has labels, up to the token that ends it."""
+        """Check that every sequence, document and answer has labels, up to its end token."""
         reading, labels = self.reading, self.labels
         if reading.labels is None and reading.targets is None:
             return

@@ -1,9 +1,8 @@
-"""The order that a call declares: what its inputs say of documents and padding, what the model asks for, its config.
+"""The order that a call declares, by its inputs, by the masks that its model asks for and by its configuration.
 
-Belief, from the strongest: a stated order; documents and padding that the inputs name, which every mixer must keep; the
-direction of the configuration; windows, chunks and image blocks that the model asks transformers for, layer by layer;
-windows of the configuration where it asks for none. A mask of pairs among the inputs is what is tested, not what it is
-tested against.
+From the strongest: a stated order; documents and padding, which every mixer must keep apart; the direction in the
+configuration; windows, chunks and image blocks that the model asks transformers for; windows of the configuration. A
+mask of pairs among the inputs is what is tested, not what it is tested against.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def declared_order(
 
 
 def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
-    """The relation to audit against: `order` if given, else what is declared."""
+    """The relation to audit against: `order` if given, else the declared one."""
     inputs = seen.inputs
     if order is None:
         return declared(model, seen)
@@ -94,7 +93,7 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
 
 
 def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
-    """(whether there is one for all layers, the masks)."""
+    """(whether one mask serves all layers, the masks)."""
     if isinstance(order, Mask | MaskGrid):
         return True, (order,)
     if isinstance(order, Flow):
@@ -111,12 +110,7 @@ def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
 
 
 def declared(model: nn.Module, seen: Survey) -> Relation:
-    """The order that the model declares for these inputs; see the docstring of this file.
-
-    Direction: encoder and decoder by themselves; else `is_causal=False` or `use_bidirectional_attention` in the
-    configuration; else `is_decoder=True`; else `is_causal` of the attention modules; else `is_decoder=False` or
-    `attn_type="bi"`; else whether the model generates, or has recurrent layers.
-    """
+    """The order that the model declares for these inputs; the file's docstring ranks the sources."""
     inputs = seen.inputs
     config = config_of(model)
     if config is None:
@@ -133,7 +127,7 @@ def declared(model: nn.Module, seen: Survey) -> Relation:
 
 
 class _Stack:
-    """What the layers of one stack may read, and the words for it."""
+    """What the layers of one stack may read, with the words that describe it."""
 
     def __init__(self, model: nn.Module, config: Any, inputs: Inputs, slot: Slot, causal: bool) -> None:
         self.model, self.causal, self.length = model, causal, slot.length
@@ -163,7 +157,7 @@ class _Stack:
         self.blocks = torch.zeros(1, n, n, dtype=torch.bool)  # later positions that the model asks for, if causal
 
     def relation(self, call: LayerCall) -> Tensor:
-        """What one layer call may read, [rows, n, n]: of its configuration, and of what the model asks for."""
+        """What one layer call may read, [rows, n, n], by its configuration and by the mask that the model asks for."""
         kind = self.kinds[call.index] if self.kinds is not None and call.index < len(self.kinds) else None
         if (kind, id(call.asked)) not in self._relations:  # layers share what is asked for
             self._relations[kind, id(call.asked)] = self._asked(kind, call.asked)
@@ -172,7 +166,7 @@ class _Stack:
         return allow
 
     def _asked(self, kind: str | None, request: MaskRequest | None) -> tuple[Tensor, str]:
-        """(relation, how it is narrower than the whole stack's)."""
+        """(relation, how it is narrower than the whole stack's, in words)."""
         if request is None or kind in _POINTWISE or kind in _RECURRENT:
             return self._configured(kind)
         from attnflow.models.mask_request import asks_causal, pairs_asked
@@ -194,7 +188,7 @@ class _Stack:
         return allow, label
 
     def _configured(self, kind: str | None) -> tuple[Tensor, str]:
-        """What the configuration says of a layer."""
+        """The relation that the configuration gives a layer."""
         if kind in _POINTWISE:
             return torch.eye(self.length, dtype=torch.bool)[None], "nothing but itself"
         if kind is None or kind in _FULL or kind in _RECURRENT:
@@ -234,7 +228,6 @@ class _Stack:
         return "a pattern of its own"
 
     def words(self, calls: int) -> str:
-        """The declaration as a sentence."""
         words = ("causal" if self.causal else "bidirectional") + (f" within {self.packed}" if self.packed else "")
         labels = Counter(label for label in self.labels if label)
         parts = [f"{label} in {count} of {plural(calls, 'layer')}" for label, count in labels.items()]
@@ -245,7 +238,6 @@ class _Stack:
 
 
 def _causal(model: nn.Module, config: Any) -> bool:
-    """Whether the model declares itself causal."""
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) is True:
         return False
     if getattr(config, "is_decoder", None) is True:
@@ -264,7 +256,7 @@ def _causal(model: nn.Module, config: Any) -> bool:
 
 
 def _size(config: Any, name: str) -> int | None:
-    """A size that all layers share; None where there is none, or where each layer has its own."""
+    """A size that all layers share; None if it is absent or differs between layers."""
     try:
         value = getattr(config, name, None)
     except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
@@ -281,7 +273,7 @@ def _kinds(config: Any) -> tuple[str, ...] | None:
 
 
 def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
-    """A mask of pairs among the inputs, as allow [rows, n, n]; the union of its heads. None if there is none."""
+    """The union over heads of a mask of pairs in the inputs, as allow [rows, n, n]; None without one."""
     mask = inputs.kwargs.get("attention_mask")
     if isinstance(mask, Mapping):
         raise UnsupportedArchitecture("attention_mask is a dict of masks: say what it means with order=")
@@ -318,10 +310,7 @@ def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
 
 
 def _of_one_batch(layers: list[Tensor], real: Tensor) -> list[Tensor]:
-    """The relations with one row each if no sequence differs from the first, with one per sequence otherwise.
-
-    Nothing may come from padding; what padding positions themselves show is nobody's business.
-    """
+    """Forbid reading from padding; keep one row if all sequences agree. What padding itself reads is not judged."""
     layers = [(layer & real[:, None, :]) | ~real[:, :, None] for layer in layers]
     if all(bool((layer == layer[:1]).all()) for layer in layers):
         return [layer[:1] for layer in layers]

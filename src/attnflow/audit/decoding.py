@@ -1,4 +1,4 @@
-"""Decoding against one full forward: steps, chunks, drafts, rejected drafts, left padding, a static cache."""
+"""Compares decoding with one full forward: steps, chunks, drafts, rejected drafts, left padding, a static cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnflow.models.evaluation import REFUSALS, precision, refusal
 
 @dataclass(frozen=True)
 class DecodingPath:
-    """How a call is decoded."""
+    """One way of decoding a call."""
 
     name: str  # of it in a report
     chunks: tuple[int, ...]  # lengths of prefill and decoding steps
@@ -33,7 +33,7 @@ class DecodingPath:
 
 
 def step_lengths(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]:
-    """Lengths of the steps: as given, or a prefill and up to four single tokens."""
+    """The lengths of the steps: as given, or a prefill and up to four single tokens."""
     n = inputs.slots[-1].length
     taken = {slot.length for slot in inputs.slots[:-1]}  # no step may be as long as the encoder's
     if cache is True:
@@ -48,7 +48,7 @@ def step_lengths(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]
 
 
 def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]) -> list[DecodingPath]:
-    """The paths to compare: the one that is asked for, and for True all that there are."""
+    """The paths to compare: the one asked for, or with True all that the model has."""
     asked = DecodingPath("cached", step_lengths(inputs, cache))
     n = inputs.slots[-1].length
     if cache is not True or len(inputs.slots) > 1 or n < 6:
@@ -76,7 +76,7 @@ class SteppedRunner(Runner):
         self.path = decoding.name
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
-        """Prefill, then the steps, each with the cache of the one before."""
+        """Run the prefill and then the steps, each with the cache of the one before."""
         name = next((n for n in ("past_key_values", "cache_params") if accepts(self.model.forward, n)), None)
         if name is None or not takes_use_cache(self.model):
             raise UnsupportedArchitecture(f"{type(self.model).__name__} takes no cache: audit it with cache=False")
@@ -115,7 +115,7 @@ class SteppedRunner(Runner):
                     self._reject(kwargs, state, name, start)
 
     def _reject(self, kwargs: Mapping[str, Any], state: dict[str, Any], name: str, start: int) -> None:
-        """Feed tokens that are none of the sequence's, then crop the cache, as speculative decoding does."""
+        """Feed wrong tokens as drafts, then crop the cache, as speculative decoding does."""
         wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).kwargs
         part = sliced(self.inputs, {**kwargs, **wrong}, start, start + self._decoding.drafts) | state
         if hasattr(state[name], "activate_past_recording"):  # sliding layers forget, unless they are told
@@ -129,7 +129,7 @@ class SteppedRunner(Runner):
 
 
 def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
-    """The keyword arguments of the step that feeds positions [start, end) to a model that has seen those before."""
+    """The keyword arguments of the step that feeds positions [start, end), those before being in the cache."""
     decoder = inputs.slots[-1]
     prefix = "decoder_" if (decoder.name or "").startswith("decoder_") else ""
     part: dict[str, Any] = {}
@@ -154,11 +154,7 @@ def _entry(output: Any, name: str) -> Any:
 
 
 class Comparison:
-    """One full forward, with which decoding must agree.
-
-    Two ways to compute the same thing differ in rounding. What differs in the model's precision is therefore computed
-    once more in the other one, where rounding is another and a mistake keeps its size.
-    """
+    """Compares decoding with one full forward, in two precisions: only a mistake keeps its size in both."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int) -> None:
         self.passes = 0  # so far
@@ -166,10 +162,9 @@ class Comparison:
         self._full: dict[torch.dtype, Recording] = {}
 
     def of(self, path: DecodingPath) -> Violation | str | None:
-        """The first module that differs from the full forward; the reason, of a path that this model does not have.
+        """The first module that differs from the full forward; a reason where the model lacks this path.
 
-        What differs inside, and neither where a layer nor where the model puts it out, is no mistake: rotations by
-        position under padding, of models that take no positions.
+        A difference must show in the output of a layer or the model: rotations under padding alone are no mistake.
         """
         model, dtype = self._runner.model, self._runner.dtype
         other = other_precision(dtype)
@@ -221,14 +216,14 @@ class Comparison:
 
 
 def _of_pairs(whole: Event) -> bool:
-    """Whether it holds a number per pair of positions (attention weights): a cache orders its keys in its own way."""
+    """Whether an event holds attention weights, whose keys a cache orders in its own way."""
     return whole.raw.ndim > 3 and whole.raw.shape[-2] == whole.raw.shape[-1] == whole.values.shape[1]
 
 
 def _beyond(
     event: Event, whole: Event, exact: Event, exactly: Event, pads: int, dtype: torch.dtype, other: torch.dtype
 ) -> tuple[int, int, float] | None:
-    """(row, position, change) of what differs by more than rounding explains, the largest of an event."""
+    """(row, position, change) of an event's largest difference beyond rounding."""
     first = max(event.offset - pads, 0)  # positions of the sequence itself
     skip = max(pads - event.offset, 0)
     start = first - whole.offset
@@ -257,7 +252,7 @@ def _beyond(
 
 
 def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
-    """The call with padding before every sequence, told by attention_mask, and by position_ids where they are taken."""
+    """The call with left padding in attention_mask, and in position_ids if the model takes them."""
     if not pads:
         return inputs
     slot = inputs.slots[0]

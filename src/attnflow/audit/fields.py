@@ -19,10 +19,7 @@ _PLAN_WORK: Final = 500_000_000  # multiply-adds that one step of planning may c
 
 @dataclass(frozen=True)
 class Relation:
-    """A declared order as one bool relation [rows, n, n] per layer call, or a single one for all layers.
-
-    `rows` is 1, or the batch size where sequences differ (padding).
-    """
+    """A declared order: bool [rows, n, n] per layer call, or one for all; one row unless sequences differ."""
 
     layers: tuple[Tensor, ...]  # the relations; entry [b, i, j] lets i read j
     repeat: bool  # whether the single relation holds in every layer
@@ -42,7 +39,7 @@ class Fields:
         self._final = False
 
     def at(self, depth: int) -> Bool[Tensor, "rows n n"]:
-        """F after `depth` layers; depth -1 stands for arbitrarily many layers of a repeated relation."""
+        """F after `depth` layers; -1 means arbitrarily many layers of a repeated relation."""
         while not self._final and (depth < 0 or len(self._grown) <= depth):
             index = len(self._grown) - 1
             if not self.relation.repeat and index >= len(self.relation.layers):
@@ -64,7 +61,7 @@ class Fields:
         return ~((field.float() @ selected.float()[:, :, None])[:, :, 0] > 0)
 
     def ranked(self, positions: Sequence[tuple[int, int]], row: int) -> list[tuple[int, int]]:
-        """(sequence, position) pairs: those of other sequences than `row` first, lower before upper in the order."""
+        """(sequence, position) pairs: other sequences than `row` first, then lower before upper in the order."""
         field = self.at(_RANKING_DEPTH if self.relation.repeat else len(self.relation.layers))
         counts: list[list[int]] = field.sum(-1).expand(self.batch, -1).tolist()
         return sorted(positions, key=lambda pair: (pair[0] == row, pair[0], counts[pair[0]][pair[1]], pair[1]))
@@ -72,7 +69,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which positions to change in each pass."""
+    """The positions to change in each pass."""
 
     passes: tuple[Tensor, ...]  # bool [batch, n] each
     coverage: float  # share of the forbidden pairs that they test
@@ -82,11 +79,9 @@ class Plan:
 def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
     """At most `passes` sets of positions that together test as many forbidden pairs (target, source) as possible.
 
-    Changing the set S tests all pairs (i, j) with j in S and F[i] disjoint from S. Sets are taken greedily from
-    complements of receptive fields (cuts, for a causal order), dyadic blocks and single positions; for a causal order
-    of n positions, n - 1 cuts test every pair. Where fields grow from layer to layer (sliding windows), pairs are
-    tested and counted at up to six depths. `seen` is {depth: bool [n]}, the positions that some module shows at that
-    depth (a decoder's start late).
+    Set S tests (i, j) if j is in S and F[i] is disjoint from S. Sets are chosen greedily among complements of fields,
+    dyadic blocks and single positions; for a causal order n - 1 cuts test every pair. Growing fields (sliding windows)
+    are tested at up to six depths; `seen[depth]` marks the positions that some module shows there.
     """
     depths = _stages(fields, seen)
     rows = fields.at(depths[-1]).shape[0]
@@ -106,13 +101,13 @@ def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
 
 
 def batch_sets(batch: int, size: int) -> list[Tensor]:
-    """2 ceil(log2 batch) sets of whole sequences; for any two sequences, some set holds the first and not the other."""
+    """2 ceil(log2 batch) sets of sequences; for any two, some set holds only the first."""
     bits = [torch.arange(batch) >> bit & 1 for bit in range((batch - 1).bit_length())]
     return [(side == value)[:, None].repeat(1, size) for side in bits for value in (0, 1)]
 
 
 def _stages(fields: Fields, seen: Mapping[int, Tensor]) -> list[int]:
-    """The depths with different fields or positions, ascending; of many, a few evenly spread ones with both ends."""
+    """The depths where fields or positions differ, ascending; of many, a few evenly spread ones with both ends."""
     depths: list[int] = []
     for depth in sorted(seen):
         same = depths and torch.equal(fields.at(depths[-1]), fields.at(depth))
@@ -124,7 +119,7 @@ def _stages(fields: Fields, seen: Mapping[int, Tensor]) -> list[int]:
 
 
 def _greedy(stages: Sequence[Tensor], passes: int) -> tuple[list[Tensor], int, int]:
-    """(sets, forbidden pairs left untested, all forbidden pairs), summed over the stages."""
+    """(sets, untested forbidden pairs, all forbidden pairs), summed over the stages."""
     size = stages[0].shape[0]
     fields = [field.float() for field in stages]
     untested = [1 - field for field in fields]

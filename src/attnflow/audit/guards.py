@@ -159,7 +159,7 @@ def guard(
 
 
 def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | None = None) -> dict[str, Any]:
-    """The call of a batch without what is there for the loss alone, on its first sequences or on all (None)."""
+    """A batch's model call without the arguments for the loss, on its first sequences or on all (None)."""
     call = dict(batch)
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     decoder = [call.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds") if call.get(name) is not None]
@@ -175,7 +175,6 @@ def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | No
 
 
 def _of_first(order: Order, sequences: int) -> Order:
-    """What may flow in the first sequences of a batch."""
     if isinstance(order, MaskGrid):
         return MaskGrid(order.masks[:sequences], order.num_queries, order.num_keys)
     if isinstance(order, Sequence) and not isinstance(order, str):
@@ -184,7 +183,7 @@ def _of_first(order: Order, sequences: int) -> Order:
 
 
 def _rows(name: str, value: Any, batch: int, sequences: int) -> Any:
-    """The first sequences of one argument; whole what does not belong to sequences."""
+    """The first sequences of an argument; arguments without a batch axis stay whole."""
     if isinstance(value, Mapping):
         return {key: _rows(str(key), item, batch, sequences) for key, item in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, BlockMask):

@@ -1,4 +1,4 @@
-"""What a model is called with, checked: which arguments hold a value per position, and ids that may replace others."""
+"""Checks the inputs of a model call: which arguments hold a value per position, and which ids may replace others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
 @dataclass(frozen=True)
 class Entry:
-    """Where vectors enter a stack of layers, so that they can be changed there, whatever they were made of."""
+    """Where vectors enter a stack of layers and can be changed, however they were made."""
 
     layer: str  # the path of the layer that is called first
     width: int  # numbers per position
@@ -28,17 +28,14 @@ class Entry:
     positions_first: bool  # whether positions come before the batch
 
     def arranged(self, rows: Tensor, axes: int) -> Tensor:
-        """Rows [batch, positions, width] for vectors of so many axes.
-
-        Further axes in front are broadcast, and those between positions and width (parallel residual streams).
-        """
+        """[batch, positions, width] rows in the layout of the layer's argument, broadcast over its other axes."""
         rows = rows.transpose(0, 1) if self.positions_first else rows
         return rows[(..., *[None] * (axes - self.axis - 3), slice(None))]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A run of positions: those of an input, or those that enter a stack of layers."""
+    """A run of positions: of an input, or of what enters a stack of layers."""
 
     name: str | None  # the argument that holds their token ids [B, n] or vectors [B, n, d]; None of pixels, audio
     length: int  # number of positions n
@@ -54,7 +51,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model: its keyword arguments, and what is added where vectors enter stacks of layers."""
+    """One model call: its keyword arguments, and what is added where vectors enter stacks of layers."""
 
     kwargs: Mapping[str, Any]
     noise: Mapping[int, Tensor]
@@ -62,7 +59,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A call of the model: keyword arguments, and the slots among them."""
+    """The keyword arguments of a model call, and the slots among them."""
 
     kwargs: dict[str, Any]  # what forward is called with
     slots: tuple[Slot, ...]  # one for a decoder or an encoder; encoder and decoder slots for an encoder-decoder
@@ -72,29 +69,28 @@ class Inputs:
 
     @property
     def size(self) -> int:
-        """Number of positions of all slots together."""
+        """The number of positions of all slots."""
         return sum(slot.length for slot in self.slots)
 
     @property
     def base(self) -> Call:
-        """The call as it is."""
+        """The unchanged call."""
         return Call(self.kwargs, {})
 
     @property
     def layers(self) -> frozenset[str]:
-        """Paths of the layers of all stacks that are audited."""
+        """The paths of the layers of all audited stacks."""
         return frozenset[str]().union(*(slot.layers for slot in self.slots))
 
     def values(self, slot: Slot) -> Tensor:
-        """The slot's argument with a batch axis."""
+        """The slot's argument, given a batch axis."""
         tensor = cast(Tensor, self.kwargs[cast(str, slot.name)])
         return tensor if self.batched else tensor[None]
 
     def draw(self, generator: torch.Generator) -> Call:
-        """Other values for every position: another token id, or a vector moved by noise of its own scale.
+        """A replacement for every position: another token id, or a vector moved by noise of its own scale.
 
-        Special tokens (padding, image placeholders) stay where their vectors can be moved: others in their place
-        would change what the model does with its inputs.
+        Special tokens (padding, image placeholders) keep their ids where their vectors can be moved instead.
         """
         drawn: dict[str, Tensor] = {}
         noise: dict[int, Tensor] = {}
@@ -117,7 +113,7 @@ class Inputs:
         return Call(drawn, noise)
 
     def changed(self, selected: Tensor, draw: Call) -> Call:
-        """The call with the `selected` positions (bool [B, n] over all slots) as drawn."""
+        """The call with the `selected` positions, bool [batch, n] over all slots, taken from `draw`."""
         kwargs = dict(self.kwargs)
         noise: dict[int, Tensor] = {}
         for slot in self.slots:
@@ -140,7 +136,7 @@ class Inputs:
         return replace(self, kwargs=self.kwargs | {name: value.to(dtype) for name, value in floating.items()})
 
     def without_cache(self, model: nn.Module) -> Inputs:
-        """The same call that makes no cache, unless it says so itself."""
+        """The same call without making a cache, unless it asks for one itself."""
         if takes_use_cache(model) and "use_cache" not in self.kwargs:
             return replace(self, kwargs={**self.kwargs, "use_cache": False})
         return self
@@ -181,7 +177,7 @@ def read(
 
 
 def config_of(model: nn.Module) -> Any:
-    """The configuration that describes the text model; None if there is none."""
+    """The configuration of the text model, if there is one."""
     config = getattr(model, "config", None)
     return getattr(config, "text_config", None) or config
 
@@ -192,7 +188,7 @@ def accepts(function: Callable[..., object], name: str) -> bool:
 
 
 def takes_use_cache(model: nn.Module) -> bool:
-    """Whether a call can say if a cache is made: heads of transformers hand keywords on that they do not name."""
+    """Whether a call takes `use_cache`, also through the keywords that heads of transformers hand on."""
     named = inspect.signature(model.forward).parameters.values()
     passes_on = hasattr(model, "config") and any(each.kind is each.VAR_KEYWORD for each in named)
     return accepts(model.forward, "use_cache") or passes_on
@@ -240,7 +236,7 @@ def _slot_names(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def _checked(model: nn.Module, name: str, value: object) -> Tensor:
-    """Ids in the vocabulary, or vectors of the width of the embeddings."""
+    """The value, if it holds ids in the vocabulary or vectors as wide as the embeddings."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}; use torch.tensor(...)")
     if value.dtype == torch.bool or value.is_complex():
@@ -267,7 +263,7 @@ def _checked(model: nn.Module, name: str, value: object) -> Tensor:
 
 
 def _pool(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
-    """Ids that may replace others: the vocabulary without special tokens, whose meaning could change the mask."""
+    """The ids that may replace others: no special tokens, which could change the mask."""
     table, config = embedding_table(model), config_of(model)
     sizes = [None if table is None else table.num_embeddings, getattr(config, "vocab_size", None)]
     size = min([size for size in sizes if isinstance(size, int) and size] or [0])

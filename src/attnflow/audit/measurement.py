@@ -227,7 +227,7 @@ def _measured(model: nn.Module, inputs: Inputs, by: By, seed: int, progress: Pro
 
 
 def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
-    """A relation per sample, or their union where nothing distinguishes the samples."""
+    """One relation per sample, or their union where nothing distinguishes the samples."""
     slots = {slot.name for slot in inputs.slots}
     marks = [value for name, value in inputs.kwargs.items() if isinstance(value, Tensor) and name not in slots]
     marks = [mark for mark in marks if not mark.is_floating_point() and mark.ndim > 1 and len(mark) == inputs.batch]
@@ -238,7 +238,7 @@ def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
 
 
 class _Whole:
-    """The model from its inputs to its last output for each sequence."""
+    """The whole model, from its inputs to its last output for each sequence."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, seed: int) -> None:
         self.module = model
@@ -250,7 +250,7 @@ class _Whole:
         self._drawn = [inputs.draw(generator) for _ in range(SAMPLES)]
 
     def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
-        """The last outputs with inputs in `dtype`, those at `column` replaced by sample number `sample`."""
+        """The last outputs with inputs in `dtype`, the input at `column` replaced by sample `sample`."""
         inputs = self._inputs.in_precision(dtype)
         selected = torch.zeros(inputs.batch, inputs.size, dtype=torch.bool)
         if column is not None:
@@ -271,10 +271,7 @@ class _Whole:
 
 
 def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progress | None = None) -> Tensor:
-    """bool [batch, n, n]: the output at i moves when the input at j changes.
-
-    Changes below the root of the precision, relative to their row, may be rounding: `is_leak` decides.
-    """
+    """bool [batch, n, n]: output i moves with input j; `is_leak` judges changes that may be rounding."""
     relation = torch.eye(inputs.size, dtype=torch.bool).repeat(inputs.batch, 1, 1)
     base = subject.outputs(None)
     doubtful: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -300,7 +297,7 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progre
 def _settle(
     subject: ReplayedLayer | _Whole, own: Outputs, doubtful: dict[tuple[int, int], dict[int, Tensor]], relation: Tensor
 ) -> None:
-    """Add to `relation` what of the doubtful changes is no rounding."""
+    """Add to `relation` those doubtful changes that are no rounding."""
     other = other_precision(subject.dtype)
     try:
         with precision(subject.module, other):

@@ -1,4 +1,4 @@
-"""What the arguments of a call say of padding, documents and pairs that may attend; for audits and lints."""
+"""Reads padding, documents and allowed pairs from the arguments of a call, for audits and lints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where documents begin."""
+    """Where documents begin, by argument."""
 
     # {argument: bool [batch, n], where it begins a document of a sequence, but for the first one}, the most explicit
     # argument first; only of arguments that speak of documents
@@ -39,12 +39,10 @@ def read_packing(
     *,
     from_lowest: bool = False,
 ) -> Packing:
-    """Boundaries of a flattened batch, numbers of documents, a 2D mask that counts, and position ids that go back.
+    """Where documents begin, from boundaries, document numbers, a counting 2D mask and position ids that go back.
 
-    A document is a run of positions, with or without padding inside: a number that comes again is another document, as
-    it is for a recurrent state. `mask` is the 2D attention mask; of `positions` [axes, batch, n] the first is time.
-    With `from_lowest` a document has the lowest position of its sequence at its start: layouts under a mask of pairs go
-    back anywhere.
+    A document is a run of positions: a number that returns is another document. Of `positions` [axes, batch, n] the
+    first axis is time. With `from_lowest` a document starts at its sequence's lowest position, as masks of pairs need.
     """
     starts: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -76,10 +74,7 @@ def read_packing(
 
 
 def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
-    """(pairs of positions of one document, bool [1 or batch, n, n]; how many there are in words, "" of a single one).
-
-    Documents are apart if any argument says so.
-    """
+    """(pairs within a document by any argument, bool [1 or batch, n, n]; documents in words, "" for one)."""
     mask, positions = _of_slot(inputs, slot, "attention_mask"), _of_slot(inputs, slot, "position_ids")
     real = real_positions(inputs, slot).expand(inputs.batch, -1)
     packing = read_packing(inputs.kwargs, real, mask, positions)
@@ -100,16 +95,16 @@ def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
 
 
 def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
-    """Which positions of a slot are no padding, bool [batch, n]; [1, n] without padding."""
+    """Which positions of a slot are not padding, bool [batch, n]; [1, n] without padding."""
     mask = _of_slot(inputs, slot, "attention_mask")
     return torch.ones(1, slot.length, dtype=torch.bool) if mask is None or mask.all() else mask != 0
 
 
 def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
-    """bool [batch or 1, n, n], the pairs that a mask allows in any head and layer; None of a mask of positions.
+    """The pairs that a mask allows in any head and layer, bool [batch or 1, n, n]; None for a mask of positions.
 
-    A mask is a `BlockMask`, a tensor of 0 and 1 or bool, an additive one with 0 for allowed, or the row intervals of
-    `af.masks.batch`; or one of these for each layer, as an `af.tasks.Collator` gives them.
+    It may be a `BlockMask`, 0 and 1 or bool, additive, row intervals of `af.masks.batch`, or one of these for each
+    layer.
     """
     if isinstance(mask, BlockMask):
         mask = computed_pairs(mask)
@@ -129,7 +124,7 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
 
 
 def masks_by_layer(mask: object) -> list[object]:
-    """The masks of the layers where each has its own, else the one mask."""
+    """The masks of the layers, or one mask for all."""
     layers = num_layers_of(mask)
     if layers is None or not isinstance(mask, Tensor):
         return [mask]
@@ -137,7 +132,7 @@ def masks_by_layer(mask: object) -> list[object]:
 
 
 def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:
-    """One argument as int64 on the CPU; None where it is not given."""
+    """An argument as int64 on the CPU; None if it is missing."""
     value = arguments.get(name)
     if value is None:
         return None
@@ -153,12 +148,12 @@ def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) ->
 
 
 def as_tensor(value: object) -> Tensor:
-    """A tensor, an array or nested lists as a tensor on the CPU."""
+    """A tensor, array or nested list as a tensor on the CPU."""
     return (value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))).detach().cpu()
 
 
 def _of_slot(inputs: Inputs, slot: Slot, name: str) -> Tensor | None:
-    """An argument [.., batch, n] that holds a value for each position of a slot; others are not of these positions."""
+    """An argument [.., batch, n] with a value for each position of the slot, else None."""
     value = inputs.kwargs.get(f"decoder_{name}" if (slot.name or "").startswith("decoder_") else name)
     if not isinstance(value, Tensor) or value.ndim > (3 if name == "position_ids" else 2):
         return None
@@ -185,7 +180,7 @@ def _changes(numbers: Tensor, real: Tensor) -> Tensor:
 
 
 def _before(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """(the value at the real position before each; whether there is one, and the position is real itself)."""
+    """(the value at the previous real position, whether there is one and the position itself is real)."""
     last = torch.where(real, torch.arange(real.shape[1]), -1).cummax(-1).values
     last = F.pad(last[:, :-1], (1, 0), value=-1)
     return values.gather(1, last.clamp(min=0)), real & (last >= 0)

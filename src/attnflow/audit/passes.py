@@ -1,4 +1,4 @@
-"""Forward passes of a model with its modules watched: what goes in and out of each, as [batch, positions, features].
+"""Runs forward passes with a model's modules watched; inputs and outputs become [batch, positions, features].
 
 `Runner` runs variations of one call; a `Tracer` turns what its `Watch` sees into `Event`s, in order of execution.
 """
@@ -24,7 +24,7 @@ Watched = Literal["modules", "layers"]
 
 
 class Key(NamedTuple):
-    """Names one tensor of one pass: the same in every pass over inputs of the same shape."""
+    """The name of one tensor of a pass, the same in every pass over inputs of one shape."""
 
     step: int
     module: str
@@ -51,7 +51,7 @@ Recording = dict[Key, Event]  # of one pass, in order of execution
 
 @dataclass(frozen=True)
 class Frame:
-    """What sequence axes look like."""
+    """The lengths and offsets by which sequence axes are recognised."""
 
     batch: int  # number of sequences
     batched: bool
@@ -60,9 +60,9 @@ class Frame:
 
 
 def layer_names(model: nn.Module) -> dict[str, int]:
-    """{dotted name: index in its list} of the layers: members of the outermost module lists that hold whole blocks.
+    """{path: index in its list} of the layers: members of the outermost module lists that hold whole blocks.
 
-    A list of leaf modules (projections, norms) is not a stack of layers, nor is an `nn.Sequential` of unlike modules.
+    Lists of leaf modules (projections, norms) and an `nn.Sequential` of unlike modules are no stacks of layers.
     """
     layers: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -75,10 +75,9 @@ def layer_names(model: nn.Module) -> dict[str, int]:
 
 
 def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tensor, int] | str | None:
-    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it cannot be told.
+    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it is ambiguous.
 
-    Of a tensor whose width is the length of the sequence too, only a layer's or the model's is read, as [batch,
-    positions, width]: inside a layer either axis may be the sequence.
+    Where width and length agree, only outputs of layers and of the model are read, as [batch, positions, width].
     """
     if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched:
         return None
@@ -122,7 +121,7 @@ class Tracer:
         self.begin(0)
 
     def begin(self, step: int, depth: int = 0) -> None:
-        """Start a pass, or a step of a cached run that does not run the first `depth` layers (the encoder) again."""
+        """Start a pass, or a step of a cached run that skips the first `depth` layers (the encoder)."""
         self.step = step
         self.depth = depth  # layers begun in this pass
         self.layer_calls: dict[str, int] = {}  # how often each layer was called in the last pass
@@ -157,7 +156,7 @@ class Tracer:
 
 
 def leaves(root: object) -> list[tuple[str, Tensor]]:
-    """All tensors in nested tuples, lists and mappings, each with its path; caches and other objects are left out."""
+    """All tensors in nested tuples, lists and mappings, with their paths; skips caches and other objects."""
     tensors: list[tuple[str, Tensor]] = []
     left: list[tuple[str, object]] = [("", root)]
     while left:  # a loop: it runs for every module of every pass
@@ -189,7 +188,7 @@ class Runner:
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     def run(self, call: Call, visit: Callable[[Event], None]) -> None:
-        """One pass (or one cached run); `visit` sees every event in order of execution."""
+        """Run one pass (or one cached run), and show every event to `visit` in order of execution."""
         seed_all(self.seed)
         with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments):
             tracer = Tracer(self.model, self.layer_names, frame_of(self.inputs), visit, self.watch)  # sees what moved
@@ -199,22 +198,22 @@ class Runner:
         self.skipped |= tracer.skipped
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
-        """Call the model: here with everything at once."""
+        """Call the model with everything at once."""
         self.model(**kwargs)
         self.passes += 1
 
     def is_end(self, key: Key) -> bool:
-        """Whether a tensor belongs to a layer or to the model itself, not to a module inside a layer."""
+        """Whether a tensor belongs to a layer or to the whole model, not to a module inside a layer."""
         return not key.module or key.module in self.layer_names
 
     def record(self, call: Call) -> Recording:
-        """One pass with all its events kept; tensors that are changed in place later are copied."""
+        """Run one pass and keep all its events; tensors that are changed in place later are copied."""
         with torch.no_grad():
             events, intact = self.distinct(call)
             return events if intact else self.distinct(call, copy=True)[0]
 
     def distinct(self, call: Call, copy: bool = False) -> tuple[Recording, bool]:
-        """The events of one pass, without inputs that an earlier event has shown; whether none was changed in place."""
+        """(the events of a pass without inputs that an earlier event showed, whether none was changed in place)."""
         events: Recording = {}
         seen: dict[int, tuple[Tensor, int]] = {}  # (tensor, version) by id; holds the tensors, so that ids stay theirs
 
@@ -233,7 +232,7 @@ class Runner:
 
 
 def frame_of(inputs: Inputs) -> Frame:
-    """What sequence axes look like in one full forward."""
+    """The frame of one full forward."""
     streams = any(slot.entry is not None and slot.entry.axis > 0 for slot in inputs.slots)
     return Frame(inputs.batch, inputs.batched, {slot.length: slot.offset for slot in inputs.slots}, streams)
 
@@ -242,7 +241,7 @@ def frame_of(inputs: Inputs) -> Frame:
 def moved(
     model: nn.Module, inputs: Inputs, noise: Mapping[int, Tensor], segments: Callable[[], Mapping[int, int]]
 ) -> Generator[None]:
-    """Add noise [batch, n, width], by the offset of the slot, to what enters each stack, once in every step."""
+    """Add noise [batch, n, width], by slot offset, to what enters each stack, once per step."""
     entered: dict[int, int] = {}
 
     def enter(slot: Slot, call: ModuleCall) -> Arguments | None:
@@ -284,13 +283,13 @@ def moved(
 
 
 def entering(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The first tensor of vectors that a layer is called with."""
+    """The first tensor of vectors among a layer's arguments."""
     values = (*args, *kwargs.values())
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 3), None)
 
 
 def refuse_nan(inputs: Inputs, module: str, offset: int, values: Tensor) -> None:
-    """Refuse NaN, which hides every change, in an output from position `offset` on; padding may be NaN."""
+    """Refuse NaN, which hides changes, in an output from position `offset` on; padding may hold it."""
     if not values.is_floating_point() or not values.isnan().any():
         return
     bad = values.isnan().any(-1).cpu()

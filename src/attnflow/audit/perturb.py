@@ -1,4 +1,4 @@
-"""Perturbation: change positions, look what moves, and narrow down where, from which position and to which."""
+"""Changes positions, sees what moves, and narrows it down to a module, a source and a target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOISE: Final = 4.0  # noise is known from a few runs only
 
 @dataclass(frozen=True)
 class Moved:
-    """Rows of one event that moved although the declared order forbids it."""
+    """The rows of an event that moved against the declared order."""
 
     event: Event  # the event, as it was before
     change: Tensor  # largest change of each forbidden row [batch, positions of the event]; 0 elsewhere
@@ -46,8 +46,8 @@ class Hit:
 class Prober:
     """Perturbs the inputs of one runner and compares every event with the unperturbed pass.
 
-    Comparison is exact where two runs on the same inputs agree exactly. A change that the order forbids is looked at
-    in a second floating-point precision (see `is_leak`): the rounding of a mixture of experts moves rows, too.
+    Where two runs on the same inputs agree exactly, so must all that the order keeps. Any change is looked at in a
+    second precision (`is_leak`), since rounding in a mixture of experts moves rows, too.
     """
 
     def __init__(self, runner: Runner, fields: Fields, seed: int, base: Recording | None = None) -> None:
@@ -68,11 +68,11 @@ class Prober:
 
     @property
     def noise(self) -> float:
-        """Largest difference between two runs on the same inputs."""
+        """The largest difference between two runs on the same inputs."""
         return max(self._noise.values(), default=0.0)
 
     def settle(self) -> None:
-        """Repeat the base pass, after itself and after a perturbed one: noise differs always, state only the latter."""
+        """Repeat the base pass after itself, which shows noise, and after a perturbed one, which shows state."""
         inputs = self.runner.inputs
         first = self._differences(inputs.base)
         if first:
@@ -89,7 +89,7 @@ class Prober:
         self.stateful = next(iter(self._differences(inputs.base)), None)
 
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
-        """Change the `selected` positions; the first event that moves against the order, in any or these `rows`."""
+        """Change the `selected` positions; the first event that moves against the order, in all or these `rows`."""
         drawn = self.runner.inputs.draw(self.generator)
         moves = self._against_order(selected, drawn, rows)
         if not moves:
@@ -100,11 +100,10 @@ class Prober:
         return Hit(selected, drawn, real[0], confirmed) if real else None
 
     def violation(self, hit: Hit) -> Violation:
-        """The hit narrowed down to one source in about log2(size of the changed set) passes.
+        """Narrow a hit down to one source, in about log2(size of the changed set) passes.
 
-        What leaks at this module is one position's state, which may depend on many inputs that are forbidden as well.
-        The changed positions are therefore ranked by the declared order, and the last one that is needed to move the
-        target is the source: the state that leaked is its own.
+        The changed positions are ranked by the declared order. The source is the last one needed to move the target,
+        since a leaked state may also depend on forbidden inputs below it.
         """
         event, (row, target) = hit.moved.event, hit.moved.largest()
         ranked = self.fields.ranked([(b, j) for b, j in hit.selected.nonzero().tolist()], row)
@@ -122,7 +121,7 @@ class Prober:
         )
 
     def state_violation(self) -> Violation:
-        """What `settle` saw, as a violation."""
+        """The state that `settle` saw, as a violation."""
         assert self.stateful is not None
         event, (row, target) = self.stateful.event, self.stateful.largest()
         change = float(self.stateful.change.max())
@@ -170,7 +169,7 @@ class Prober:
             moves.append(Moved(before, change))
 
     def _consequential(self, moves: list[Moved]) -> list[Moved]:
-        """Rows that move where the layer or the model puts them out, too: scores that are masked later are no leak."""
+        """Keep rows that also move in the output of the layer or model: scores that are masked later are no leak."""
         ends = {key for key in self.base if self.runner.is_end(key)}
         if not ends:
             return moves
@@ -186,7 +185,7 @@ class Prober:
         return [moved for moved in there if moved.change.any()]
 
     def _confirmed(self, moves: list[Moved], selected: Tensor, drawn: Call) -> tuple[list[Moved], bool | None]:
-        """What of `moves` is no rounding, and whether that could be told."""
+        """(the moves that are not rounding, whether that could be decided)."""
         other = other_precision(self.runner.dtype)
         if self._other_fails:
             return moves, None
@@ -217,7 +216,7 @@ class Prober:
         return real, None if unsure else True
 
     def _floor(self, key: Key, reach: float) -> float:
-        """What a change must exceed to count while the changed set is halved."""
+        """The least change that counts while the changed set is halved."""
         noise = max(self.rounding, _NOISE * self._noise.get(key, 0.0))
         return math.sqrt(noise * reach) if self.rounding else noise
 
@@ -234,7 +233,7 @@ class Prober:
 
 
 def row_change(after: Tensor, before: Tensor) -> Tensor:
-    """Largest absolute change of each row, float64 [batch, positions] on the CPU; NaN equals NaN."""
+    """The largest absolute change of each row, float64 [batch, positions] on the CPU; NaN equals NaN."""
     same = (after == before) | (after.isnan() & before.isnan())
     difference = (after.double() - before.double()).abs().nan_to_num(nan=torch.inf)
     return torch.where(same, 0.0, difference).amax(-1).cpu()
@@ -246,15 +245,11 @@ def other_precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which rows moved by more than rounding.
+    """Which rows moved by more than rounding; `other_values` and `other_moved` are in the other precision.
 
-    In float32 or below: a leak keeps its size in float64, rounding shrinks with the precision; the border is the
-    geometric mean of the two. In float64 there is nothing finer: the rounding error is estimated as that of float32
-    against float64, scaled, and what exceeds eight times that and one unit in the last place is a leak: the two runs
-    that are compared have an error each, and only a sample of it was seen.
-
-    `change` [batch, positions] is in the model's precision `dtype`, as are the unperturbed `values`; `other_values` and
-    `other_moved` are in the other one.
+    A leak keeps its size in float64, while rounding shrinks with the precision; the border is their geometric mean. In
+    float64 the rounding is estimated from that of float32, scaled: a leak exceeds eight times that (both runs err, and
+    only a sample of the errors was seen) and one unit in the last place.
     """
     eps, other = torch.finfo(dtype).eps, torch.finfo(other_precision(dtype)).eps
     if other < eps:

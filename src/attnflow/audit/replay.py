@@ -1,4 +1,4 @@
-"""Layers replayed alone: what the output of one layer call at i takes from its own input at j, and what it misses."""
+"""Replays layers alone: which of its own inputs move a layer call's output, and which allowed ones do not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
 
 
 class ReplayedLayer:
-    """A layer call, seen from one of its inputs."""
+    """A layer call as a function of one of its inputs."""
 
     def __init__(self, call: Call, name: str, frame: Frame, generator: torch.Generator) -> None:
         self.module = call.module
@@ -48,7 +48,7 @@ class ReplayedLayer:
         self._noise: dict[int, Tensor] = {}
 
     def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
-        """The output with arguments in `dtype`, the input at position `column` moved by noise number `sample`."""
+        """The output with arguments in `dtype`, input position `column` moved by noise `sample`."""
         moved = self._tensor.clone()
         if column is not None:
             rows = cast(tuple[Tensor, int], _rows(moved, self._frame))[0]
@@ -71,7 +71,7 @@ class ReplayedLayer:
 
 
 def replayed(inputs: Inputs, call: Call, generator: torch.Generator) -> list[ReplayedLayer]:
-    """A layer call from each input that carries information: its first tensor and a decoder's encoder states."""
+    """A layer call as a function of each input with information: its first tensor, and a decoder's encoder states."""
     frame, arguments = frame_of(inputs), call.arguments()
     names = [name for name in arguments if name in (next(iter(arguments)), *_CARRIERS)]
     tensors = {name: value for name in names if isinstance(value := arguments[name], Tensor)}
@@ -84,13 +84,13 @@ def replayed(inputs: Inputs, call: Call, generator: torch.Generator) -> list[Rep
 
 
 def _rows(tensor: Tensor, frame: Frame) -> tuple[Tensor, int] | None:
-    """(a view [batch, positions, width], joint position of its first row)."""
+    """(a view [batch, positions, width], the joint position of its first row)."""
     view = canonical(tensor, frame, layered=True)
     return view if isinstance(view, tuple) else None
 
 
 def _isolated(value: Any, dtype: torch.dtype | None) -> Any:
-    """A layer's argument for one replay: tensors in `dtype`, caches copied so that a replay leaves no trace."""
+    """An argument for one replay: tensors in `dtype`, caches copied so that replays stay independent."""
     if isinstance(value, Tensor):
         return value.to(dtype) if dtype is not None and value.is_floating_point() else value
     if isinstance(value, tuple | list):
@@ -101,11 +101,11 @@ def _isolated(value: Any, dtype: torch.dtype | None) -> Any:
 def missing_pairs(
     model: nn.Module, seen: Survey, relation: Relation, seed: int, thorough: bool
 ) -> tuple[list[Violation], list[str]]:
-    """Pairs (target, source) of attention layers that are allowed, and whose source moves the target in no sample.
+    """Allowed pairs (target, source) of attention layers whose source never moves the target: one violation per layer.
 
-    Each layer call is replayed alone, from its own input, in float64; a change counts from one unit in the last place
-    of its row. All positions and three samples if `thorough`, else a few positions and one. One violation for each
-    layer, and notes: why layers were not asked, and unless `thorough` the first violation.
+    Each layer call is replayed alone in float64; a change counts from one unit in the last place. `thorough` tries all
+    positions and three samples, otherwise a few and one, with the first violation as a note. A note also says where a
+    replay failed.
     """
     violations: list[Violation] = []
     notes: list[str] = []
@@ -139,7 +139,7 @@ def missing_pairs(
 
 
 def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:
-    """bool [batch, n, n]: allowed pairs of the columns that were tried in which nothing moved."""
+    """bool [batch, n, n]: allowed pairs, of the columns tried, in which nothing moved."""
     columns = list(part.columns)
     if not thorough and len(columns) > _COLUMNS:
         columns = [columns[round(i * (len(columns) - 1) / _COLUMNS)] for i in range(_COLUMNS)]
@@ -159,6 +159,6 @@ def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:
 
 
 def holds_attention(model: nn.Module, call: LayerCall) -> bool:
-    """Whether a layer has attention among its modules, and no mixer of another kind beside it."""
+    """Whether a layer has attention and no mixer of another kind."""
     modules = list(model.get_submodule(call.name).modules())
     return any(map(attends, modules)) and not any(map(moves_between_positions, modules))

@@ -180,7 +180,7 @@ class AuditReport(Result):
 
 
 def _cut(text: str, limit: int) -> str:
-    """`text` with its end, which distinguishes modules."""
+    """At most `limit` characters from the end of `text`, which distinguishes modules."""
     return text if len(text) <= limit else f"...{text[3 - limit :]}"
 
 

@@ -1,4 +1,4 @@
-"""One forward pass that shows a model's stacks of layers, what enters them, and the masks that they ask for."""
+"""One forward pass that shows a model's stacks of layers, their inputs, and the masks that they ask for."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class LayerCall:
 
     @property
     def stack(self) -> str:
-        """The path of the module that holds its list of layers: lists side by side are one stack."""
+        """The path of the module that holds the layer's list; lists side by side are one stack."""
         return self.name.rpartition(".")[0].rpartition(".")[0]
 
 
 @dataclass
 class Survey:
-    """What one forward pass shows."""
+    """The result of one forward pass: the call with its slots, the layer calls, and unused masks."""
 
     inputs: Inputs  # the call, with slots for the positions that enter stacks of layers
     calls: list[LayerCall]  # the layer calls of these stacks, in order of execution
@@ -53,7 +53,7 @@ class Survey:
 
 
 def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = None) -> Survey:
-    """Run the model once, or let `run` do it, and read off what it does with its inputs."""
+    """Run the model once, or by `run`, and read off what it does with its inputs."""
     layers = layer_names(model)
     listening: AbstractContextManager[Asked | None] = nullcontext()
     if "transformers" in sys.modules:  # else the model is not one of its own
@@ -74,10 +74,7 @@ def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = 
 
 
 def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, Runner, Recording | None]:
-    """A survey, a runner at the layers, and the recording of the survey's own pass, which saves another one.
-
-    None where the layers get other positions than the inputs have, or tensors are changed in place.
-    """
+    """(survey, runner at the layers, recording of the survey's own pass, None if that cannot serve as the base)."""
     every = frozenset(layer_names(model))
     whole = replace(inputs, slots=tuple(replace(slot, layers=every) for slot in inputs.slots))
     first = Runner(model, whole, "layers", seed)
@@ -92,7 +89,7 @@ def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, Runne
 
 
 class _Arrival(NamedTuple):
-    """A tensor that may be a mask, at a module inside of a layer call (number of the call, or -1)."""
+    """A possible mask at a module inside a layer call (its number, or -1)."""
 
     call: int
     depth: int
@@ -101,7 +98,7 @@ class _Arrival(NamedTuple):
 
 @contextmanager
 def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[list[LayerCall], list[_Arrival]]]:
-    """(layer calls, masks that reach the modules inside), of what runs in this context."""
+    """(layer calls, masks that reach the modules inside) of what runs in this context."""
     calls: list[LayerCall] = []
     seen: list[_Arrival] = []
     inside: list[int] = []
@@ -128,7 +125,7 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
 
 
 def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
-    """The inputs with slots for the stacks that are audited: those that their positions enter, else the last to run."""
+    """The inputs with slots for the audited stacks: those that their positions enter, else the last to run."""
     named = list(inputs.slots)
     source = next((slot for slot in named if not (slot.name or "").startswith("decoder_")), None)
     target = next((slot for slot in named if (slot.name or "").startswith("decoder_")), None)
@@ -158,7 +155,7 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
 
 
 def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> tuple[Slot, int] | None:
-    """(slot, batch) of the stack that positions of an input enter, or of the last stack that runs."""
+    """(slot, batch) of the stack that an input's positions enter, else of the last stack to run."""
     held = [(call, axes) for call in calls if (axes := _axes(call.shape, inputs, named)) is not None]
     held = [(c, axes) for c, axes in held if named is not None and axes.length == named.length] or held
     if not held or not inputs.batched:
@@ -195,7 +192,7 @@ def _axes(shape: tuple[int, ...], inputs: Inputs, named: Slot | None) -> _Axes |
 
 
 def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
-    """Note at each layer call what was asked for when the mask that reaches it was made."""
+    """Note at each layer call the request that made the mask reaching it."""
     for number, call in enumerate(calls):
         if call not in result.calls:
             continue

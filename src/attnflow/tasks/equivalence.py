@@ -1,6 +1,6 @@
 """Which positions of tasks compute the same thing, decided by hashing and checked exactly.
 
-Where no down-set holds an input twice, the inputs alone match two equivalent nodes (hasse, def. 3.5). A position's key
+Where no down-set holds an input twice, only the inputs can match equivalent nodes (hasse, def. 3.5). A position's key
 hashes its input and the pairs (input, inputs below it) of its down-set: two sums over the rows of a dense mask, which
 are prefix sums over interval rows, O(n). A collision costs a second try, never a wrong answer.
 """

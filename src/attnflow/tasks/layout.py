@@ -2,7 +2,7 @@
 
 1. If one task has every class, its own order (causal and multi-token training, families of one task).
 2. Otherwise streams, depth first: repeatedly the task with most unplaced classes (the later of equals) places them as a
-   stream in its own order. A stream follows the one that it branches off from; the last branch comes first.
+   stream in its own order. A stream follows the one that it branches off from, the last to branch off first.
 3. Nodes that only predict go last, by first position id: labelled, read by no other node, and not made of data tokens
    at their own places.
 

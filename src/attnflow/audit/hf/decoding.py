@@ -13,16 +13,12 @@ from attnflow._core.errors import UnsupportedArchitecture
 
 
 def static_cache(model: nn.Module, length: int) -> StaticCache:
-    """A static cache for `length` tokens.
-
-    Raises:
-        UnsupportedArchitecture: the model is none of transformers, or does not compile with one.
-    """
+    """A static cache for `length` tokens; `UnsupportedArchitecture` unless a transformers model that takes one."""
     if not isinstance(model, PreTrainedModel) or not cast(Any, model)._can_compile_fullgraph:
         raise UnsupportedArchitecture(f"{type(model).__name__} takes no static cache")
     return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
 
 
 def encoder_output(hidden: Tensor) -> BaseModelOutput:
-    """The output of an encoder that has run: some decoders read it by name, others by place."""
+    """The output of an encoder that has run; some decoders read it by name, others by index."""
     return BaseModelOutput(last_hidden_state=cast(Any, hidden))
