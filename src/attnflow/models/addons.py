@@ -160,8 +160,7 @@ def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
 def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes: object) -> dict[str, object]:
     """Identify a base model by name, type, sizes, and a few weights of its first, middle and last layer.
 
-    Parameters whose name contains `without`, such as adapters, are left out. The weights are recognised in any
-    precision.
+    Skips parameters whose name contains `without`, such as adapters; weights are recognised in any precision.
     """
     return {
         "name": str(getattr(config, "_name_or_path", "") or ""),

@@ -54,8 +54,7 @@ class AttentionLayer(Place):
     def query(self) -> Float[Tensor, "out d_query"]:
         """Return the query's weight, [num_heads * head_dim, d_query]; a checkpoint is read now.
 
-        In memory, gradients flow to the parameters. It is a view if the heads lie in one run, and a copy in interleaved
-        and latent layouts.
+        In memory it is differentiable: a view if the heads lie in one run, a copy in interleaved and latent layouts.
         """
         return self.query_rows.load(self.read)
 
@@ -68,7 +67,7 @@ class AttentionLayer(Place):
     ) -> None:
         """Replace the weights of a model in memory in place; the rest of a fused parameter stays.
 
-        `UnsupportedArchitecture` for latent attention, whose weights are products: they determine no factors.
+        `UnsupportedArchitecture` for latent attention: its weights are products, whose factors are not unique.
         """
         for rows, weight in ((self.query_rows, query), (self.key_rows, key)):
             if weight is None:

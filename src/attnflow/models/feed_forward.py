@@ -262,8 +262,7 @@ def _linear(module: nn.Module, path: str) -> nn.Module | None:
 def packed_experts(module: nn.Module, name: str = "") -> PackedExperts | None:
     """Find how a module of experts is read, or None if there is no such reading.
 
-    Candidate readings are compared with the module on a few random tokens and experts; on the meta device the first is
-    taken.
+    Readings are compared with the module on a few random tokens and experts; on the meta device the first is taken.
     """
     readings = list(_readings(module, name))
     if readings and any(parameter.is_meta for parameter in module.parameters()):

@@ -63,8 +63,7 @@ class HubFolder:
 def find_model(name: str) -> HubFolder | Path:
     """Find a model of the hub by its id; `FileNotFoundError` if it cannot be had.
 
-    A complete copy in the local cache is used if it is the newest or the hub is unreachable; otherwise only the list of
-    files is fetched.
+    A complete local copy is used if newest or the hub is unreachable; otherwise only the list of files is fetched.
     """
     try:
         info = HfApi().model_info(name, files_metadata=True)

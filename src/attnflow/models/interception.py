@@ -140,8 +140,7 @@ class Interception:
     def remove(self, *, keep_changes: bool = False) -> list[str]:
         """Restore modules and configs; a second call does nothing.
 
-        Returns the implementations that somebody else has set since, which disabled the interceptors; `keep_changes`
-        leaves them in place.
+        Returns implementations that others have set since, disabling the interceptors; `keep_changes` leaves them.
         """
         if not self._modules:
             return []

@@ -75,8 +75,7 @@ class MaskRequest:
 def request_of(mask: object) -> MaskRequest | None:
     """Return the request behind a mask that transformers made, or None if it is another's or was written to.
 
-    A copy (on another device, or detached for gradient checkpointing) is recognised by its values while the original
-    lives.
+    A copy (other device, or detached for checkpointing) is recognised by its values while the original lives.
     """
     request = getattr(mask, _REQUEST, None)
     if isinstance(mask, Tensor) and request is not None and _version(mask) != request.derived.get("version"):

@@ -28,8 +28,7 @@ _LINEAR: Final = 0.01  # of its size a result may be off that of its weight: rou
 class Columns:
     """All heads' queries, or keys, as components of submodules' outputs.
 
-    `index` gives each component's place in the outputs side by side, and `span` the same as a slice if contiguous, to
-    avoid a copy.
+    `index` is each component's place in the outputs side by side; `span` is the same as a slice, if contiguous.
     """
 
     paths: tuple[str, ...]

@@ -128,8 +128,7 @@ def registered(
 ) -> list[tuple[Stem, Place | UnsupportedArchitecture]]:
     """Look up every attention-like name in the registry: its place, or why it is unknown.
 
-    `stated` gives a module's own head counts where there is no config. Adapters on queries or keys raise
-    `UnsupportedArchitecture`.
+    `stated` gives a module's own head counts if there is no config. Refuses adapters on queries or keys.
     """
     adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
     if adapted:

@@ -173,8 +173,7 @@ class Stated:
     def separate(self, name: str, stage: int, rows: int, key_rows: int, width: int | None = None) -> Heads:
         """Count the heads of separate projections with so many rows; `UnsupportedArchitecture` if they do not fit.
 
-        `stage` indexes lists in the config. `width` is the heads' total where the config gives no head width (None:
-        any).
+        `stage` indexes lists in the config; `width` is the total where the config gives no head width (None: any).
         """
         query = self.query_heads(name, stage)
         dims = self.values(_DIM, stage)
