@@ -331,6 +331,5 @@ class LayeredKnowledge(KnowledgeBase):
 
 
 def _consecutive(counts: Tensor, start: int = 0) -> list[slice]:
-    """Return slices for consecutive blocks of these sizes."""
     ends = [start, *cast("list[int]", (counts.cumsum(0) + start).tolist())]
     return [slice(first, last) for first, last in pairwise(ends)]

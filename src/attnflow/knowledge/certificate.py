@@ -131,7 +131,6 @@ class Certificate:
         return torch.as_tensor(self.k, device=self.last.device).expand(self.last.shape)
 
     def _left_out_active(self) -> Int[Tensor, "*queries"]:
-        """Bound how many of the entries left out have a score > 0."""
         most = self.left_out
         if self.active is not None:
             most = torch.minimum(most, (self.active - self._retrieved()).clamp(min=0))

@@ -119,7 +119,6 @@ def duplicates(
 
 
 def _read(entries: Tensor | KnowledgeBase | Store) -> tuple[Tensor, IntArray]:
-    """Return the entries as float32 on the CPU, and their ids."""
     if isinstance(entries, Tensor | KnowledgeBase):
         rows = (entries if isinstance(entries, Tensor) else entries.entries).detach().float().cpu()
         ids = entries.ids.cpu().numpy() if isinstance(entries, LayeredKnowledge) else np.arange(len(rows))

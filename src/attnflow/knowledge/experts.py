@@ -51,11 +51,7 @@ class ExpertEntries(LayerEntries):
         return output.unflatten(0, (self.form.num_experts, -1)).sum(dim=0) if self.form.sorted else output
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "*tokens model_dim"]:
-        """Compute the replaced module's output from the entries, with the same arguments.
-
-        The entries are not copied. Retrieval saves nothing here: like observing, it needs a table of all choices x
-        entries.
-        """
+        """Compute the replaced module's output from the entries; retrieval saves nothing here."""
         given = self._bound(*args, **kwargs) if kwargs else args
         hidden = given[0]
         routed = list(self._sorted(hidden) if self.form.sorted else self._chosen(hidden, given[1], given[2]))

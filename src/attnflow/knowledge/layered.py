@@ -212,9 +212,9 @@ class LayerEntries(nn.Module, LayerReader):
         return False
 
     def reading(self, ids: Tensor | None, scores: Tensor, weights: Tensor, reads_all: bool) -> Reading:
-        """Build the `Reading` of tables [*tokens, entries], kept to the largest weights unless `reads_all`.
+        """Build the `Reading` of tables [*tokens, entries].
 
-        The certificate is about |weight|, not the score: then the bound holds for any activation.
+        The certificate is about |weight|, not the score, so its bound holds for any activation.
         """
         certificate = None
         if not reads_all:
@@ -229,10 +229,7 @@ class LayerEntries(nn.Module, LayerReader):
 
 
 class EntryValues(LayerEntries):
-    """Replaces the last linear map: the weighted sum of a layer's values, plus b2.
-
-    The weights are already computed here, so `retrieval` only saves the product with the values.
-    """
+    """Replaces the last linear map: sum of weight x value, plus b2. `retrieval` saves only this product."""
 
     def __init__(self, base: LayeredKnowledge, layer: int, bias: Float[Tensor, " model_dim"] | None) -> None:
         super().__init__(base, layer)
@@ -264,10 +261,7 @@ class EntryValues(LayerEntries):
 
 
 class EntryScores(nn.Module):
-    """Replaces the first linear map of a feed-forward layer: scores h . key + threshold.
-
-    The scores of several parts are concatenated, as in a fused gate and up projection.
-    """
+    """Replaces the first linear map: scores h . key + threshold, with several parts side by side."""
 
     values: EntryValues
 

@@ -215,7 +215,6 @@ class Trace(Result):
         return {(one.layer, one.entry, one.head): one.tokens for one in self.promoted}
 
     def _fired(self, one: LayerTrace, row: int) -> list[Fired]:
-        """Return the kept entries of a layer for one token, in stored order."""
         position, target = self.positions[row], self.targets[row] if self.targets else ""
         count = int((one.ids[row] >= 0).sum())
 
@@ -251,7 +250,6 @@ def _words(one: Fired) -> str:
 
 
 def _cell(value: object) -> object:
-    """Format a value for a table: float32 precision for numbers, one line for texts."""
     if isinstance(value, float):
         return None if value != value else float(f"{value:.9g}")
     if isinstance(value, tuple):

@@ -260,6 +260,5 @@ def _simplex_bound(reading: Reading) -> Float[Tensor, " queries"]:
 
 
 def _padded(values: Tensor, width: int, fill: int) -> Tensor:
-    """Pad values [queries, k, ...] to k = `width`."""
     missing = width - values.shape[1]
     return torch.cat([values, values.new_full((len(values), missing, *values.shape[2:]), fill)], dim=1)

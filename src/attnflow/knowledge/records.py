@@ -37,10 +37,7 @@ def records(texts: Sequence[str], values: Sequence[str] | None = None, source: s
 
 
 def read_records(path: str | Path, split: Split = "line", source: str | None = None) -> list[Record]:
-    """Read lines or paragraphs of a text file, or JSON lines with "text", or "key" and "value".
-
-    A ValueError reports an empty file, text that is not UTF-8, or a malformed JSON line.
-    """
+    """Read lines or paragraphs of a text file, or JSON lines; a ValueError for an empty or malformed file."""
     file = Path(path).expanduser()
     try:
         content = file.read_text(encoding="utf-8")

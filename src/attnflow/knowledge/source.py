@@ -150,10 +150,7 @@ _untraced: Final = cast("Callable[[EntrySource, Tensor], Tensor]", torch.compile
 
 
 class Link:
-    """The connection of a model's layers to a store.
-
-    `source` is None where each layer reads its own entries; `encoder` made the entries, "" if unknown.
-    """
+    """Connects a model's layers to a store; `source` is None where each layer reads entries of its own."""
 
     def __init__(self, store: Store, source: EntrySource | None = None, encoder: str = "") -> None:
         self.store, self.source, self.encoder = store, source, encoder

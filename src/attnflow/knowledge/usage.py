@@ -109,7 +109,6 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
     steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the attention mask of the forward pass that begins."""
         nonlocal mask, steps
         arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         given = arguments.get("attention_mask", arguments.get("kwargs", {}).get("attention_mask"))
@@ -215,11 +214,9 @@ class _Counts:
 
     @property
     def alive(self) -> Int[Tensor, " entries"]:
-        """Ids of the entries that were active."""
         return self.ids[self.fired > 0]
 
     def add(self, ids: Tensor, fired: Tensor) -> None:
-        """Add to the counts of distinct entries."""
         if torch.equal(ids, self.ids):
             self.fired += fired
             return
@@ -229,7 +226,6 @@ class _Counts:
         self.fired = fresh.index_add(0, place, torch.cat([self.fired, fired]))
 
     def summary(self, layer: int) -> LayerActivity:
-        """Summarise the counts."""
         tokens, active_entries = self.tokens.total(), sorted(self.tokens)
         at_most = list(accumulate(self.tokens[count] for count in active_entries))
         lower, median, upper = (active_entries[bisect_left(at_most, share * tokens)] for share in (0.05, 0.5, 0.95))

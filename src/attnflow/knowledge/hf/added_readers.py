@@ -130,7 +130,6 @@ def _like(module: nn.Module, reader: StoreReader) -> StoreReader:
 
 
 def _path(stack: Stack, number: int) -> str:
-    """Path of a layer's attention module, relative to the layer."""
     return stack.attention[number].name.removeprefix(f"{stack.path}.{number}").strip(".")
 
 
@@ -203,7 +202,6 @@ def save_reader(model: nn.Module, folder: Path, encoder: str) -> Path:
 
 
 def _tensors_of(readers: Sequence[StoreReader]) -> dict[str, Tensor]:
-    """Return the readers' tensors by layer number and name, without copies."""
     return {f"layers.{one.layer}.{name}": tensor for one in readers for name, tensor in one.state_dict().items()}
 
 

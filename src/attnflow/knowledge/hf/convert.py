@@ -154,7 +154,6 @@ def to_ffn(model: Model | Loaded) -> Model:
 
 
 def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> None:
-    """Refuse a model that would be converted only in part."""
     if rest := uncovered(model, sites):
         owners = Counter(name.rpartition(".")[0] for name in rest)
         where = [f"{path} ({count} matri{'x' if count == 1 else 'ces'})" for path, count in owners.items()]
@@ -300,7 +299,6 @@ class _Choices:
         self._given: dict[tuple[str, int], tuple[Any, ...]] = {}
 
     def noted(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
-        """Run the model, record the inputs of its experts, and return the outputs."""
 
         def note(call: Call) -> None:
             self._given[call.name, call.number] = tuple(call.arguments().values())
@@ -309,7 +307,6 @@ class _Choices:
             return _outputs(model, inputs)
 
     def repeated(self, opened: nn.Module, inputs: Inputs) -> list[Tensor]:
-        """Run the copy with the recorded routing, and return the outputs."""
 
         def give(call: Call) -> Arguments | None:
             noted = self._given.get((call.name, call.number), ())

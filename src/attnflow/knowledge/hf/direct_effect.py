@@ -25,10 +25,7 @@ _LARGE: Final = 1e2  # of what a norm is probed with: the constant beside the va
 
 
 class Stream:
-    """What a converted or modular model adds to its residual stream at some positions of a sequence.
-
-    `paths` maps each layer to the module that reads its entries.
-    """
+    """What a model adds to its residual stream at some positions; `paths` has the modules that read entries."""
 
     def __init__(self, model: nn.Module, positions: Sequence[int]) -> None:
         self.model, self.positions = model, list(positions)
@@ -195,6 +192,5 @@ def _centred(rows: Tensor, centred: bool) -> Tensor:
 
 
 def _block(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the block, an element of a list, that contains a module."""
     element = _ELEMENT.search(path)
     return None if element is None else model.get_submodule(path[: element.end()].rstrip("."))

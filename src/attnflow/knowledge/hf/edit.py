@@ -271,7 +271,6 @@ def _check_base(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _next(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return next-token probabilities after each text."""
     return torch.stack([next_logits(model, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
 
 
@@ -302,8 +301,7 @@ def save_edited(
 ) -> EditReport:
     """Edit a copy of a model and save it with its tokenizer as an ordinary transformers model.
 
-    It is saved in float32, because the changes are too small for half precision. The folder is replaced atomically, and
-    nothing is written if `edit` raises.
+    It is saved in float32, as half precision would lose the changes. The folder is replaced atomically, or not at all.
     """
     converted = from_ffn(loaded).float()
     with edit(

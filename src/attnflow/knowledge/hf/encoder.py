@@ -123,7 +123,6 @@ class TextEncoder:
         return encoder
 
     def _as(self, separator: str | None, values: bool) -> TextEncoder:
-        """Return the same model with other settings for which parts of a text it embeds."""
         other = copy.copy(self)
         other.separator, other.values = separator, values
         return other
@@ -247,7 +246,6 @@ class TextEncoder:
 
 
 def _writes_texts(model: PreTrainedModel) -> bool:
-    """Whether a model is a decoder with a language-model head."""
     names = [type(model).__name__, *(getattr(model.config, "architectures", None) or [])]
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
@@ -269,7 +267,6 @@ def _longest(source: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _beside(source: str, name: str) -> dict[str, Any]:
-    """Read a JSON file of sentence-transformers beside a model, {} if there is none."""
     try:
         path = cached_file(source, name) if source else None
     except OSError:

@@ -135,7 +135,6 @@ class ExpertLayer(LayerForm):
         model.set_submodule(self.name, own)
 
     def _names(self) -> list[str]:
-        """Names of the parameters that become entries."""
         return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
 
 

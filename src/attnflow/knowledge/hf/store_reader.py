@@ -87,9 +87,9 @@ class StoreReader(SharedReader):
         return self._scale * super().values(positions)
 
     def error_bound(self, reading: Reading, source: object = None) -> Float[Tensor, " tokens"]:
-        """Bound the error by 2 n exp(s) / (Z + n exp(s)) times the largest value norm, summed over heads.
+        """Sum over heads of 2 n exp(s) / (Z + n exp(s)) times the largest value norm.
 
-        n entries were left out, s is the last score, and Z = 1 + the sum of exp(score) over the entries that were read.
+        n entries were left out, s is the last score, Z = 1 + the sum of exp(score) over those read.
         """
         if reading.certificate is None:
             return reading.weights.new_zeros(reading.weights.shape[:-2].numel())

@@ -180,7 +180,6 @@ def _check_widths(base: LayeredKnowledge, store: Store) -> None:
 
 
 def _layers_of(base: LayeredKnowledge) -> Tensor:
-    """Return the layer of each row."""
     return torch.arange(base.num_layers).repeat_interleave(base.counts.cpu())
 
 

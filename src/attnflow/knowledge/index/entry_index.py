@@ -139,10 +139,7 @@ class EntryIndex:
         threshold_column: int | None = None,
         mode: Mode | None = None,
     ) -> Neighbours:
-        """Find the k entries with the largest query . entry + threshold; see `Store.search`.
-
-        Queries may have any number of leading dimensions. Results are on the CPU.
-        """
+        """Find the k entries with the largest query . entry + threshold, on the CPU; see `Store.search`."""
         if mode not in (None, "exact", "approximate"):
             raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
         flat, shape, view = *self._asked(queries), self._view

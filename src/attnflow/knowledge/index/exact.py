@@ -22,10 +22,7 @@ _ROWS: Final = 1 << 16
 
 
 def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores in falling order, rows and active counts (score > 0) of each query's k best.
-
-    There must be at least k rows. `thresholds`, one for each row, are added to the scores.
-    """
+    """Return the scores (falling), rows and active counts (score > 0) of each query's k best; k rows must exist."""
     parts = [_best(part, rows, thresholds, k) for part in _chunks(queries)]
     scores, slots, active = zip(*parts, strict=True)
     return torch.cat(scores), torch.cat(slots), torch.cat(active)

@@ -74,7 +74,6 @@ class InvertedLists:
         return np.where(ids < 0, np.float32(-np.inf), scores), ids
 
     def _calibrated(self, rows: Floats, draw: np.random.Generator) -> tuple[int, float]:
-        """Find how many lists a query must read, and the recall this gives."""
         places = draw.choice(len(rows), size=min(len(rows), _SAMPLE), replace=False)
         columns = rows.shape[1] - self._dim
         column, k = (int(draw.integers(columns)) if columns else None), min(_K, len(rows))

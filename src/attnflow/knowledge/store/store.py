@@ -327,7 +327,6 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Generator[EntryIndex]:
-        """Hold the lock and yield the index, for a change of the store."""
         if self.read_only:
             raise StoreError(f"the store {self.uri} was opened with read_only=True")
         with self._lock:
@@ -354,7 +353,6 @@ class Store:
         encoder: str | None,
         replaces: bool,
     ) -> IntArray:
-        """Write entries in one commit and return their ids."""
         with self._writing() as index:
             vectors = matrix("embeddings", embeddings, self.dim)
             count, columns = len(vectors), self.num_thresholds

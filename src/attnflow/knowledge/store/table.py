@@ -261,10 +261,7 @@ def _nothing(uri: str, read_only: bool) -> StoreError:
 
 
 def _locked(directory: Path) -> Callable[[], None]:
-    """Lock a directory, created if need be, for writing; return what releases it.
-
-    The kernel holds the lock, so a crash leaves nothing to clean up.
-    """
+    """Lock a directory for writing and return what releases it; after a crash the kernel frees the lock."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
