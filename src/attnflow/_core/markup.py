@@ -68,7 +68,7 @@ def percent(share: float) -> str:
     """Format a share in [0, 1] as a percentage; only exact values read 0 % or 100 %.
 
     >>> percent(0.5), percent(1.0), percent(0.99999), percent(0.00001)
-    ('50 %', '100 %', '> 99.9 %', '< 0.1 %')
+    ('50\xa0%', '100\xa0%', '>\xa099.9\xa0%', '<\xa00.1\xa0%')
     """
     if 0 < share < 0.001:
         text = "< 0.1 %"
