@@ -196,7 +196,7 @@ class GeneralizedCrossAttention(nn.Module):
         return self.parts == 2
 
     def reset_parameters(self) -> None:
-        """Projections normal with std fan_in ** -0.5; biases and thresholds zero."""
+        """Draw projections with standard deviation fan_in ** -0.5; set biases and thresholds to zero."""
         nn.init.normal_(self.query, std=self.model_dim**-0.5)
         nn.init.normal_(self.key, std=self.entry_dim**-0.5)
         nn.init.normal_(self.value, std=(self.entry_dim * self.num_heads) ** -0.5)
@@ -220,7 +220,7 @@ class GeneralizedCrossAttention(nn.Module):
     def project_query(
         self, hidden: Float[Tensor, "*tokens model_dim"]
     ) -> Float[Tensor, "parts *tokens heads entry_dim"]:
-        """The query in the space of entries, H W_Q W_K^T / sqrt(d_k): its inner product with an entry is the score."""
+        """Return the query in the space of entries, H W_Q W_K^T / sqrt(d_k): its product with an entry is the score."""
         query = torch.einsum("...d,hdk->...hk", hidden, self.query) / math.sqrt(self.key_dim)
         return torch.einsum("...hk,phek->p...he", query, self.key)
 
@@ -262,17 +262,17 @@ class GeneralizedCrossAttention(nn.Module):
         entries: Float[Tensor, "entries entry_dim"],
         thresholds: Float[Tensor, "parts heads entries"],
     ) -> Float[Tensor, "parts *tokens heads entries"]:
-        """Scores of all entries plus given thresholds, from the query's side."""
+        """Return the scores of all entries, query product plus the given thresholds."""
         return self.project_query(hidden) @ entries.T + _spread(thresholds, hidden.ndim)
 
     def read(
         self, weights: Float[Tensor, "*tokens heads entries"], entries: Float[Tensor, "entries entry_dim"]
     ) -> Float[Tensor, "*tokens model_dim"]:
-        """(A E) W_V + b2 for weights A of all entries."""
+        """Return (A E) W_V + b2 for weights A of all entries."""
         return self.write(weights @ entries)
 
     def write(self, read: Float[Tensor, "*tokens heads entry_dim"]) -> Float[Tensor, "*tokens model_dim"]:
-        """What sums of weighted entries, one for each head, add to the tokens: times W_V, plus b2."""
+        """Map sums of weighted entries, one for each head, to what the tokens get: times W_V, plus b2."""
         return _plus(torch.einsum("...he,hed->...d", read, self.value), self.output_bias)
 
     def read_all(
@@ -281,7 +281,7 @@ class GeneralizedCrossAttention(nn.Module):
         entries: Float[Tensor, "entries entry_dim"],
         thresholds: Float[Tensor, "parts heads entries"],
     ) -> Float[Tensor, "*tokens model_dim"]:
-        """The layer's output from all entries with given thresholds, from the query's side."""
+        """Return the layer's output from all entries with the given thresholds, in the "query_side" order."""
         alone = self.activation in (functional.relu, functional.gelu, functional.silu)  # each weight of its own score
         if alone and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return self.write(self._read_in_blocks(hidden, entries, thresholds))

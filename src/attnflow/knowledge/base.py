@@ -48,11 +48,11 @@ class KnowledgeBase(nn.Module):
         return self.entries.shape[1]
 
     def reset_parameters(self) -> None:
-        """Rows drawn from a normal distribution, of length about 1."""
+        """Draw rows from a normal distribution, of length about 1."""
         nn.init.normal_(self.entries, std=self.entry_dim**-0.5)
 
     def forward(self) -> Float[Tensor, "entries entry_dim"]:
-        """E."""
+        """Return E."""
         return self.entries
 
     def extra_repr(self) -> str:
@@ -151,7 +151,7 @@ class LayeredKnowledge(KnowledgeBase):
 
     @property
     def layout(self) -> EntryLayout:
-        """Columns of an entry, where they are the same in all layers; else a ValueError."""
+        """Columns of an entry; a ValueError if layers differ."""
         if len(set(self.layouts)) > 1:
             raise ValueError("layers differ in their layout: read .layouts[layer]")
         return self.layouts[0]
@@ -162,13 +162,13 @@ class LayeredKnowledge(KnowledgeBase):
         return self.num_layers + (self.experts is not None)
 
     def num_experts(self, layer: int) -> int:
-        """Experts of a layer; 0 where there is no choice between its entries."""
+        """Number of experts of a layer; 0 for a layer without experts."""
         return self._num_experts[layer]
 
     def checked_experts(
         self, layers: Sequence[int], experts: Sequence[int | None] | None
     ) -> Sequence[int | None] | None:
-        """The experts that entries of these layers belong to, None without any; a ValueError for one that cannot be."""
+        """Check the experts given for entries of these layers, and return them; a ValueError for one that cannot be."""
         experts = [None] * len(layers) if experts is None else experts
         if len(experts) != len(layers):
             raise ValueError(f"{len(layers)} entries were given {len(experts)} experts: one for each, None without")
@@ -187,19 +187,19 @@ class LayeredKnowledge(KnowledgeBase):
         return self._rows[layer] if expert is None else self._expert_rows[layer][expert]
 
     def layer_of(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> list[int]:
-        """The layer that each id belongs to; a KeyError for one that is not there."""
+        """Return the layer of each id; a KeyError for an unknown one."""
         ends = self.counts.cumsum(0)
         return cast("list[int]", torch.searchsorted(ends, self._find(ids), right=True).tolist())
 
     def expert_of(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> list[int | None]:
-        """The expert that each id belongs to, None in layers without; a KeyError for one that is not there."""
+        """Return the expert of each id, None in layers without experts; a KeyError for an unknown id."""
         rows = self._find(ids)
         if self.experts is None:
             return [None] * len(rows)
         return [None if expert < 0 else expert for expert in cast("list[int]", self.experts[rows].tolist())]
 
     def get(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> Float[Tensor, "ids entry_dim"]:
-        """The entries of ids, a copy; a KeyError for one that is not there."""
+        """Return a copy of the entries with these ids; a KeyError for an unknown one."""
         return self.entries.detach()[self._find(ids)]
 
     def insert(
@@ -259,7 +259,7 @@ class LayeredKnowledge(KnowledgeBase):
         self.put(self.entries.detach()[keep], self.ids[keep], counts, tags)
 
     def put(self, entries: Tensor, ids: Tensor, counts: Tensor, experts: Tensor | None = None) -> None:
-        """These entries, by layer and expert, in place of all others; as a new parameter, unless they are one."""
+        """Replace all entries, given by layer and expert, with a new parameter unless `entries` is one."""
         assert (experts is None) == (not any(self._num_experts)), "the expert of each row, where there are experts"
         if not isinstance(entries, nn.Parameter):
             entries = nn.Parameter(entries, requires_grad=self.entries.requires_grad)

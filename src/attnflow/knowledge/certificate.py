@@ -63,14 +63,14 @@ class Certificate:
         )
 
     def __getitem__(self, query: int) -> Certificate:
-        """That of one query."""
+        """The certificate of one query."""
         k = self.k if isinstance(self.k, int) else self.k[query]
         active = None if self.active is None else self.active[query]
         return Certificate(self.approximate, k, self.total, self.last[query], active)
 
     @property
     def label(self) -> str:
-        """What the result is: "exact" or "approximate"."""
+        """ "exact" or "approximate"."""
         return "approximate" if self.approximate else "exact"
 
     @property

@@ -47,18 +47,18 @@ class LayerReader(ABC):
 
     @abstractmethod
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """The ids of entries at positions of a `Reading` (of what `Reading.ids` holds, or of all in order)."""
+        """Map positions of a `Reading` (elements of its `ids`, or indices if all were read) to ids of entries."""
 
     @abstractmethod
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
-        """What entries at such positions write into the residual stream at weight 1, for each head."""
+        """What the entries at these positions write into the residual stream at weight 1, for each head."""
 
     @abstractmethod
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
-        """Their thresholds, which scores contain."""
+        """The thresholds of the entries at these positions, which scores contain."""
 
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
-        """What the layer adds to each token, of what the module that reads its entries returns."""
+        """Return what the layer adds to each token, from the output of the module that reads its entries."""
         return output
 
     @abstractmethod

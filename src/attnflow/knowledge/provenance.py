@@ -127,18 +127,18 @@ class Trace(Result):
 
     @property
     def top(self) -> int:
-        """How many entries of each token and layer were kept: so many of `fired` are the strongest of all for sure."""
+        """Number of entries kept for each token and layer; the first `top` of `fired` are surely the strongest."""
         return min(one.ids.shape[1] for one in self.layers)
 
     def layer(self, number: int) -> LayerTrace:
-        """One layer; a ValueError lists those that were traced."""
+        """Return one layer; a ValueError lists the traced ones."""
         layers = {one.layer: one for one in self.layers}
         if number not in layers:
             raise ValueError(f"layer must be one of {list(layers)}, got {number!r}")
         return layers[number]
 
     def row(self, position: int) -> int:
-        """The row of a position, -1 being the last row; a ValueError lists the positions that were traced."""
+        """Return the row of a position, -1 for the last; a ValueError lists the traced positions."""
         if -len(self.positions) <= position < 0:
             return len(self.positions) + position
         if position not in self.positions:

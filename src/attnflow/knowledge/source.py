@@ -54,7 +54,7 @@ class EntrySource:
 
     @property
     def num_entries(self) -> int:
-        """How many there are now."""
+        """Number of entries now."""
         return len(self.store)
 
     def ids(self) -> Int64[Tensor, " entries"]:
@@ -62,15 +62,15 @@ class EntrySource:
         return self._all()[0]
 
     def rows(self, ids: Indices | None = None) -> Float[Tensor, "entries width"]:
-        """[E | columns] of these ids, by default of all as in `ids()`; a KeyError for one that is not there."""
+        """[E | columns] of these ids, by default of all as in `ids()`; a KeyError for an unknown id."""
         return self._all()[1] if ids is None else self.store.rows(ids)
 
     def entries(self, like: Tensor) -> Float[Tensor, "entries entry_dim"]:
-        """E on the device and in the precision of a tensor, copied there once after each edit."""
+        """Return E in the device and precision of `like`, copied there once after each edit."""
         return _untraced(self, like)
 
     def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
-        """The entries that a retrieval asks for by score + threshold, with their rows; zeros where there is none."""
+        """Search by score + threshold the entries that a retrieval asks for, with their rows, zero for missing ones."""
 
         def found() -> Neighbours:
             if retrieval.k is not None:
@@ -88,11 +88,11 @@ class EntrySource:
 
     @torch.no_grad()
     def thresholds(self, rows: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"] | None:
-        """What the model's layers give these entries; None where thresholds belong to no entry."""
+        """Compute the thresholds that the model's layers give these entries; None if thresholds belong to no entry."""
         return None if self._thresholds is None else self._thresholds(rows).float()
 
     def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
-        """Ids of entries whose stored thresholds differ from the model's by more than a tolerance."""
+        """Return the ids of entries whose stored thresholds differ from the model's by more than `tolerance`."""
         stale = [torch.zeros(0, dtype=torch.int64)]
         for ids in self.store.ids().split(_BLOCK):
             rows = self.rows(ids)
@@ -102,7 +102,7 @@ class EntrySource:
         return torch.cat(stale)
 
     def write_thresholds(self) -> None:
-        """Write the model's thresholds where they are stale. Versions of those entries go up."""
+        """Overwrite stale thresholds with the model's; the versions of these entries go up."""
         for block in self.stale().split(_BLOCK):
             entries = self.store.get(block)
             for encoder in {entry.encoder for entry in entries}:

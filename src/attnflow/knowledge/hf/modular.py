@@ -292,11 +292,11 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
 
     @property
     def knowledge(self) -> KnowledgeBase:
-        """E."""
+        """The base E."""
         return self.model.knowledge
 
     def readers(self) -> list[ModularReader]:
-        """What reads E in each block."""
+        """The readers of E, block by block."""
         return [cast(ModularBlock, block).reader for block in self.model.layers]
 
     def forward(
@@ -319,7 +319,7 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
         return super().forward(**kwargs)
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Entries belong to no sequence: beams and samples must not repeat them."""
+        """Keep `entries` unrepeated: they belong to no sequence, unlike beams and samples."""
         entries = kwargs.pop("entries", None)
         ids, expanded = cast(Any, super())._expand_inputs_for_generation(*args, **kwargs)
         return ids, expanded if entries is None else {**expanded, "entries": entries}

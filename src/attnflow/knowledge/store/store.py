@@ -120,11 +120,11 @@ class Store:
         return torch.from_numpy(self._current().ids.copy())
 
     def vectors(self, ids: Indices | None = None) -> Float32[Tensor, "n dim"]:
-        """The embeddings of `rows`."""
+        """The embeddings, in the order of `ids`; by default of all entries."""
         return self.rows(ids)[:, : self.dim]
 
     def thresholds(self, ids: Indices | None = None) -> Float32[Tensor, "n num_thresholds"]:
-        """The thresholds of `rows`."""
+        """The thresholds, in the order of `ids`; by default of all entries."""
         return self.rows(ids)[:, self.dim :]
 
     def rows(self, ids: Indices | None = None) -> Float32[Tensor, "n width"]:
@@ -284,14 +284,14 @@ class Store:
             )
 
     def refresh(self) -> None:
-        """See what another process has written since this store was opened or refreshed."""
+        """Read what another process has written since this store was opened or refreshed."""
         with self._lock:
             self._current()
             self._behind = self._table.refresh()
             self._current()
 
     def close(self) -> None:
-        """Let go of files and of the right to write; nothing is lost without it."""
+        """Release the files and the right to write; unclosed stores lose nothing."""
         if not self._closed:
             self._closed = True
             if os.getpid() == self._process:
@@ -304,7 +304,7 @@ class Store:
         self.close()
 
     def __deepcopy__(self, memo: object) -> Store:
-        """The same store: a copy of a model that reads it reads it, too."""
+        """Return the store itself, so that a copied model reads the same store."""
         return self
 
     def __repr__(self) -> str:
