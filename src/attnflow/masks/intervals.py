@@ -24,7 +24,7 @@ def ragged(starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> tuple[IntArra
     return owner, np.arange(len(owner)) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
-def offsets(lengths: npt.NDArray[Any] | Sequence[int]) -> IntArray:
+def offsets(lengths: npt.NDArray[Any]) -> IntArray:
     """Start of each part when parts of these lengths lie end to end, and the end: int64[parts + 1]."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
