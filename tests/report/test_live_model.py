@@ -132,7 +132,7 @@ def test_the_trace_is_that_of_knowledge(page, network):
         ({"op": "audit", "text": ["5"]}, "text must be text"),
         ({"op": "audit", "text": "5 " * MAX_CHARACTERS}, "at most 4,000 characters"),
         ({"op": "audit", "text": "5"}, "at least 2 tokens"),
-        ({"op": "audit", "text": "5 99"}, "token ids of this model lie in [0, 32), got 99"),
+        ({"op": "audit", "text": "5 99"}, "input_ids must lie in [0, 32), the vocabulary; got 5 to 99"),
         ({"op": "audit", "text": "1" * 3000}, "no tokenizer"),
         ({"op": "trace", "text": TEXT, "position": "0"}, "position: expected an integer"),
     ],

@@ -96,7 +96,7 @@ def _open(path: Path) -> GGUFReader:
     class Reader(GGUFReader):
         parts = 0
 
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if end > len(self.data):
                 raise BadCheckpoint(f"{path} is truncated: it ends at byte {len(self.data)}, not {end}")
