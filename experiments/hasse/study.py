@@ -76,7 +76,7 @@ def setup(config: Training) -> Setup:
 def _counted(of: TaskOf, arm: Arm, config: Training) -> Tensor:
     """Positions whose labels count: of tokens that all arms predict, or of what is repeated."""
     task = of(list(range(config.length)))
-    place, index = (torch.from_numpy(task.targets.column(name)) for name in ("position", "data_index"))
+    place, index = (torch.from_numpy(task.targets.table[name]) for name in ("position", "data_index"))
     return place[index >= (config.length // 2 if arm.repeated else max(config.blocks))]
 
 

@@ -109,6 +109,10 @@ class FlashInferMask(Result):
         """The first key of each request and the end."""
         return _cumulative(self.kv_lengths)
 
+    def rows(self) -> list[dict[str, object]]:
+        """One row a request."""
+        return [{"queries": q, "keys": k} for q, k in zip(self.qo_lengths, self.kv_lengths, strict=True)]
+
     def to_mask(self) -> Mask | MaskGrid:
         """The relation of the request; of several, the batch of them.
 
