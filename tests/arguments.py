@@ -74,7 +74,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     calls["masks.from_mask_mod"] = masks.from_mask_mod, mod
     task = tasks.merge(tasks.causal_lm([5, 6, 7]))
     calls["tasks.check"] = tasks.check, {"task": task, "layers": 2}
-    collator = {"family_fn": tasks.causal_lm, "by_length": True, "pad_token": 1, "pad_to_multiple_of": 4}
+    collator = {"family_fn": tasks.causal_lm, "by_length": True, "pad_to_multiple_of": 4}
     calls["tasks.Collator"] = _collated, collator
     calls["tasks.Label"] = (
         partial(tasks.Label, target=tasks.Token(1, 0)),

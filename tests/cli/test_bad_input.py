@@ -97,8 +97,8 @@ CASES = [
 
 # Refused once a tiny model is read, which TINY names.
 OF_A_MODEL = [
-    ("audit TINY --ids 1,99", "lie in [0, 21), got 99"),
-    ("audit TINY --ids 1,-2", "lie in [0, 21), got -2"),
+    ("audit TINY --ids 1,99", "lie in [0, 21), the vocabulary; got 1 to 99"),
+    ("audit TINY --ids 1,-2", "lie in [0, 21), the vocabulary; got -2 to 1"),
     ("audit TINY --ids 1", "expected at least 2 tokens, got 1"),
     ("audit TINY --text ''", "expected at least 2 tokens, got 0"),
     ("audit TINY --tokens 8 --order nine.json", "expected an order over 8 positions"),

@@ -110,10 +110,7 @@ def test_a_saved_bias_names_its_base_model(run, tiny_model, saved, tmp_path):
 
 
 @pytest.mark.parametrize(("query", "more", "size"), [("6", [], 6), ("-9", [], 6), ("8", ["--generate", "3"], 8)])
-def test_a_query_beyond_the_text_is_refused_before_the_model_is_loaded(
-    run, tiny_model, saved, monkeypatch, query, more, size
-):
-    monkeypatch.setattr("attnflow.models.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+def test_a_query_beyond_the_text_is_refused(run, tiny_model, saved, query, more, size):
     code, out, err = run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "--query", query, *more)
     assert (code, out) == (2, "")
     assert f"--query must be one of the positions of {size} tokens, -{size} to {size - 1}, got {query}" in err
