@@ -31,7 +31,7 @@ def train(strength: float, path: str) -> None:
             (loss + strength * af.geometry.penalty(model, "symmetric")).backward()
             optimizer.step()
             monitor.step()
-    print(f"strength {strength}: loss {loss.item():.2f}; heads' symmetry {monitor.scores.summary('head').symmetry}")
+    print(f"strength {strength}: loss {loss.item():.2f}; heads' symmetry {monitor.scores.summaries[-1].symmetry}")
 
 
 for strength in (0.0, 0.01):

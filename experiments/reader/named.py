@@ -36,7 +36,9 @@ def reading(handle: Attached, ids: Sequence[int]) -> Generator[None]:
         raise ValueError(f"ids must name entries of the store, one for each row, got {preview(missing or chosen)}")
 
     def named(reader: StoreReader, asked: Tensor) -> Tensor:
-        return _read(reader, asked, store.vectors(chosen).to(asked))
+        distinct = sorted(set(chosen))
+        vectors = store.vectors(distinct)[[distinct.index(one) for one in chosen]]
+        return _read(reader, asked, vectors.to(asked))
 
     before = [reader.given for reader in readers]
     try:

@@ -153,7 +153,7 @@ def test_smollm2(tmp_path):
     model = from_ffn(load_model("smollm2-135m", tokenizer=False).model)
     base = model.knowledge
     # An approximate index, which a store of this size would build, takes longer than all the rest.
-    widths = {"dim": base.entry_dim, "num_thresholds": base.num_layers, "search": "exact"}
+    widths = {"dim": base.entry_dim, "num_thresholds": base.num_layers}
     with Store.open(tmp_path / "store", **widths) as store:
         save_entries(model, store)
     before = base.entries.detach().clone()
