@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar, cast
@@ -149,15 +150,15 @@ def _entries(source: EntrySource, like: Tensor) -> Tensor:
 _untraced: Final = cast("Callable[[EntrySource, Tensor], Tensor]", torch.compiler.disable(_entries))
 
 
-class Link:
+class Link(ABC):
     """Connects a model's layers to a store; `source` is None where each layer reads entries of its own."""
 
     def __init__(self, store: Store, source: EntrySource | None = None, encoder: str = "") -> None:
         self.store, self.source, self.encoder = store, source, encoder
 
+    @abstractmethod
     def put_back(self) -> None:
         """Disconnect the store."""
-        raise NotImplementedError
 
     def thresholds(
         self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None

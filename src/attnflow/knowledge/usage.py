@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -22,6 +20,7 @@ from attnflow._core.results import Result
 from attnflow.knowledge.experts import ExpertEntries
 from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers
 from attnflow.knowledge.reader import Reading
+from attnflow.models.watching import Call, Watch
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,9 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
     mask: Tensor | None = None
     steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
 
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def take(call: Call) -> None:
         nonlocal mask, steps
-        arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        arguments = call.arguments()
         given = arguments.get("attention_mask", arguments.get("kwargs", {}).get("attention_mask"))
         given_tokens = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
         steps = next((one.shape[1] for one in given_tokens if isinstance(one, Tensor) and one.ndim > 1), 0)
@@ -133,12 +132,8 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
         seen.see(reading, reader.ids, counted, fires)
 
-    hook = model.register_forward_pre_hook(take, with_kwargs=True)
-    try:
-        with observed([(reader, partial(see, reader)) for reader in layers]):
-            yield seen
-    finally:
-        hook.remove()
+    with Watch({"model": model}, take), observed([(reader, partial(see, reader)) for reader in layers]):
+        yield seen
 
 
 class Activity:

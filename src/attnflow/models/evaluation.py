@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# What the code of a model raises when it refuses a call, a cache or a precision: torch RuntimeError (of which
-# NotImplementedError is one), checks of arguments TypeError or ValueError; and, of models that do not check, what their
-# code runs into: an assertion (ProphetNet's cache), a missing attribute or entry (NLLB-MoE's encoder output).
+# What a model raises when it refuses a call, a cache or a precision. torch raises RuntimeError and its subclasses, and
+# checks of arguments raise TypeError or ValueError. Models that do not check run into an assertion (ProphetNet's
+# cache), or a missing attribute or entry (NLLB-MoE's encoder output).
 REFUSALS: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
 

@@ -67,8 +67,7 @@ def sparing(model: nn.Module) -> dict[str, object]:
 
 def accepts(model: nn.Module, name: str) -> bool:
     """Return whether the forward of a model, or of the one in a wrapper, names an argument."""
-    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
-    return name in inspect.signature(inner.forward).parameters
+    return name in inspect.signature(_unwrapped(model).forward).parameters
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
@@ -83,9 +82,13 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 def model_name(model: nn.Module) -> str:
     """Return the name that a model was loaded by, without local folders, or its class."""
-    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    inner = _unwrapped(model)
     name = str(getattr(getattr(inner, "config", None), "_name_or_path", "") or type(inner).__name__)
     return Path(name).name if Path(name).is_absolute() else name
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 def _batched(ids: Tensor) -> Tensor:

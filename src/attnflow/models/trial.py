@@ -6,7 +6,6 @@ with trial(model, {site: look for site in sites}, role="pool"):
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal
-from attnflow.models.inputs import sparing
+from attnflow.models.inputs import accepts, sparing
 from attnflow.models.interception import Interceptor, Role, intercept
 from attnflow.models.sites import Site, models_around
 
@@ -66,7 +65,7 @@ def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object
     """Run a model on token ids [batch, tokens], without a cache; both halves of an encoder-decoder read them."""
     tokens = torch.tensor(ids, device=next(model.parameters()).device)
     two = getattr(model.config, "is_encoder_decoder", False) is True
-    if two and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+    if two and accepts(model, "decoder_input_ids"):
         options["decoder_input_ids"] = tokens
     return model(tokens, **sparing(model), **options)
 

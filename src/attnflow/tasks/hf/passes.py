@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from transformers.generation.logits_process import (
 from attnflow._core.checks import index_array, integer, number
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.hf.selfcheck import check_stack
+from attnflow.models.inputs import accepts
 from attnflow.models.sites import find_sites, mixers_beside
 from attnflow.tasks.embedding import additive, require_runnable
 
@@ -34,7 +34,7 @@ class CachedPasses:
         weight = next(model.get_input_embeddings().parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self._cache = DynamicCache()
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps = accepts(model, "logits_to_keep")
 
     def run(
         self,
@@ -135,7 +135,7 @@ def decodable(model: nn.Module, positions: int) -> PreTrainedModel:
     require_runnable(model)
     name = type(model).__name__
     sites = find_sites(model)
-    if not isinstance(model, PreTrainedModel) or "past_key_values" not in inspect.signature(model.forward).parameters:
+    if not isinstance(model, PreTrainedModel) or not accepts(model, "past_key_values"):
         raise UnsupportedArchitecture(f"{name} takes no cache of keys and values, which decoding goes on from")
     mixers = mixers_beside(model, sites)
     moved = next((site for site in sites if check_stack(model, site.owner, sites).moved), None)
