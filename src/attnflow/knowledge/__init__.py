@@ -2,7 +2,7 @@
 
 The function itself is in `attention`, its entries are in `base`, `layered` has the layers that read them, `conditions`
 says when feed-forward layers are of this form; `reader` reads all entries or the best ones (`retrieval`) of a `source`;
-`index/` searches, `certificate` says what that promises, `store/` keeps entries; `provenance` holds what fired, `usage`
+`store/` keeps and searches entries, `certificate` says what a search promises; `provenance` holds what fired, `usage`
 and `duplication` say how a base is used. What needs a transformers model is in `hf/`, and reachable from here.
 """
 

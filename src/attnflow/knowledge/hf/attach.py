@@ -19,11 +19,11 @@ from attnflow.knowledge.hf.added_readers import AddedReaders, save_reader
 from attnflow.knowledge.hf.modular import ModularModel, ModularReader
 from attnflow.knowledge.hf.store_reader import store_readers
 from attnflow.knowledge.hf.stored_layers import StoredLayers, followed
-from attnflow.knowledge.index.arguments import Vectors, matrix
 from attnflow.knowledge.layered import readers, reads_entries
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource, Link
 from attnflow.knowledge.store import Store
+from attnflow.knowledge.store.entry import Vectors, matrix
 from attnflow.models.loaded import Loaded, split
 
 

@@ -13,10 +13,10 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, integer, preview
-from attnflow.knowledge.index import EntryIndex, Mode, Neighbours
-from attnflow.knowledge.index.arguments import Vectors, matrix
+from attnflow.knowledge.certificate import Neighbours
 from attnflow.knowledge.store import entry
-from attnflow.knowledge.store.entry import Entry, StoreStats
+from attnflow.knowledge.store.entry import Entry, StoreStats, Vectors
+from attnflow.knowledge.store.index import EntryIndex, Mode
 from attnflow.knowledge.store.table import MEMORY, EntryTable, StoreError, check_uri
 
 
@@ -354,11 +354,11 @@ class Store:
         replaces: bool,
     ) -> IntArray:
         with self._writing() as index:
-            vectors = matrix("embeddings", embeddings, self.dim)
+            vectors = entry.matrix("embeddings", embeddings, self.dim)
             count, columns = len(vectors), self.num_thresholds
             added = np.zeros((count, columns), dtype=np.float32)
             if thresholds is not None:
-                added = matrix("thresholds", thresholds, columns, count)
+                added = entry.matrix("thresholds", thresholds, columns, count)
             keys = self._next_ids(count) if ids is None else entry.identifiers("ids", ids, count)
             held = np.flatnonzero(index.places(keys) >= 0)
             if len(held) and not replaces:

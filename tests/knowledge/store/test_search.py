@@ -12,9 +12,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from attnflow import MissingExtra
-from attnflow.knowledge.index import EntryIndex, entry_index
-from attnflow.knowledge.index.lists import recall_of
-from tests.knowledge.index.data import MODES, brute, built, clustered
+from attnflow.knowledge.store import index as index_module
+from attnflow.knowledge.store.index import EntryIndex
+from attnflow.knowledge.store.search import recall_of
+
+MODES = ("exact", "approximate")
+
+
+def clustered(count, dim=16, clusters=40, seed=0, spread=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(clusters, dim, generator=torch.Generator().manual_seed(99))
+    which = torch.randint(clusters, (count,), generator=generator)
+    return centres[which] + spread * torch.randn(count, dim, generator=generator)
+
+
+def built(rows, num_thresholds=0):
+    index = EntryIndex(rows.shape[1] - num_thresholds, num_thresholds)
+    index.load(np.arange(len(rows)), rows.numpy())
+    return index
+
+
+def brute(rows, queries, dim, column=None):
+    scores = queries.double() @ rows[:, :dim].double().T
+    return scores if column is None else scores + rows[:, dim + column].double()
 
 
 @pytest.mark.parametrize("column", [None, 0, 2])
@@ -92,7 +112,7 @@ def test_asking_for_more_than_there_is(mode):
 
 
 def test_auto_is_exact_up_to_a_million_entries_and_approximate_beyond(monkeypatch):
-    monkeypatch.setattr(entry_index, "MOST_EXACT", 500)
+    monkeypatch.setattr(index_module, "MOST_EXACT", 500)
     index = built(clustered(500))
     assert index.mode == index.search(clustered(1), 3).certificate.label == "exact"
     index.put(np.array([500]), clustered(1, seed=5).numpy())

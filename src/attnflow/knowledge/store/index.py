@@ -14,10 +14,9 @@ from torch.nn import functional
 
 from attnflow._core.checks import IntArray, integer, number, preview
 from attnflow.knowledge.certificate import Certificate, Neighbours
-from attnflow.knowledge.index import arguments
-from attnflow.knowledge.index.arguments import Vectors
-from attnflow.knowledge.index.exact import Floats, above, best, of_column, padded
-from attnflow.knowledge.index.lists import InvertedLists
+from attnflow.knowledge.store import entry
+from attnflow.knowledge.store.entry import Vectors
+from attnflow.knowledge.store.search import Floats, InvertedLists, above, best, of_column, padded
 
 Mode = Literal["exact", "approximate"]
 
@@ -143,7 +142,7 @@ class EntryIndex:
         if mode not in (None, "exact", "approximate"):
             raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
         flat, shape, view = *self._asked(queries), self._view
-        column = arguments.column(threshold_column, self.num_thresholds)
+        column = entry.column(threshold_column, self.num_thresholds)
         total = len(view.ids)
         k = integer("k", k, minimum=1, maximum=max(total, _MOST))
         if approximate := (mode or self.mode) == "approximate":
@@ -161,7 +160,7 @@ class EntryIndex:
         """Find all entries with query . entry + threshold > `threshold`, padded to the longest answer."""
         flat, shape, view = *self._asked(queries), self._view
         bound = float(threshold) if threshold in (math.inf, -math.inf) else number("threshold", threshold)
-        column = arguments.column(threshold_column, self.num_thresholds)
+        column = entry.column(threshold_column, self.num_thresholds)
         scores, slots, owners, active = above(flat, *of_column(view.rows, self.dim, column), bound)
         order = np.lexsort((-scores, owners))
         ordered = (torch.from_numpy(values[order]) for values in (scores, view.ids[slots], owners))
@@ -199,7 +198,7 @@ class EntryIndex:
 
     def _asked(self, queries: Vectors) -> tuple[Floats, tuple[int, ...]]:
         """Return checked queries [n, dim], and their leading dimensions."""
-        checked = arguments.queries(queries, self.dim)
+        checked = entry.queries(queries, self.dim)
         return checked.view(-1, self.dim).numpy(), tuple(checked.shape[:-1])
 
 
