@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from attnflow.knowledge import attach
 from attnflow.knowledge.hf.edit_targets import token_ids
-from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store
 from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import Loaded
 from experiments.knowledge_ablation.facts import Fact, known_facts
 from experiments.reader.asking import OTHER, While, drift, timed
+from experiments.reader.halves import Halves
 from experiments.reader.practice import Practice, Settings, practice
 from experiments.reader.questions import PROMPT
 from experiments.reader.settings import Reading
@@ -45,9 +45,9 @@ class Bench:
         self.embedded = Embedded(self.encoder)
 
     @cached_property
-    def encoder(self) -> TextEncoder:
+    def encoder(self) -> Halves:
         """Of keys and values."""
-        return TextEncoder(self.config.encoder, separator=SEPARATOR, values=True)
+        return Halves(self.config.encoder)
 
     @cached_property
     def practised(self) -> Practice:

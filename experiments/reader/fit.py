@@ -14,12 +14,12 @@ from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.knowledge.hf.attach import attach
-from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.records import Record, read_records
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating, seed_all
 from attnflow.models.loaded import Loaded, split
 from experiments.reader.fitting import Run, Settings
+from experiments.reader.halves import Halves
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def fit_reader(
 
     Args:
         model: what `af.load_model` gave: a causal language model with its tokenizer; it is as it was afterwards.
-        store: of texts, built with `values=True` (or of whole texts).
+        store: of texts, embedded by `Halves`.
         folder: for the reader (`attach(model, store, reader=folder / "reader")`), the curve and the checkpoint.
         data: facts to practise on: a file as `texts.build` reads it, or `records(...)`.
         layers: that get readers; by default as `attach` chooses.
@@ -113,7 +113,7 @@ def fit_reader(
     for name, number in (("facts", facts), ("reading_steps", reading_steps), ("steps", steps)):
         integer(name, number, 1)
     place = Path(folder)
-    encoder = TextEncoder.of(store)
+    encoder = Halves.of(store)
     own = _records(store, data)
     settings = Settings(facts, reading_steps, steps, seed, _named(data), encoder.version)
     place.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.attach import Attached
-from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.records import Record
 from attnflow.models.sites import stack_of
+from experiments.reader.halves import Halves
 from experiments.reader.practice import Settings, near_enough, practice
 from experiments.reader.questions import NEAR, READ, Question, least_mistakes
 from experiments.reader.quiet import nothing_loss, pool_of, reading_loss, written_by
@@ -52,7 +52,7 @@ class Run:
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
         handle: Attached,
-        encoder: TextEncoder,
+        encoder: Halves,
         own: Sequence[Record],
         settings: Settings,
         place: Path,
@@ -94,7 +94,7 @@ class Run:
 
     def _start_values(self) -> None:
         """W_V of all readers: what embeddings of words say of the next token. It is of length 1 for a word."""
-        half = self.encoder.dim // 2 if self.encoder.values else 0
+        half = self.encoder.dim // 2
         embedded = self._embedded(self.words)[:, half:]
         start = value_map(self.model, self.tokenizer, self.words, embedded, self.settings.seed, self._step)
         with torch.no_grad():
@@ -148,7 +148,7 @@ class Run:
         """
         right = torch.tensor([one.entry for one in self.questions], device=self._device)
         reader = self.readers[0]
-        half = self.encoder.dim // 2 if self.encoder.values else self.encoder.dim
+        half = self.encoder.dim // 2
         with torch.no_grad():
             reader.own.zero_()
             reader.attention.key[..., half:, :] = 0

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.records import SEPARATOR, Record
+from experiments.reader.halves import Halves
 from experiments.reader.questions import Question, asked, least_mistakes, made_up, parts_of
 from experiments.reader.quiet import pool_of
 from experiments.reader.words import words_of
@@ -60,7 +60,7 @@ def practice(tokenizer: PreTrainedTokenizerBase, own: Sequence[Record], settings
 
 
 def near_enough(
-    encoder: TextEncoder,
+    encoder: Halves,
     questions: Sequence[Question],
     records: Sequence[Record],
     entries: Float[Tensor, "records dim"],

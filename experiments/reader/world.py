@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store
+from experiments.reader.halves import Halves
 from experiments.reader.questions import FRAMES, HELD_OUT_FRAMES, PROMPT, made_up, parts_of
 
 PUBLIC: Final = Path(__file__).with_name("public.csv")
@@ -146,7 +146,7 @@ class World:
 class Embedded:
     """Embeddings of facts, each computed once."""
 
-    def __init__(self, encoder: TextEncoder) -> None:
+    def __init__(self, encoder: Halves) -> None:
         self.encoder, self.version = encoder, encoder.version
         self._rows: dict[str, Tensor] = {}
 

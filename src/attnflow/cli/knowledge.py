@@ -43,7 +43,6 @@ def build(
         str, typer.Option("--encoder", metavar="MODEL", help="What embeds texts: minilm, a folder or a hub id.")
     ] = "minilm",
     split: Annotated[Split, typer.Option("--split", help="What of a text file is one entry.")] = Split.line,
-    values: Annotated[bool, typer.Option("--values", help="Embed values, too.")] = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Build a store.
@@ -61,7 +60,7 @@ def build(
     check_uri(store)
     with working(f"reading {file or from_model}") as spinner:
         if file is not None:
-            written = texts.build(store, file, encoder, split=split.value, values=values, progress=spinner)
+            written = texts.build(store, file, encoder, split=split.value, progress=spinner)
         else:
             written = texts.build_from_model(store, str(from_model), progress=spinner)
     _note_truncated(written.truncated, written.entries)

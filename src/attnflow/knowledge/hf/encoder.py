@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import json
@@ -50,8 +49,6 @@ class TextEncoder:
     Args:
         model: a short name of `af.models.MODELS`, a folder or a hub id; or a loaded (model, tokenizer).
         separator: only what stands before it in a text is embedded, such as the key of "key<tab>value"; default all.
-        values: with a separator: an embedding has two halves, of the key and of the value, as a reader needs them (a
-            text without a separator is both); that of a query, see `query`, is compared with keys alone.
 
     Attributes:
         name: by which the same encoder is loaded again.
@@ -73,7 +70,6 @@ class TextEncoder:
         model: str | os.PathLike[str] | tuple[PreTrainedModel, PreTrainedTokenizerBase] = "minilm",
         *,
         separator: str | None = None,
-        values: bool = False,
     ) -> None:
         named = "" if isinstance(model, tuple) else os.fspath(model)
         self.model, tokenizer = model if isinstance(model, tuple) else load_model(named)
@@ -90,9 +86,7 @@ class TextEncoder:
                 'that it embeds them: take an encoder such as "minilm"'
             )
         self.pooling, self.max_length = _pooling(source), _longest(source, self.model, self.tokenizer)
-        if values and separator is None:
-            raise ValueError("values=True needs the separator that stands before a value")
-        self.separator, self.values = separator, values
+        self.separator = separator
 
     @classmethod
     def of(cls, store: Store, name: str | None = None) -> TextEncoder:
@@ -112,25 +106,20 @@ class TextEncoder:
             raise ValueError(f"{store.uri} does not say which encoder made its entries: name it (--encoder NAME)")
         chosen = name or version.rpartition("@")[0] or "minilm"
         encoder = cls(chosen)
-        for separator, values in ((None, False), (SEPARATOR, False), (SEPARATOR, True)):
-            if not version or encoder._as(separator, values).version == version:
-                return encoder._as(separator, values)
-        if name is None:
+        for encoder.separator in (SEPARATOR, None) if version else ():
+            if encoder.version == version:
+                return encoder
+        if version and name is None:
             raise ValueError(
                 f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing."
                 f" build the store anew, or name the encoder to search all the same (--encoder {chosen})"
             )
         return encoder
 
-    def _as(self, separator: str | None, values: bool) -> TextEncoder:
-        other = copy.copy(self)
-        other.separator, other.values = separator, values
-        return other
-
     @property
     def dim(self) -> int:
         """Width of an embedding."""
-        return int(self.model.config.hidden_size) * (1 + self.values)
+        return int(self.model.config.hidden_size)
 
     @property
     def version(self) -> str:
@@ -142,14 +131,7 @@ class TextEncoder:
         for key, value in sorted(self.model.state_dict().items()):
             add_tensor(digest, f"{key} {value.dtype} {tuple(value.shape)}", value)
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        settings = (
-            vocabulary,
-            self.pooling,
-            True,
-            self.max_length,
-            self.separator,
-            *(["values"] if self.values else []),
-        )
+        settings = (vocabulary, self.pooling, True, self.max_length, self.separator)
         digest.update(json.dumps(settings).encode())
         return f"{self.name}@{digest.hexdigest()[:_DIGITS]}"
 
@@ -169,13 +151,6 @@ class TextEncoder:
             )
         return embeddings
 
-    def query(self, text: str) -> Float[Tensor, " dim"]:
-        """The embedding of what is looked for: with values, a key half alone."""
-        embedding = self([text])[0]
-        if self.values:
-            embedding[self.dim // 2 :] = 0
-        return embedding
-
     def encode(self, texts: Sequence[str], progress: Progress | None = None) -> tuple[Tensor, list[int]]:
         """Embeddings, float32 [texts, dim], and which texts were too long, so that their ends are not embedded.
 
@@ -187,8 +162,6 @@ class TextEncoder:
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in cast("Sequence[object]", texts)):
             raise TypeError("texts must be a sequence of strings")
-        if self.values:
-            return self._encode_halves(texts, progress)
         if self.separator is not None:
             texts = [text.partition(self.separator)[0] for text in texts]
         embeddings, truncated = torch.empty(len(texts), self.dim), list[int]()
@@ -207,16 +180,6 @@ class TextEncoder:
             row = int((~torch.isfinite(embeddings).all(dim=1)).nonzero()[0])
             raise ValueError(f"the embedding of text {row} is not finite: {texts[row][:80]!r}")
         return embeddings, truncated
-
-    def _encode_halves(self, texts: Sequence[str], progress: Progress | None) -> tuple[Tensor, list[int]]:
-        """Embed [key | value], each distinct text once."""
-        parts = [text.partition(self.separator or "") for text in texts]
-        pairs = [(key, value.strip() or key) for key, _, value in parts]
-        distinct = {text: row for row, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-        embeddings, truncated = self._as(None, False).encode(list(distinct), progress)
-        rows = torch.tensor([[distinct[text] for text in pair] for pair in pairs], dtype=torch.int64).view(-1, 2)
-        cut = [place for place, pair in enumerate(rows.tolist()) if set(truncated) & set(pair)]
-        return embeddings[rows].flatten(1), cut
 
     def _tokens(self, texts: Sequence[str], start: int, truncated: list[int]) -> list[list[int]]:
         tokens = cast("list[list[int]]", self.tokenizer(list(texts), verbose=False)["input_ids"])

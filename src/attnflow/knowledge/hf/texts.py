@@ -86,7 +86,6 @@ def build(
     encoder: str = "minilm",
     *,
     split: Split = "line",
-    values: bool = False,
     progress: Progress | None = None,
 ) -> Written:
     """A new store of texts. If it was interrupted, the same call goes on where it was.
@@ -96,8 +95,8 @@ def build(
         ValueError: no text, a model that is no encoder, or a store with other entries.
     """
     new = read_records(file, split)
-    separator = SEPARATOR if values or any(SEPARATOR in record.text for record in new) else None
-    maker = TextEncoder(encoder, separator=separator, values=values)
+    separator = SEPARATOR if any(SEPARATOR in record.text for record in new) else None
+    maker = TextEncoder(encoder, separator=separator)
     with Store.open(uri, dim=maker.dim) as store:
         done, version = len(store), maker.version
         if done:  # of an interrupted build, the first records
@@ -178,7 +177,7 @@ def search(store: Store, query: str, k: int = 10, *, encoder: str | None = None)
     if not query.strip():
         raise ValueError("the query is empty")
     maker = TextEncoder.of(store, encoder)
-    near, version = store.search(maker.query(query), k), maker.version
+    near, version = store.search(maker([query])[0], k), maker.version
     found = near.ids >= 0
     matches = tuple(
         Match(entry.id, score, entry.text, entry.source, entry.version, entry.encoder)
