@@ -3,7 +3,9 @@ from typing import NamedTuple
 
 import pytest
 
+import attnflow as af
 from attnflow.cli import main
+from attnflow.models import Loaded, loader
 from tests.models.saved import save_tiny_llama
 
 
@@ -34,3 +36,19 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tiny random Llama with a word-level tokenizer."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def masked(monkeypatch: pytest.MonkeyPatch) -> Callable[[af.masks.Mask], None]:
+    """masked(mask): from now on every model is loaded with this mask on it."""
+    load = loader.load_model
+
+    def place(mask: af.masks.Mask) -> None:
+        def loaded(name: str, **options: object) -> Loaded:
+            model = load(name, **options)
+            af.masks.attach(model, mask)
+            return model
+
+        monkeypatch.setattr(loader, "load_model", loaded)
+
+    return place

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import attnflow as af
-from attnflow.models import Loaded, loader
 
 
 def test_clean_model(run: Callable, tiny_model: str) -> None:
@@ -18,15 +17,8 @@ def test_clean_model(run: Callable, tiny_model: str) -> None:
     assert not any(line != line.rstrip() for line in out.splitlines())
 
 
-def test_a_leak_is_a_finding_with_its_module(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loader.load_model
-
-    def bidirectional(name: str, **options: object) -> Loaded:
-        named = real(name, **options)
-        af.masks.attach(named.model, af.masks.full(8))
-        return named
-
-    monkeypatch.setattr(loader, "load_model", bidirectional)
+def test_a_leak_is_a_finding_with_its_module(run: Callable, tiny_model: str, masked: Callable) -> None:
+    masked(af.masks.full(8))
     code, out, err = run("audit", tiny_model, "--tokens", "8")
     assert (code, err) == (1, "")
     assert "LEAK: causal" in out
@@ -59,7 +51,7 @@ def test_models_without_a_tokenizer(run: Callable, tiny_model: str, tmp_path: Pa
     assert run("audit", str(tmp_path), "--ids", "5,6,7,8").code == 0
 
 
-def test_a_saved_order(run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_order(run: Callable, tiny_model: str, tmp_path: Path, masked: Callable) -> None:
     path = tmp_path / "order.json"
     code, out, err = run("audit", tiny_model, "--tokens", "6", "--save", str(path))
     assert (code, err) == (0, "")
@@ -73,14 +65,7 @@ def test_a_saved_order(run: Callable, tiny_model: str, tmp_path: Path, monkeypat
     both = json.loads(run("audit", tiny_model, "--against", str(path), "--json").out)
     assert (both["schema"], both["audit"]["ok"], both["difference"]["ok"]) == ("attnflow.audit.against/1", True, True)
 
-    real = loader.load_model
-
-    def windowed(name: str, **options: object) -> Loaded:
-        named = real(name, **options)
-        af.masks.attach(named.model, af.masks.sliding_window(6, 2))
-        return named
-
-    monkeypatch.setattr(loader, "load_model", windowed)
+    masked(af.masks.sliding_window(6, 2))
     code, out, _ = run("audit", tiny_model, "--against", str(path))
     assert code == 1, "nothing leaks, and pairs are missing"
     assert "clean: causal" in out

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.cli._arguments import EXAMPLES, mask_argument
-from attnflow.cli._output import BadUsage
-from attnflow.masks.spec import mask_from_dict, named_masks
+from attnflow.cli._arguments import EXAMPLES
+from attnflow.masks.spec import named_masks
 from attnflow.report import mask as mask_section
 from attnflow.tasks import derivation
 
@@ -45,37 +44,27 @@ def test_json_lists_every_mask_of_the_catalogue(run: Callable) -> None:
         assert mask["example"].startswith(f"attnflow mask show {mask['name']} ")
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_every_catalogue_mask_is_made_by_its_example(name: str) -> None:
-    words = EXAMPLES[name].split()
-    n = int(words[words.index("--n") + 1]) if "--n" in words else None
-    settings = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-    mask = mask_argument(name, n, settings)
-    assert mask.name == name
-    spec = {"name": name, "parameters": json.loads(json.dumps(dict(mask.parameters)))}
-    assert mask_from_dict(spec) == mask
-
-
-def test_a_file_stands_for_its_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = {"name": "causal", "parameters": {"n": 3}}
-    file = tmp_path / "spec.json"
-    file.write_text(json.dumps(spec), encoding="utf-8-sig")
-    assert mask_argument(str(file), None, []) == af.masks.causal(3)
-    file.write_text(json.dumps({"inputs": [1, 2, 3], "labels": [], "mask": spec}))
-    assert mask_argument(str(file), None, []) == af.masks.causal(3)
+def test_a_file_stands_for_its_mask(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, spec = tmp_path / "spec.json", {"name": "causal", "parameters": {"n": 3}}
+    expected = run("mask", "show", "causal", "--n", "3").out
+    for content in (spec, {"inputs": [1, 2, 3], "labels": [], "mask": spec}):
+        file.write_text(json.dumps(content), encoding="utf-8-sig")
+        assert run("mask", "show", str(file)).out == expected
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(spec)))
-    assert mask_argument("-", None, []) == af.masks.causal(3)
-    with pytest.raises(BadUsage, match="belong to masks of the catalogue"):
-        mask_argument(str(file), 3, [])
+    assert run("mask", "show", "-").out == expected
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_examples_run(run: Callable, name: str) -> None:
+def test_every_example_shows_its_mask(run: Callable, name: str, tmp_path: Path) -> None:
     code, out, err = run("mask", "show", name, *EXAMPLES[name].split())
     assert (code, err) == (0, "")
     assert out.startswith(f"{name}(")
     assert max(map(len, out.splitlines())) <= 80
     assert not any(line != line.rstrip() for line in out.splitlines())
+    parameters = json.loads(run("mask", "show", name, *EXAMPLES[name].split(), "--json").out)["parameters"]
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps({"name": name, "parameters": parameters}))
+    assert run("mask", "show", str(file)).out == out
 
 
 def test_picture_and_numbers(run: Callable) -> None:
@@ -154,14 +143,6 @@ def test_a_failed_write_leaves_the_old_file(run: Callable, tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["mask.svg"]
 
 
-def test_a_bare_format_names_the_file_after_the_mask(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, _ = run("mask", "show", "causal", "-o", "svg")
-    assert code == 0
-    assert "causal.svg" in out
-    assert (tmp_path / "causal.svg").read_text().startswith("<svg")
-
-
 def write_task(folder: Path, spec: object) -> str:
     file = folder / "task.json"
     file.write_text(json.dumps(spec))
@@ -195,10 +176,11 @@ def test_leak_with_its_path(run: Callable, tmp_path: Path) -> None:
     assert [leak["witness"] for leak in found["leaks"]] == [[1, 2, 0]]
 
 
-def test_a_leak_takes_layers(run: Callable, tmp_path: Path) -> None:
+def test_a_leak_takes_layers(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_task(tmp_path, next_token({"edges": [[0, 2], [2, 1]], "num_queries": 4}))
     assert run("mask", "check", file, "--layers", "1").code == 0
-    assert run("mask", "check", file, "--layers", "2").code == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO(Path(file).read_text()))
+    assert run("mask", "check", "-", "--layers", "2").code == 1
 
 
 def test_tasks_that_the_package_writes(run: Callable, tmp_path: Path) -> None:
@@ -210,24 +192,18 @@ def test_tasks_that_the_package_writes(run: Callable, tmp_path: Path) -> None:
     assert json.loads(out)["allowed_pairs"] == af.masks.butterfly(4).nnz
 
 
-def test_a_task_of_stdin(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = next_token({"name": "causal", "parameters": {"n": 4}})
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(spec)))
-    assert run("mask", "check", "-").code == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "size", "nodes"),
     [
         (["causal_lm", "--tokens", "9"], 8, 8),
         (["multi_token_prediction", "--tokens", "9", "--set", "horizon=3"], 8, 8),
-        (["block_two_stream", "--tokens", "12", "--block", "3"], 18, 6),
-        (["block_two_stream", "--tokens", "12", "--block", "3", "--set", "predict_first=true"], 21, 7),
+        (["block_two_stream", "--tokens", "12", "--set", "block=3"], 18, 6),
+        (["block_two_stream", "--tokens", "12", "--set", "block=3", "--set", "predict_first=true"], 21, 7),
         (["butterfly", "--tokens", "7"], 19, 19),
         (["masked_lm", "--tokens", "6", "--set", "masked=1,4"], 6, 1),
         (["permutation_lm", "--tokens", "5", "--set", "permutation=3,1,4,0,2"], 9, 9),
-        (["block_diffusion", "--tokens", "12", "--block", "3"], 21, 7),
-        (["block_diffusion", "--tokens", "12", "--block", "3", "--set", "masked=0,4,7,11"], 21, 7),
+        (["block_diffusion", "--tokens", "12", "--set", "block=3"], 21, 7),
+        (["block_diffusion", "--tokens", "12", "--set", "block=3", "--set", "masked=0,4,7,11"], 21, 7),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -245,7 +221,7 @@ def test_every_family_merges_to_its_closed_form(run: Callable, arguments: list[s
 
 
 def test_a_family_without_a_formula(run: Callable) -> None:
-    arguments = ["block_diffusion", "--tokens", "12", "--block", "3", "--set", "masked=0,4"]
+    arguments = ["block_diffusion", "--tokens", "12", "--set", "block=3", "--set", "masked=0,4"]
     code, out, _ = run("mask", "merge", *arguments, "--json")
     found = json.loads(out)
     assert (code, found["closed_form"], found["equals_closed_form"]) == (0, None, None)

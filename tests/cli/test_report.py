@@ -2,10 +2,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import attnflow as af
-from attnflow.models import Loaded, loader
 
 
 def test_mask(run: Callable, tmp_path: Path) -> None:
@@ -36,21 +33,14 @@ def test_task_and_its_leak(run: Callable, tmp_path: Path) -> None:
     assert "layer 1" in target.read_text()
 
 
-def test_model(run: Callable, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model(run: Callable, tiny_model: str, tmp_path: Path, masked: Callable) -> None:
     target = tmp_path / "model.html"
     code, out, err = run("report", tiny_model, "--text", "the rest of my life", "-o", str(target), "--json")
     found = json.loads(out)
     assert (code, err) == (0, "")
     assert found["ok"]
     assert {"audit", "order"} <= set(found["sections"])
-    real = loader.load_model
-
-    def bidirectional(name: str, **options: object) -> Loaded:
-        named = real(name, **options)
-        af.masks.attach(named.model, af.masks.full(8))
-        return named
-
-    monkeypatch.setattr(loader, "load_model", bidirectional)
+    masked(af.masks.full(8))
     code, out, _ = run("report", tiny_model, "--tokens", "8", "-o", str(target))
     assert code == 1
     assert "It reports a leak." in out

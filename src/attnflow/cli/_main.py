@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, cast
 
@@ -14,16 +14,7 @@ import typer
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
-from attnflow.cli import (
-    audit,
-    bias,
-    doctor,
-    geometry,
-    knowledge_model,
-    mask,
-    report,
-    studio,
-)
+from attnflow.cli import audit, bias, doctor, geometry, knowledge_model, mask, report, studio
 from attnflow.cli._output import BadUsage
 from attnflow.cli.knowledge import app as knowledge
 
@@ -47,32 +38,11 @@ for command in (audit.audit, geometry.geometry, report.report, studio.studio, do
     app.command(command.__name__)(command)
 
 
-def _group(name: str, about: str, *commands: Callable[..., None]) -> typer.Typer:
-    """Groups commands under one name: `mask_show` becomes `attnflow mask show`."""
-    group = typer.Typer(help=about, rich_markup_mode=None)
-    for command in commands:
-        group.command(command.__name__.removeprefix(f"{name}_"))(command)
-    app.add_typer(group, name=name)
-    return group
-
-
-GROUPS: Final = {
-    "mask": _group(
-        "mask",
-        "Look at masks, check and merge tasks, export and debug.",
-        mask.mask_list,
-        mask.mask_show,
-        mask.mask_check,
-        mask.mask_merge,
-        mask.mask_export,
-        mask.mask_debug,
-    ),
-    "bias": _group("bias", "Look at what a learned bias does.", bias.bias_show),
-    "knowledge": knowledge,
-}
+GROUPS: Final = {"mask": mask.app, "bias": bias.app, "knowledge": knowledge}
 knowledge.command("edit")(knowledge_model.knowledge_edit)
 knowledge.command("trace")(knowledge_model.knowledge_trace)
-app.add_typer(knowledge, name="knowledge")
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
 def _print_version(asked: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import Annotated, Final
 
 import typer
 
@@ -12,14 +12,14 @@ from attnflow._core.files import write_atomically
 from attnflow.cli import _models
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
-if TYPE_CHECKING:
-    from attnflow.models.addons import Addon
+app = typer.Typer(help="Look at what a learned bias does.", rich_markup_mode=None)
 
 _PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json", ".dot")
 _GRAPHS: Final = (".svg", ".html", ".csv", ".json", ".dot")
 
 
+@app.command("show")
 def bias_show(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="The base model; or a saved bias, which names its base model.")
@@ -60,12 +60,6 @@ def bias_show(
         raise BadUsage(
             f"--top-k and --threshold make a graph, which is written as {', '.join(_GRAPHS)}; got {target.suffix}"
         )
-    if threshold is not None and not threshold > 0:
-        raise BadUsage(f"--threshold must be positive: a negative bias turns information away; got {threshold:g}")
-    prompt = _PROMPT if text is None else text
-    longest = len(prompt.encode()) + 8 + (generate or 0)  # tokens that it can have at most, with special ones
-    if query is not None and not -longest <= query < longest:
-        raise BadUsage(f"--query {query} is no position of a text of {len(prompt)} characters")
     with working(f"loading {model}") as spinner:
         from attnflow import bias as biases
         from attnflow.bias.hf.saving import read
@@ -73,40 +67,27 @@ def bias_show(
         folder = Path(model) if bias is None else bias
         try:
             saved = read(folder)
-            _check_place(saved, layer, head)
         except FileNotFoundError as error:
             hint = "" if bias is not None else f"; {model} has no bias: give --bias DIR"
             raise BadUsage(f"{error}{hint}") from error
-        except ValueError as error:
-            raise BadUsage(str(error)) from error
         name = saved.base_name if bias is None else model
         if not name:
             raise BadUsage(f"{folder} does not name its base model: attnflow bias show MODEL --bias {folder}")
         spinner.stage(f"loading {name}")
         loaded = _models.load(name)
-        if query is not None:
-            tokens = cast(Any, loaded.tokenizer)(prompt)["input_ids"]
-            size = len(tokens) + (generate or 1) - 1  # the last token is no query
-            if not -size <= query < size:
-                raise BadUsage(
-                    f"--query must be one of the positions of {size} tokens, {-size} to {size - 1}, got {query}"
-                )
-        try:
-            biases.load(loaded, folder)
-            spinner.stage("running it with and without its bias")
-            bias_map = biases.capture(
-                loaded,
-                prompt,
-                layers=None if layer is None else [layer],
-                queries=None if query is None or query < 0 or is_graph else [query],
-                heads=None if head is None else [head],
-                generate=generate,
-            )
-            bias_map = replace(bias_map, model=name)
-            view = bias_map.at(-1 if query is None else query, head)
-            graph = bias_map.graph(top_k=top_k, threshold=threshold, layer=layer, head=head)
-        except (ValueError, TypeError) as error:
-            raise BadUsage(str(error)) from error
+        biases.load(loaded, folder)
+        spinner.stage("running it with and without its bias")
+        captured = biases.capture(
+            loaded,
+            _PROMPT if text is None else text,
+            layers=None if layer is None else [layer],
+            queries=None if query is None or query < 0 or is_graph else [query],
+            heads=None if head is None else [head],
+            generate=generate,
+        )
+        bias_map = replace(captured, model=name)
+        view = bias_map.at(-1 if query is None else query, head)
+        graph = bias_map.graph(top_k=top_k, threshold=threshold, layer=layer, head=head)
         if target is not None:
             spinner.stage(f"writing {output}")
             if target.suffix.lower() == ".dot":
@@ -124,16 +105,3 @@ def bias_show(
     say(screen, f"{view}\n\n{graph}" if is_graph else str(view))
     if output is not None:
         say(screen, f"written: {output}")
-
-
-def _check_place(saved: Addon, layer: int | None, head: int | None) -> None:
-    """Raises ValueError for a layer without a bias in `saved`, or a head its base model lacks."""
-    from attnflow.bias import GuidanceConfig
-
-    number, num_heads = int(saved.base["num_layers"]), int(saved.base["num_heads"])
-    placed = [GuidanceConfig(layers=one["layers"]).layer_indices(number) for one in saved.config["bias"]]
-    layers = sorted({index for indices in placed for index in indices})
-    if layer is not None and layer not in layers:
-        raise ValueError(f"layer must be one of those with a bias, {layers}, got {layer}")
-    if head is not None and not 0 <= head < num_heads:
-        raise ValueError(f"head must be one of the base model's, 0 to {num_heads - 1}, got {head}")

