@@ -68,15 +68,7 @@ def test_build_from_lines(run, tmp_path, encoder, file):
     torch.testing.assert_close(torch.stack([e.embedding for e in found]), TextEncoder(encoder)(TEXTS))
 
 
-def test_build_from_paragraphs_and_json_lines(run, tmp_path, encoder, file):
-    place = str(tmp_path / "paragraphs")
-    found = json.loads(
-        run("knowledge", "build", place, file, "--encoder", encoder, "--split", "paragraph", "--json").out
-    )
-    assert found["attnflow"] == "Written"
-    assert (found["entries"], found["ids"], found["dim"]) == (2, [0, 1], 16)
-    assert next((e.text, e.source) for e in entries(place)) == ("the cat sat on the mat", "lines.txt:1")
-    assert found["truncated"] == ["lines.txt:3"]
+def test_build_from_json_lines(run, tmp_path, encoder):
     path = tmp_path / "facts.jsonl"
     path.write_text(
         '{"key": "capital of France", "value": "Paris", "source": "atlas"}\n\n{"text": "a dog ran"}\n'
@@ -158,9 +150,7 @@ def test_insert_correct_and_delete(run, encoder, store, file):
     assert code == 2
     assert "no entries with ids [77]" in err
     assert len(entries(store)) == 10
-    again = ["knowledge", "insert", store, "--text", "rain", "--json"]
-    assert json.loads(run(*again).out)["ids"] == [12]
-    assert json.loads(run(*again, "--new-id", "999").out)["ids"] == [999]
+    assert json.loads(run("knowledge", "insert", store, "--text", "rain", "--json").out)["ids"] == [12]
 
 
 def test_the_advice_of_an_error_works(run, tmp_path, encoder, file, monkeypatch):
@@ -241,8 +231,6 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
         ),
         (["insert", "STORE", "--text", "a", "--value", "b"], "are embedded whole, without values"),
         (["insert", "STORE", "--text", "a", "--id", "999"], "has no entries with ids [999] to correct"),
-        (["insert", "STORE", "--text", "a", "--new-id", "1"], "entries [1] exist already"),
-        (["insert", "STORE", "--text", "a", "--id", "1", "--new-id", "9"], "give one of them"),
         (["build", "new", "FILE", "--encoder", "DECODER"], "is a decoder that writes texts (LlamaForCausalLM)"),
         (["stats", "STORE", "--duplicates", "--threshold", "2"], "a cosine in (0, 1], got 2.0"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -27,9 +26,6 @@ _EncoderOption = Annotated[
 ]
 
 
-Split = StrEnum("Split", {"line": "line", "paragraph": "paragraph"})
-
-
 @app.command("build")
 def build(
     store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder, or s3://BUCKET/PATH.")],
@@ -42,7 +38,6 @@ def build(
     encoder: Annotated[
         str, typer.Option("--encoder", metavar="MODEL", help="What embeds texts: minilm, a folder or a hub id.")
     ] = "minilm",
-    split: Annotated[Split, typer.Option("--split", help="What of a text file is one entry.")] = Split.line,
     json_output: JsonFlag = False,
 ) -> None:
     """Build a store.
@@ -60,7 +55,7 @@ def build(
     check_uri(store)
     with working(f"reading {file or from_model}") as spinner:
         if file is not None:
-            written = texts.build(store, file, encoder, split=split.value, progress=spinner)
+            written = texts.build(store, file, encoder, progress=spinner)
         else:
             written = texts.build_from_model(store, str(from_model), progress=spinner)
     _note_truncated(written.truncated, written.entries)
@@ -108,28 +103,21 @@ def insert(
         list[int] | None,
         typer.Option("--id", metavar="ID", min=0, max=_LARGEST, help="Correct the entry with this id, once for each."),
     ] = None,
-    new_ids: Annotated[
-        list[int] | None,
-        typer.Option("--new-id", metavar="ID", min=0, max=_LARGEST, help="Give a new entry this id, once for each."),
-    ] = None,
     encoder: _EncoderOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Insert entries into a store.
 
-    New ones get ids that were never used before, or those of --new-id; with --id, the entry keeps its id and gets the
-    next version.
+    New ones get ids that were never used before; with --id, the entry keeps its id and gets the next version.
     """
     from attnflow.knowledge.hf import texts
     from attnflow.knowledge.records import read_records, readable, records
 
     if (file is None) == (not text):
         raise BadUsage("give --text or --file, one of them")
-    if ids and new_ids:
-        raise BadUsage("--id corrects entries, --new-id makes new ones: give one of them")
     new = records(text or [], value, source) if file is None else read_records(file, source=source)
     with working(f"opening {store}") as spinner, opened(store, read_only=False) as held:
-        written = texts.insert(held, new, ids or new_ids or None, correct=bool(ids), encoder=encoder, progress=spinner)
+        written = texts.insert(held, new, ids or None, encoder=encoder, progress=spinner)
     _note_truncated(written.truncated, len(new))
     if json_output:
         print_result(written)

@@ -1,15 +1,12 @@
-"""Texts that become entries: lines or paragraphs of a file, or keys with values."""
+"""Texts that become entries: lines of a file, or keys with values."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Final, Literal, cast
-
-Split = Literal["line", "paragraph"]
+from typing import Final, cast
 
 SEPARATOR: Final = "\t"  # between the key of an entry, which is embedded, and its value
 
@@ -21,11 +18,6 @@ class Record:
     text: str  # what it says; with a value, "key<tab>value", of which the key is embedded
     source: str | None = None  # where it comes from
 
-    @property
-    def place(self) -> str:
-        """The source, or else the first characters of the text."""
-        return self.source or repr(self.text[:20])
-
 
 def records(texts: Sequence[str], values: Sequence[str] | None = None, source: str | None = None) -> list[Record]:
     """Turn texts into records; with `values`, the texts are keys."""
@@ -36,22 +28,19 @@ def records(texts: Sequence[str], values: Sequence[str] | None = None, source: s
     return [Record(_keyed(*pair), source) for pair in zip(texts, values or [None] * len(texts), strict=True)]
 
 
-def read_records(path: str | Path, split: Split = "line", source: str | None = None) -> list[Record]:
-    """Read lines or paragraphs of a text file, or JSON lines; a ValueError for an empty or malformed file."""
+def read_records(path: str | Path, source: str | None = None) -> list[Record]:
+    """Read the lines of a text file, or JSON lines; a ValueError for an empty or malformed file."""
     file = Path(path).expanduser()
     try:
-        content = file.read_text(encoding="utf-8")
+        lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    json_lines = file.suffix.lower() in (".jsonl", ".ndjson")
-    parts = _parts(content, joined=split == "paragraph" and not json_lines)
-    if json_lines:
-        read = [_from_json(f"{file.name}:{i}", line, source) for i, line in parts]
-    else:
-        read = [Record(text, source or f"{file.name}:{i}") for i, text in parts]
-    if not read:
+    numbered = [(f"{file.name}:{number}", line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise ValueError(f"{path} holds no text")
-    return read
+    if file.suffix.lower() in (".jsonl", ".ndjson"):
+        return [_from_json(place, line, source) for place, line in numbered]
+    return [Record(line, source or place) for place, line in numbered]
 
 
 def readable(text: str | None) -> str:
@@ -81,15 +70,3 @@ def _from_json(place: str, line: str, source: str | None) -> Record:
             f'{place} must be an object with "text", or "key" and "value", and maybe "source", all strings'
         )
     return Record(_keyed(key, value, place), where)
-
-
-def _parts(content: str, joined: bool) -> Iterator[tuple[int, str]]:
-    """Yield the non-empty lines, or the paragraphs if `joined`, each with its first line number."""
-    numbered = [(i, line.strip()) for i, line in enumerate(content.splitlines(), 1)]
-    if not joined:
-        yield from (pair for pair in numbered if pair[1])
-        return
-    for filled, group in groupby(numbered, lambda pair: bool(pair[1])):
-        if filled:
-            numbers, lines = zip(*group, strict=True)
-            yield numbers[0], " ".join(lines)

@@ -15,7 +15,7 @@ from attnflow._core.results import Result
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.stored_layers import MADE_BY, save_entries
-from attnflow.knowledge.records import SEPARATOR, Record, Split, read_records, readable
+from attnflow.knowledge.records import SEPARATOR, Record, read_records, readable
 from attnflow.knowledge.store import Store
 from attnflow.models.loader import load_model
 
@@ -80,53 +80,39 @@ class Matches(Result):
         return "\n".join(said)
 
 
-def build(
-    uri: str,
-    file: str | Path,
-    encoder: str = "minilm",
-    *,
-    split: Split = "line",
-    progress: Progress | None = None,
-) -> Written:
+def build(uri: str, file: str | Path, encoder: str = "minilm", *, progress: Progress | None = None) -> Written:
     """A new store of texts. If it was interrupted, the same call goes on where it was.
 
     Raises:
         FileNotFoundError: no such file or encoder.
         ValueError: no text, a model that is no encoder, or a store with other entries.
     """
-    new = read_records(file, split)
-    separator = SEPARATOR if any(SEPARATOR in record.text for record in new) else None
-    maker = TextEncoder(encoder, separator=separator)
+    new = read_records(file)
+    maker = TextEncoder(encoder, separator=SEPARATOR if any(SEPARATOR in record.text for record in new) else None)
+    version = maker.version
     with Store.open(uri, dim=maker.dim) as store:
-        done, version = len(store), maker.version
-        if done:  # of an interrupted build, the first records
-            ids = store.ids().tolist()
-            held = store.get(ids) if done < len(new) and ids == list(range(done)) else []
-            same = [(record.text, record.source, version, 1) for record in new[:done]]
-            if [(entry.text, entry.source, entry.encoder, entry.version) for entry in held] != same:
-                raise ValueError(_taken(store))
-        return _write(store, maker, new[done:], range(done, len(new)), progress)
+        held = store.get(store.ids())
+        done = [(record.text, record.source, version, 1) for record in new[: len(held)]]  # of an interrupted build
+        there = [(entry.text, entry.source, entry.encoder, entry.version) for entry in held]
+        if there and (there != done or len(held) == len(new)):
+            raise ValueError(_taken(store))
+        return _write(store, maker, new[len(held) :], None, progress)
 
 
 def build_from_model(uri: str, model: str, *, progress: Progress | None = None) -> Written:
     """A new store of the feed-forward entries of a model: a short name, a folder, a GGUF file or a hub id.
 
-    If it was interrupted, the same call goes on where it was.
-
     Raises:
         FileNotFoundError: no such model.
-        ValueError: a store with other entries.
+        ValueError: a store that holds entries already.
     """
     converted: Any = from_ffn(load_model(model, tokenizer=False))
-    base, encoder = converted.knowledge, f"{MADE_BY}:{model}"
+    base = converted.knowledge
     with Store.open(uri, dim=base.entry_dim, num_thresholds=base.num_thresholds) as store:
-        stats, before = store.stats(), set(store.ids().tolist())
-        begun = set(stats.encoders) == {encoder} and set(stats.versions) == {1} and stats.count < base.num_entries
-        if before and not begun:
+        if len(store):
             raise ValueError(_taken(store))
         save_entries(converted, store, name=model, progress=progress)
-        ids = tuple(key for key in store.ids().tolist() if key not in before)
-        return Written(uri, len(store), store.dim, ids, encoder, ())
+        return Written(uri, len(store), store.dim, tuple(store.ids().tolist()), f"{MADE_BY}:{model}", ())
 
 
 def insert(
@@ -134,29 +120,23 @@ def insert(
     new: Sequence[Record],
     ids: Sequence[int] | None = None,
     *,
-    correct: bool = False,
     encoder: str | None = None,
     progress: Progress | None = None,
 ) -> Written:
-    """Add texts to a store, embedded as its entries are; or correct entries, which get the next version.
+    """Add texts to a store, embedded as its entries are; or correct the entries with these ids, one for each text.
 
-    There is an id for each text; by default they are the next integers. With `correct`, they are of entries that exist.
     `encoder` names another one than that which made the entries.
 
     Raises:
-        ValueError: ids that exist, or do not, values in a store of whole texts, or as `TextEncoder.of`. Nothing is
-            written.
+        ValueError: ids that do not exist, values in a store of whole texts, or as `TextEncoder.of`. Nothing is written.
     """
     if ids is not None:
         if len(ids) != len(new):
             raise ValueError(f"give one id for each text: got {len(ids)} and {plural(len(new), 'text')}")
-        wrong = [key for key in ids if (key in store) != correct]
-        if wrong and correct:
+        if unknown := [key for key in ids if key not in store]:
             raise ValueError(
-                f"{store.uri} has no entries with ids {preview(wrong)} to correct; a new entry gets its id by itself"
+                f"{store.uri} has no entries with ids {preview(unknown)} to correct; a new entry gets its id by itself"
             )
-        if wrong:
-            raise ValueError(f"entries {preview(wrong)} exist already: correct them, or choose other ids")
     maker = TextEncoder.of(store, encoder)
     if maker.separator is None and any(SEPARATOR in record.text for record in new):
         if len(store):
@@ -165,7 +145,7 @@ def insert(
                 "build a store from a .jsonl file with keys and values"
             )
         maker = TextEncoder(maker.name, separator=SEPARATOR)
-    return _write(store, maker, new, ids, progress, correct)
+    return _write(store, maker, new, ids, progress)
 
 
 def search(store: Store, query: str, k: int = 10, *, encoder: str | None = None) -> Matches:
@@ -188,30 +168,22 @@ def search(store: Store, query: str, k: int = 10, *, encoder: str | None = None)
 
 
 def _write(
-    store: Store,
-    maker: TextEncoder,
-    new: Sequence[Record],
-    ids: Sequence[int] | None,
-    progress: Progress | None,
-    correct: bool = False,
+    store: Store, maker: TextEncoder, new: Sequence[Record], ids: Sequence[int] | None, progress: Progress | None
 ) -> Written:
+    """Insert texts, or correct the entries with these ids."""
     version, written, cut = maker.version, list[int](), list[str]()
     for start in range(0, len(new), _WINDOW):
         batch = new[start : start + _WINDOW]
-        texts = [record.text for record in batch]
+        texts, sources = [record.text for record in batch], [record.source for record in batch]
         shown = None if progress is None else partial(_shifted, progress, start, len(new))
         embeddings, truncated = maker.encode(texts, shown)
-        cut += [batch[place].place for place in truncated]
-        columns: dict[str, Any] = {
-            "ids": None if ids is None else list(ids[start : start + _WINDOW]),
-            "embeddings": embeddings,
-            "texts": texts,
-            "sources": [record.source for record in batch],
-            "encoder": version,
-        }
-        if correct:
-            store.upsert(**columns)
-        written += columns["ids"] if correct else store.insert(**columns).tolist()
+        cut += [sources[place] or repr(texts[place][:20]) for place in truncated]
+        columns: dict[str, Any] = {"embeddings": embeddings, "texts": texts, "sources": sources, "encoder": version}
+        if ids is None:
+            written += store.insert(**columns).tolist()
+        else:
+            store.upsert(ids=ids[start : start + _WINDOW], **columns)
+            written += ids[start : start + _WINDOW]
     return Written(store.uri, len(store), store.dim, tuple(written), version, tuple(cut))
 
 
