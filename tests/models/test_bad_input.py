@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import json
 import shutil
-import zipfile
 
 import pytest
 import torch
@@ -29,9 +28,9 @@ def cut(file, keep):
     return file
 
 
-def saved_by_torch(folder, content, legacy=False):
-    torch.save(content, folder / "m.bin", _use_new_zipfile_serialization=not legacy)
-    return folder / "m.bin"
+def pickled(folder):
+    torch.save({"q": _Sets()}, folder / "pytorch_model.bin")
+    return folder
 
 
 def queries_and_keys():
@@ -66,14 +65,6 @@ def endless_list(folder):
     return folder
 
 
-def zip_bomb(folder):
-    plain, bomb = saved_by_torch(folder, {"a": torch.zeros(1 << 20)}), folder / "bomb.bin"
-    with zipfile.ZipFile(plain) as stored, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as packed:
-        for part in stored.infolist():
-            packed.writestr(part.filename, stored.read(part))
-    return bomb
-
-
 def scaled(folder, size):
     tensors = {"a": torch.ones(4, 4).to(torch.float8_e4m3fn), "a_scale": torch.ones(2, 2)}
     save_file(tensors, folder / "model.safetensors")
@@ -97,23 +88,8 @@ class _Sets:
 HEADER = r"model\.safetensors has a damaged header"
 BAD_FILES = {
     **{f"gguf cut at {k}": (lambda d, k=k: cut(gguf(d), k), "truncated") for k in (3, 20, 3000, 0.5, 0.9)},
-    **{
-        f"torch {legacy} cut at {k}": (
-            lambda d, k=k, legacy=legacy: cut(saved_by_torch(d, queries_and_keys(), legacy), k),
-            r"m\.bin",
-        )
-        for k in (0, 10, 0.5)
-        for legacy in (False, True)
-    },
-    **{
-        f"code {legacy}": (lambda d, legacy=legacy: saved_by_torch(d, {"q": _Sets()}, legacy), "pickle can run any")
-        for legacy in (False, True)
-    },
-    "wider than stored": (
-        lambda d: saved_by_torch(d, {"a": torch.zeros(1).expand(1 << 20, 1 << 15)}),
-        "larger than what is stored",
-    ),
-    "zip bomb": (zip_bomb, r"bomb\.bin is compressed"),
+    "code": (pickled, r"pytorch_model\.bin; a pickle can run any code and is not opened"),
+    "a pickle alone": (lambda d: pickled(d) / "pytorch_model.bin", "is not opened"),
     "header of another size": (lambda d: header(d, entry(data_offsets=[0, 60])), "takes 64 bytes, not 60"),
     "header that is deep": (lambda d: header(d, b"[" * 100_000), HEADER),
     "header of bytes": (lambda d: header(d, b'{"a": "\xff"}'), HEADER),
@@ -238,7 +214,7 @@ def test_folders_and_files_without_a_model(tmp_path, llama):
         score(tmp_path / "no such" / "model")
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
     (folder / "model.safetensors").rename(folder / "another.safetensors")
-    with pytest.raises(BadCheckpoint, match="2 safetensors files and no index"):
+    with pytest.raises(BadCheckpoint, match=r"2 \.safetensors files and no index"):
         score(folder)
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     next((tmp_path / "shards").glob("*-00002-of-*.safetensors")).unlink()

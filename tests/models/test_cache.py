@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.models import unpacked as cache
+from attnflow.models import loader as cache
 from attnflow.models.checkpoints import open_weights
 from attnflow.models.names import MODELS
 from tests.models.checkpoints import write_llama
@@ -21,17 +21,17 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def entries():
-    folder = cache.folder()
+    folder = cache.cache_folder()
     return [one.name for one in folder.iterdir() if not one.name.startswith(".")] if folder.is_dir() else []
 
 
 def test_places(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache.folder() != Path("/xdg/attnflow")
+    assert cache.cache_folder() != Path("/xdg/attnflow")
     monkeypatch.delenv("ATTNFLOW_CACHE")
-    assert cache.folder() == Path("/xdg/attnflow")
+    assert cache.cache_folder() == Path("/xdg/attnflow")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.folder() == Path.home() / ".cache" / "attnflow"
+    assert cache.cache_folder() == Path.home() / ".cache" / "attnflow"
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from attnflow.geometry.score import score
 from attnflow.models.attention import attention_layers
-from attnflow.models.checkpoints import BadCheckpoint
 from tests.models import ZOO
 from tests.models.checkpoints import repack, same_weights, write_gguf
 
@@ -35,40 +34,12 @@ def test_shards(llama, tmp_path):
     same_weights(tmp_path / "shards", model)
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-def test_torch_files(llama, legacy, nested):
-    model, folder = llama
-    (folder / "model.safetensors").unlink()
-    state = model.state_dict()
-    saved = {"state_dict": state, "step": 3} if nested else state
-    torch.save(saved, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
-    same_weights(folder, model)
-    same_weights(folder / "pytorch_model.bin", model)
-
-
-def test_torch_shards(llama):
-    model, folder = llama
-    (folder / "model.safetensors").unlink()
-    state = model.state_dict()
-    names = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(state)}
-    for file in set(names.values()):
-        torch.save({name: state[name] for name in names if names[name] == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
-    same_weights(folder, model)
-    (folder / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(BadCheckpoint, match="lacks 1 of 2 shards"):
-        score(folder)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(llama, tmp_path, dtype):
     model, _ = llama
     half = model.to(dtype)
     half.save_pretrained(tmp_path / "half")
     same_weights(tmp_path / "half", half)
-    torch.save(half.state_dict(), tmp_path / "half" / "model.pt")
-    same_weights(tmp_path / "half" / "model.pt", half)
     same_weights(half, half)
 
 
@@ -115,7 +86,7 @@ def test_names_of_llamas_own_format(llama, tmp_path):
         for live in attention_layers(model)
         for letter, weight in (("q", live.query().detach()), ("k", live.key().detach()))
     }
-    torch.save(state, tmp_path / "consolidated.00.pth")
+    save_file({name: weight.clone() for name, weight in state.items()}, tmp_path / "consolidated.safetensors")
     (tmp_path / "params.json").write_text(json.dumps({"n_heads": 4, "n_kv_heads": 2}))
     same_weights(tmp_path, model)
     assert "names and shapes" in score(tmp_path).notes[0]

@@ -75,16 +75,6 @@ def _gguf(folder):
     return write_gguf(folder / "model.gguf", "llama", _tensors(), kv_heads=4)
 
 
-def _archive(folder):
-    torch.save(_tensors(), folder / "model.bin")
-    return folder / "model.bin"
-
-
-def _legacy(folder):
-    torch.save(_tensors(), folder / "model.pt", _use_new_zipfile_serialization=False)
-    return folder / "model.pt"
-
-
 def _config(folder):
     _safetensors(folder)
     config = {"num_attention_heads": 4, "quantization_config": {"weight_block_size": [128, 128]}}
@@ -103,8 +93,6 @@ def _index(folder):
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "safetensors": _safetensors,
     "gguf": _gguf,
-    "archive": _archive,
-    "legacy": _legacy,
     "config": _config,
     "index": _index,
 }

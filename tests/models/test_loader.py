@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import attnflow as af
-from attnflow.models import names, unpacked
+from attnflow.models import loader, names
 from attnflow.models.names import MissingPackage, Packaged
 from tests.models import modular, outputs, tiny, tokens
 
@@ -71,7 +71,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
 
 def test_a_missing_reader_of_gguf_names_the_extra(monkeypatch, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
-    monkeypatch.setattr(unpacked, "find_spec", lambda name: None)
+    monkeypatch.setattr(loader, "find_spec", lambda name: None)
     with pytest.raises(af.MissingExtra, match=r"pip install 'attnflow\[hf\]'"):
         af.models.load_model(tmp_path)
 

@@ -42,7 +42,7 @@ def score(
     """Symmetry and directionality of M = W_q^T W_k in every layer of a model, and in every head (geometry, sec. 3).
 
     Only the queries and keys are read, one layer at a time: slices of safetensors files, ranges of files on the hub,
-    dequantised GGUF tensors, `.bin` files opened as tensors alone. No code of a checkpoint is run. Biases, rotations by
+    dequantised GGUF tensors. No code of a checkpoint is run and no pickle is opened. Biases, rotations by
     position, gains of norms and 1/sqrt(head_dim) have no part in M. With latent attention (DeepSeek), queries and keys
     are the products of their low-rank factors, without the norm between them.
 
@@ -51,7 +51,7 @@ def score(
     with those. For files, tables of the families say where queries and keys are.
 
     Args:
-        source: a torch module; a folder that holds a model; a file of safetensors, GGUF, `.bin` or `.pt`; or the id of
+        source: a torch module; a folder that holds a model; a file of safetensors or GGUF; or the id of
             a model on the hub.
         gamma: threshold of directionality, in standard deviations above the mean.
         mode: reading of directionality: "excess" (as the published numbers) or "norm" (as def. 3.2).

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.checkpoints.weights import Weights, config_of
+from attnflow.models.checkpoints import Weights, config_of
 from attnflow.models.families.find import (
     Config,
     Place,

@@ -11,53 +11,43 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
 from attnflow._core.errors import AttnflowError
-from attnflow.models.checkpoints.files import SAFETENSORS, TORCH, BadCheckpoint, LocalFolder
+from attnflow.models.checkpoints.files import (
+    GGUF,
+    SAFETENSORS,
+    BadCheckpoint,
+    Folder,
+    LocalFolder,
+    first_line,
+    model_files,
+)
 from attnflow.models.names import short_names
 
 # Of the HTTP client that the installed version of the hub's library brings.
 HTTPError: Final = cast(type[Exception], HfHubHTTPError.__bases__[0])
 
 
-class HubFile:
-    """A file of a model on the hub, read by range requests."""
+class HubFolder(Folder):
+    """The files of a model at one commit of the hub, unaffected by later uploads, read by range requests."""
 
-    def __init__(self, url: str, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
-        self._url = url
+    def __init__(self, repo_id: str, commit: str, sizes: Mapping[str, int]) -> None:
+        super().__init__(repo_id, repo_id, {name: size for name, size in sizes.items() if "/" not in name})
+        self._commit = commit
 
-    def read(self, start: int, stop: int) -> bytearray:
+    def read(self, file: str, start: int, stop: int) -> bytearray:
         """Fetch a byte range, with retries; `OSError` if the hub refuses or cannot be reached."""
+        url = hf_hub_url(self.name, file, revision=self._commit)
         # Compression would change what a range means.
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         try:
-            response = http_backoff("GET", self._url, headers=headers, follow_redirects=True)
+            response = http_backoff("GET", url, headers=headers, follow_redirects=True)
             hf_raise_for_status(response)
         except HTTPError as error:
             if isinstance(error, OSError):
                 raise
-            raise ConnectionError(f"{self.name}: the hub cannot be reached ({error})") from error
+            raise ConnectionError(f"{self.title(file)}: the hub cannot be reached ({error})") from error
         if response.status_code != 206 or len(response.content) != stop - start:
-            raise BadCheckpoint(f"{self.name}: the server sends whole files only; download the model")
+            raise BadCheckpoint(f"{self.title(file)}: the server sends whole files only; download the model")
         return bytearray(response.content)
-
-
-class HubFolder:
-    """The files of a model at one commit of the hub, unaffected by later uploads."""
-
-    def __init__(self, repo_id: str, commit: str, sizes: Mapping[str, int]) -> None:
-        self.name = repo_id
-        self.files = tuple(name for name in sizes if "/" not in name)
-        self._commit = commit
-        self._sizes = sizes
-
-    def file(self, name: str) -> HubFile:
-        """Return one of its files."""
-        url = hf_hub_url(self.name, name, revision=self._commit)
-        return HubFile(url, f"{self.name}/{name}", self._sizes[name])
-
-    def local(self, name: str) -> None:
-        """Return None: no file is on this machine."""
 
 
 def find_model(name: str) -> HubFolder | Path:
@@ -76,9 +66,8 @@ def find_model(name: str) -> HubFolder | Path:
         ) from error
     if info.sha is None or info.siblings is None:
         raise FileNotFoundError(f"the hub does not list the files of {name!r}")
-    return _cached(name, info.sha) or HubFolder(
-        name, info.sha, {file.rfilename: file.size or 0 for file in info.siblings}
-    )
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+    return _cached(name, info.sha) or HubFolder(name, info.sha, sizes)
 
 
 def _cached(name: str, commit: str | None) -> Path | None:
@@ -86,10 +75,10 @@ def _cached(name: str, commit: str | None) -> Path | None:
     try:
         path = Path(snapshot_download(name, revision=commit, local_files_only=True))
         folder = LocalFolder(path)
-        complete = SAFETENSORS.find(folder) or TORCH.find(folder)
+        complete = model_files(folder, SAFETENSORS)
     except (LocalEntryNotFoundError, AttnflowError, OSError, ValueError):
         return None
-    return path if complete or any(file.endswith(".gguf") for file in folder.files) else None
+    return path if complete or any(file.endswith(GGUF) for file in folder.sizes) else None
 
 
 def _refused(error: Exception) -> bool:
@@ -99,4 +88,4 @@ def _refused(error: Exception) -> bool:
 def _why(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set and it is not in the local cache"
-    return str(error).strip().split("\n")[0][:300]
+    return first_line(error)

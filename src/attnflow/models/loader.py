@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import io
 import logging
 import os
 import warnings
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import transformers
@@ -20,12 +24,15 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from attnflow._core.checks import boolean
-from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
+from attnflow._core.files import write_folder
+from attnflow.models.checkpoints import open_weights
 from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, check_sizes, first_line, shards
 from attnflow.models.loaded import Loaded
 from attnflow.models.names import REGISTRATIONS, resolve, short_names
-from attnflow.models.unpacked import load_gguf
 
+_LOG: Final = logging.getLogger("attnflow.models")
+_Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
 _INDEX: Final = "model.safetensors.index.json"
 
@@ -41,7 +48,7 @@ def load_model(
 
     In this order, `name_or_path` is one of the short names in `af.models.MODELS` ("smollm2-135m", "minilm"), which
     ordinary Python packages ship; a folder that `save_pretrained` wrote; a GGUF file (or a folder with one), whose
-    weights are unpacked and kept in the cache (`attnflow.models.unpacked`); or a model of the hub: "owner/name", or
+    weights are unpacked and kept in the cache (`cache_folder`); or a model of the hub: "owner/name", or
     "hub:gpt2" for one whose id has one word. Nothing else asks the network. No code from the model's repository is
     run and no pickle is opened: weights come from safetensors or GGUF alone. Nothing is printed.
 
@@ -72,7 +79,7 @@ def load_model(
             model = _from_safetensors(folder, kind)
             tokens = _tokenizer(folder) if tokenizer else None
         else:
-            model, tokens = load_gguf(Path(folder) / gguf, torch.float32 if isinstance(kind, str) else kind, tokenizer)
+            model, tokens = _load_gguf(Path(folder) / gguf, torch.float32 if isinstance(kind, str) else kind, tokenizer)
     nn.Module.to(model.eval(), device)  # the method of transformers is typed for its own decorator alone
     return Loaded(model, tokens)
 
@@ -209,6 +216,93 @@ def _not_found(name: str, error: Exception) -> FileNotFoundError:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
     return FileNotFoundError(f"{name!r} is no local model, and it cannot be had from the hub ({why}){short_names()}")
+
+
+def _load_gguf(
+    file: Path, dtype: torch.dtype, tokenizer: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a GGUF file's model and, on request, its tokenizer, unpacked once into the cache.
+
+    Transformers treats a GGUF model as quantised and refuses to save or train it. We copy the weights to a fresh model
+    in float32, with identical logits, cached under the file's hash and the version of transformers.
+    """
+
+    def stored_model(folder: Path) -> PreTrainedModel:
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    def stored_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
+
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+    key = f"gguf-{digest}-transformers-{transformers.__version__}"
+    model = _cached(f"{key}-model", stored_model, lambda: _unpack(file))
+    model.config._name_or_path = model.name_or_path = str(file.parent)
+    model.config.dtype = dtype
+    nn.Module.to(model, dtype)
+    if not tokenizer:
+        return model, None
+    words = _cached(f"{key}-tokenizer", stored_tokenizer, lambda: _unpack_tokenizer(file))
+    words.name_or_path = str(file.parent)
+    return model, words
+
+
+def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
+    """Load an entry of the cache; unpack and store it if missing or damaged."""
+    entry = cache_folder() / key
+    if entry.is_dir():
+        try:
+            return load(entry)
+        except Exception as error:  # whatever a damaged file makes transformers raise
+            _LOG.warning("%s cannot be loaded and is made again: %s", entry, first_line(error))
+    value = unpack()
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with write_folder(entry) as part:
+            value.save_pretrained(part)
+    except OSError as error:
+        _LOG.warning("%s cannot be kept for the next time: %s", key, error)
+    return value
+
+
+def _unpack(file: Path) -> PreTrainedModel:
+    for module in ("gguf", "accelerate"):
+        if find_spec(module) is None:
+            raise MissingExtra(module, "hf", "reading a GGUF file")
+    weights = open_weights(file)  # reads the header alone, which transformers trusts
+    check_sizes(str(file), weights.config, len(weights.shapes))
+    try:
+        with redirect_stderr(io.StringIO()):  # the one bar of transformers that asks nobody whether it may show
+            packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # a truncated or unknown file fails anywhere in the parser
+        raise BadCheckpoint(f"{file} is no model that transformers reads: {first_line(error)}") from error
+    config = copy.deepcopy(packed.config)
+    config.__dict__.pop("quantization_config", None)
+    config.dtype = torch.float32
+    with torch.random.fork_rng(devices=[]):  # its initial values are drawn, then overwritten
+        model = cast(PreTrainedModel, type(packed)(config))
+    model.load_state_dict(packed.state_dict())
+    model.generation_config = packed.generation_config
+    return model
+
+
+def _unpack_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    try:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name))
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadCheckpoint(f"{file} has no tokenizer: {first_line(error)}; pass tokenizer=False") from error
+
+
+def cache_folder() -> Path:
+    """Where the cache is: `$ATTNFLOW_CACHE`, or `attnflow` in `$XDG_CACHE_HOME`, which is `~/.cache` by default."""
+    own = os.environ.get("ATTNFLOW_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnflow"
 
 
 def complete_config(config: Mapping[str, object]) -> Mapping[str, object]:

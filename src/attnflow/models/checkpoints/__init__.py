@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from attnflow._core.errors import MissingExtra
-from attnflow.models.checkpoints.files import GGUF, SAFETENSORS, TORCH, BadCheckpoint, Folder, LocalFolder, read_json
+from attnflow.models.checkpoints.files import (
+    GGUF,
+    SAFETENSORS,
+    BadCheckpoint,
+    Folder,
+    LocalFolder,
+    Weights,
+    as_float,
+    model_files,
+    read_json,
+)
 from attnflow.models.checkpoints.gguf import gguf_weights
 from attnflow.models.checkpoints.safetensors import safetensors_weights
-from attnflow.models.checkpoints.weights import Weights, module_weights, torch_weights
 from attnflow.models.names import resolve
 
-__all__ = ["BadCheckpoint", "Weights", "open_weights"]
+__all__ = ["BadCheckpoint", "Weights", "config_of", "open_weights"]
 
 _SHARD: Final = re.compile(r"-\d+-of-(\d+)\.\w+$")
+_PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
     """Open a model in memory, a folder, a file, or a model on the hub; only headers are read.
 
-    In a folder, safetensors come first, then `.bin` and its like, then GGUF. `FileNotFoundError` if it does not exist,
-    `BadCheckpoint` if a file is damaged or missing, `MissingExtra` for the hub or GGUF without their packages.
+    In a folder, safetensors come before GGUF; pickled weights are not opened. `FileNotFoundError` if it does not
+    exist, `BadCheckpoint` if a file is damaged or missing, `MissingExtra` for the hub or GGUF without their packages.
     """
     if isinstance(source, nn.Module):
-        return module_weights(source)
+        return _module_weights(source)
     if not isinstance(cast(object, source), str | os.PathLike):
         raise TypeError(f"expected a torch module, a path or the id of a model, got {type(source).__name__}")
     place = resolve(os.fspath(source))
@@ -45,17 +56,55 @@ def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
 
 
 def _from_folder(folder: Folder, only: str | None = None) -> Weights:
-    config = next((read_json(folder, name) for name in ("config.json", "params.json") if name in folder.files), {})
-    for kind, opened in ((SAFETENSORS, safetensors_weights), (TORCH, torch_weights), (GGUF, gguf_weights)):
-        files = kind.find(folder) if only is None else [only] * only.endswith(kind.suffixes)
+    config = next((read_json(folder, name) for name in ("config.json", "params.json") if name in folder.sizes), {})
+    for suffix, opened in ((SAFETENSORS, safetensors_weights), (GGUF, gguf_weights)):
+        files = model_files(folder, suffix) if only is None else [only] * only.endswith(suffix)
         shard = _SHARD.search(files[0]) if len(files) == 1 else None
         if shard and int(shard[1]) > 1:  # it would give the scores of a part of the model as if they were of all of it
             raise BadCheckpoint(
-                f"{folder.file(files[0]).name} is one of {shard[1]} shards: pass the folder that holds all of them and "
+                f"{folder.title(files[0])} is one of {shard[1]} shards: pass the folder that holds all of them and "
                 "their index (GGUF: merge them with llama-gguf-split)"
             )
         if files:
             return opened(folder, files, config)
-    if "adapter_config.json" in folder.files:
+    if "adapter_config.json" in folder.sizes:
         raise BadCheckpoint(f"{folder.name} holds an adapter: merge it into its model and save that")
-    raise BadCheckpoint(f"{folder.name} holds no weights: expected safetensors, .bin, .pt or GGUF")
+    if pickled := [name for name in folder.sizes if name.endswith(_PICKLED)]:
+        raise BadCheckpoint(
+            f"{folder.name} has its weights in {pickled[0]}; a pickle can run any code and is not opened: convert it "
+            "with save_pretrained on a machine that trusts it, or pass the loaded model"
+        )
+    raise BadCheckpoint(f"{folder.name} holds no weights: expected safetensors or GGUF")
+
+
+def _module_weights(model: nn.Module) -> Weights:
+    """Open the parameters of a torch module; shared ones appear once."""
+    config = config_of(model)
+    name = config.get("_name_or_path")
+    parameters = dict(model.named_parameters())
+
+    def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
+        parameter = parameters[tensor].detach()
+        if parameter.is_meta:
+            raise BadCheckpoint(f"{tensor} is on the meta device, which holds no numbers: load the weights first")
+        if hasattr(parameter, "full_tensor"):  # a DTensor
+            raise BadCheckpoint(f"{tensor} is sharded over devices, which are not asked for it: score a checkpoint")
+        return as_float(parameter if rows is None else parameter[slice(*rows)])
+
+    return Weights(
+        name if isinstance(name, str) and name else type(model).__name__,
+        config,
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        frozenset(name for name, parameter in parameters.items() if not parameter.is_floating_point()),
+        read,
+        model,
+    )
+
+
+def config_of(model: nn.Module) -> Mapping[str, object]:
+    """Return a model's config as in config.json; empty if it has none."""
+    config = getattr(model, "config", None)
+    as_dict = getattr(config, "to_dict", None)
+    if callable(as_dict):
+        return cast(Mapping[str, object], as_dict())
+    return cast(Mapping[str, object], config) if isinstance(config, Mapping) else {}

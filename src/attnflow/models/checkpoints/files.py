@@ -6,133 +6,122 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
 
 from attnflow._core.errors import AttnflowError
+from attnflow.models.families.rows import Read
+
+SAFETENSORS: Final = ".safetensors"
+GGUF: Final = ".gguf"
+_LARGEST_JSON: Final = 100_000_000
+_MOST_LAYERS: Final = 2048  # that are made without asking whether there are weights for them: a second or two
 
 
 class BadCheckpoint(AttnflowError, ValueError):
     """A checkpoint is damaged, incomplete, or in a form that is not opened; the message names the file."""
 
 
-@runtime_checkable
-class File(Protocol):
-    """A file read by byte ranges; messages call it by its name."""
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Names and shapes of all tensors of a model, and a reader for each.
+
+    `read` gives a tensor or a run of its rows on the CPU in float32 (float64 stays). `packed` names tensors that cannot
+    be read as numbers, such as quantised blocks.
+    """
 
     name: str
-    size: int
+    config: Mapping[str, object]
+    shapes: Mapping[str, tuple[int, ...]]
+    packed: frozenset[str]
+    read: Read
+    module: nn.Module | None = None
 
-    def read(self, start: int, stop: int) -> bytearray:
-        """Return exactly the bytes from `start` to before `stop`, or raise."""
-        ...
 
+class Folder:
+    """The top-level files of one checkpoint, with their sizes in bytes; results and messages call it by its name."""
 
-@runtime_checkable
-class Folder(Protocol):
-    """The top-level files of one checkpoint; results and messages call it by its name."""
+    def __init__(self, path: str, name: str, sizes: Mapping[str, int]) -> None:
+        self.path, self.name, self.sizes = path, name, sizes
 
-    name: str
-    files: tuple[str, ...]
+    def title(self, file: str) -> str:
+        """Name a file for messages."""
+        return f"{self.path}/{file}"
 
-    def file(self, name: str) -> File:
-        """Return one of its files."""
-        ...
-
-    def local(self, name: str) -> Path | None:
+    def local(self, file: str) -> Path | None:
         """Return a file's path on this machine, or None."""
-        ...
+        return None
+
+    def read(self, file: str, start: int, stop: int) -> bytearray:
+        """Return exactly the bytes from `start` to before `stop`, or raise."""
+        raise NotImplementedError
 
 
-class LocalFile:
-    """A file on disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.name = str(path)
-        self.size = path.stat().st_size
-
-    def read(self, start: int, stop: int) -> bytearray:
-        """Return a byte range; `BadCheckpoint` if the file ends before it."""
-        # Read, not mapped: the pages of a map would stay in memory and count as this process's.
-        if not 0 <= start <= stop <= self.size:  # before memory is taken for it
-            raise BadCheckpoint(f"{self.name} is truncated or damaged: bytes {start} to {stop} of {self.size}")
-        buffer = bytearray(stop - start)
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(start)
-            view, done = memoryview(buffer), 0
-            while done < len(buffer):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise BadCheckpoint(f"{self.name} is truncated: it ends at byte {start + done}, not {stop}")
-                done += count
-        return buffer
-
-
-class LocalFolder:
+class LocalFolder(Folder):
     """A folder on disk, or one file in it with its config beside it."""
 
     def __init__(self, path: Path, only: str | None = None) -> None:
-        self._path = path
-        self.name = str(path / only) if only else str(path)
-        there = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-        self.files = tuple(name for name in there if only in (None, name) or name.endswith(".json"))
+        there = sorted(entry for entry in path.iterdir() if entry.is_file())
+        sizes = {entry.name: entry.stat().st_size for entry in there if only in (None, entry.name) or _json(entry)}
+        super().__init__(str(path), str(path / only) if only else str(path), sizes)
 
-    def file(self, name: str) -> LocalFile:
-        """Return one of its files."""
-        return LocalFile(self._path / name)
-
-    def local(self, name: str) -> Path:
+    def local(self, file: str) -> Path:
         """Return a file's path."""
-        return self._path / name
+        return Path(self.path) / file
 
-
-@dataclass(frozen=True)
-class Format:
-    """A format's file names: the `usual` one, or another with one of its suffixes."""
-
-    name: str
-    suffixes: tuple[str, ...]
-    usual: str = ""
-
-    def find(self, folder: Folder) -> list[str]:
-        """List the files that hold the model: the index's shards, or one file; empty if there are none.
-
-        `BadCheckpoint` for a missing shard, or several files of which any may hold the model.
-        """
-        there = [name for name in folder.files if name.endswith(self.suffixes) and not name.startswith(_NO_MODEL)]
-        indices = [name for name in folder.files if name.endswith(f"{self.suffixes[0]}.index.json")]
-        if indices and there != [self.usual]:
-            preferred = f"{self.usual}.index.json"
-            return shards(folder, preferred if preferred in indices else indices[0])
-        if self.usual in there:
-            return [self.usual]
-        if len(there) > 1:
+    def read(self, file: str, start: int, stop: int) -> bytearray:
+        """Return a byte range; `BadCheckpoint` if the file ends before it."""
+        # Read, not mapped: the pages of a map would stay in memory and count as this process's.
+        if not 0 <= start <= stop <= self.sizes[file]:  # before memory is taken for it
             raise BadCheckpoint(
-                f"{folder.name} holds {len(there)} {self.name} files and no index ({', '.join(there[:3])}); pass one "
-                "of them"
+                f"{self.title(file)} is truncated or damaged: bytes {start} to {stop} of {self.sizes[file]}"
             )
-        return there
+        buffer = bytearray(stop - start)
+        with self.local(file).open("rb") as opened:
+            opened.seek(start)
+            count = opened.readinto(buffer)
+        if count < len(buffer):
+            raise BadCheckpoint(f"{self.title(file)} is truncated: it ends at byte {start + count}, not {stop}")
+        return buffer
 
 
-_LARGEST_JSON: Final = 100_000_000
-_MOST_LAYERS: Final = 2048  # that are made without asking whether there are weights for them: a second or two
-_NO_MODEL: Final = ("adapter_", "training_args.bin")
-SAFETENSORS: Final = Format("safetensors", (".safetensors",), "model.safetensors")
-TORCH: Final = Format("torch", (".bin", ".pt", ".pth", ".ckpt"), "pytorch_model.bin")
-GGUF: Final = Format("GGUF", (".gguf",))
+def _json(path: Path) -> bool:
+    return path.suffix == ".json"
 
 
-def read_json(folder: Folder, name: str) -> Mapping[str, object]:
+def model_files(folder: Folder, suffix: str) -> list[str]:
+    """List the files of a format that hold the model: the index's shards, or one file; empty if there are none.
+
+    `BadCheckpoint` for a missing shard, or several files of which any may hold the model.
+    """
+    there = [name for name in folder.sizes if name.endswith(suffix) and not name.startswith("adapter_")]
+    indices = [name for name in folder.sizes if name.endswith(f"{suffix}.index.json")]
+    usual = f"model{SAFETENSORS}"
+    if indices and there != [usual]:
+        preferred = f"model{suffix}.index.json"
+        return shards(folder, preferred if preferred in indices else indices[0])
+    if usual in there:
+        return [usual]
+    if len(there) > 1:
+        raise BadCheckpoint(
+            f"{folder.name} holds {len(there)} {suffix} files and no index ({', '.join(there[:3])}); pass one of them"
+        )
+    return there
+
+
+def read_json(folder: Folder, file: str) -> Mapping[str, object]:
     """Read a JSON file of the folder; `BadCheckpoint` unless it holds an object."""
-    file = folder.file(name)
-    if file.size > _LARGEST_JSON:
-        raise BadCheckpoint(f"{file.name} has {file.size} bytes; no config or index is longer than {_LARGEST_JSON}")
+    title, size = folder.title(file), folder.sizes[file]
+    if size > _LARGEST_JSON:
+        raise BadCheckpoint(f"{title} has {size} bytes; no config or index is longer than {_LARGEST_JSON}")
     try:
-        content = json.loads(file.read(0, file.size))
+        content = json.loads(folder.read(file, 0, size))
     except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{file.name} is no JSON: {error}") from error
+        raise BadCheckpoint(f"{title} is no JSON: {error}") from error
     if not isinstance(content, dict):
-        raise BadCheckpoint(f"{file.name} holds no JSON object")
+        raise BadCheckpoint(f"{title} holds no JSON object")
     return cast(Mapping[str, object], content)
 
 
@@ -145,7 +134,7 @@ def shards(folder: Folder, index: str) -> list[str]:
     outside = [name for name in files if "/" in name or "\\" in name or name in ("", ".", "..")]
     if outside:
         raise BadCheckpoint(f"{folder.name}/{index} names a file outside of its folder: {outside[0]!r:.80}")
-    missing = [name for name in files if name not in folder.files]
+    missing = [name for name in files if name not in folder.sizes]
     if missing:
         raise BadCheckpoint(
             f"{folder.name} lacks {len(missing)} of {len(files)} shards ({', '.join(missing[:3])}); download it again"
@@ -170,6 +159,11 @@ def _sizes(config: Mapping[Any, object]) -> Iterator[tuple[str, int]]:
                 yield name, value
             elif isinstance(value, list | tuple):
                 yield f"the length of {name}", len(cast(Sequence[object], value))
+
+
+def as_float(value: Tensor) -> Tensor:
+    """Convert to float32 on the CPU; float64 stays."""
+    return value.to("cpu", torch.float64 if value.dtype == torch.float64 else torch.float32)
 
 
 def first_line(error: Exception) -> str:

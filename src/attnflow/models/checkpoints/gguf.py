@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import MissingExtra
-from attnflow.models.checkpoints.files import BadCheckpoint, Folder
-from attnflow.models.checkpoints.weights import Weights
+from attnflow.models.checkpoints.files import BadCheckpoint, Folder, Weights
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

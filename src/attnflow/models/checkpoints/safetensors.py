@@ -11,8 +11,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.models.checkpoints.files import BadCheckpoint, File, Folder
-from attnflow.models.checkpoints.weights import Weights, as_float
+from attnflow.models.checkpoints.files import BadCheckpoint, Folder, Weights, as_float
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -27,7 +26,8 @@ _LARGEST_HEADER: Final = 100_000_000  # the limit of the format
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    file: File
+    folder: Folder
+    file: str
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -36,21 +36,23 @@ class _Entry:
     def read(self, rows: tuple[int, int] | None) -> Tensor:
         shape, start, stop = self.shape, self.start, self.stop
         if self.dtype not in _DTYPES:
-            raise BadCheckpoint(f"{self.file.name} holds {self.dtype} where numbers are expected")
+            raise BadCheckpoint(f"{self.folder.title(self.file)} holds {self.dtype} where numbers are expected")
         if rows is not None:
             width = (stop - start) // max(shape[0], 1)
             shape = (rows[1] - rows[0], *shape[1:])
             start, stop = start + rows[0] * width, start + rows[1] * width
         if start == stop:
             return torch.zeros(shape)
-        return as_float(torch.frombuffer(self.file.read(start, stop), dtype=_DTYPES[self.dtype]).view(shape))
+        return as_float(
+            torch.frombuffer(self.folder.read(self.file, start, stop), dtype=_DTYPES[self.dtype]).view(shape)
+        )
 
 
 def safetensors_weights(folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> Weights:
     """Open a model stored as safetensors; 8-bit floats are multiplied by their scales when read."""
     entries: dict[str, _Entry] = {}
     for name in files:
-        entries |= _header(folder.file(name))
+        entries |= _header(folder, name)
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
         entry = entries[tensor]
@@ -70,19 +72,19 @@ def safetensors_weights(folder: Folder, files: Sequence[str], config: Mapping[st
     )
 
 
-def _header(file: File) -> dict[str, _Entry]:
+def _header(folder: Folder, file: str) -> dict[str, _Entry]:
     """Read every tensor's entry, checked against the file's length."""
-    if file.size < 8:
-        raise BadCheckpoint(f"{file.name} is no safetensors file: it has {file.size} bytes")
-    length = int.from_bytes(file.read(0, 8), "little")
-    if length > min(_LARGEST_HEADER, file.size - 8):
-        raise BadCheckpoint(
-            f"{file.name} is truncated or no safetensors file: a header of {length} bytes in {file.size}"
-        )
+    title, size = folder.title(file), folder.sizes[file]
+    if size < 8:
+        raise BadCheckpoint(f"{title} is no safetensors file: it has {size} bytes")
+    length = int.from_bytes(folder.read(file, 0, 8), "little")
+    if length > min(_LARGEST_HEADER, size - 8):
+        raise BadCheckpoint(f"{title} is truncated or no safetensors file: a header of {length} bytes in {size}")
     try:
-        header = cast(dict[str, Any], json.loads(file.read(8, 8 + length)))
+        header = cast(dict[str, Any], json.loads(folder.read(file, 8, 8 + length)))
         entries = {
             name: _Entry(
+                folder,
                 file,
                 str(item["dtype"]),
                 _counts(item["shape"]),
@@ -92,15 +94,15 @@ def _header(file: File) -> dict[str, _Entry]:
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadCheckpoint(f"{file.name} has a damaged header: {error}") from error
+        raise BadCheckpoint(f"{title} has a damaged header: {error}") from error
     for name, entry in entries.items():
-        if entry.stop > file.size or entry.start > entry.stop:
-            raise BadCheckpoint(f"{file.name} is truncated: {name} ends at byte {entry.stop} of {file.size}")
+        if entry.stop > size or entry.start > entry.stop:
+            raise BadCheckpoint(f"{title} is truncated: {name} ends at byte {entry.stop} of {size}")
         if entry.dtype in _DTYPES:
             expected = math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize
             if entry.stop - entry.start != expected:
                 raise BadCheckpoint(
-                    f"{file.name} has a damaged header: {name} of shape {list(entry.shape)} takes {expected} bytes, "
+                    f"{title} has a damaged header: {name} of shape {list(entry.shape)} takes {expected} bytes, "
                     f"not {entry.stop - entry.start}"
                 )
     return entries
