@@ -15,7 +15,6 @@ import attnflow as af
 from attnflow._core.results import Result
 from attnflow.audit.measurement import MeasuredOrder
 from attnflow.bias.graph import BiasGraph, Edge
-from attnflow.knowledge.conditions import Conditions
 from attnflow.masks import Mask
 
 LENGTH = 4  # of every axis
@@ -23,7 +22,6 @@ LENGTH = 4  # of every axis
 TABLES = {
     "ActivityReport",
     "BatchReport",
-    "Conditions",
     "Cost",
     "Decoded",
     "Diagnosis",
@@ -118,7 +116,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "Hasse": lambda: af.order.analyze(af.masks.butterfly(LENGTH)).hasse,
     "LeakReport": lambda: af.tasks.check(af.tasks.merge(af.tasks.causal_lm([5] * LENGTH))),
-    "Conditions": lambda: Conditions(2, 3, 1, 2, 3, gated=False, residual=0.25),
     "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
     "Trace": _tiny_trace,

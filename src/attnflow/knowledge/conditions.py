@@ -8,11 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnflow._core.results import Result
-
 
 @dataclass(frozen=True)
-class Conditions(Result):
+class Conditions:
     """Whether a feed-forward layer can be written neuron by neuron with keys of width d_k and entries of width d_E."""
 
     key_rank: int  # rank(W_1), or rank([W_gate | W_up]), which d_k must reach
@@ -30,8 +28,6 @@ class Conditions(Result):
         return self.key_rank <= self.key_dim and self.entry_rank + self.threshold_rank <= self.entry_dim
 
     def __str__(self) -> str:
-        keys = "[W_gate | W_up]" if self.gated else "W_1"
-        joined = "[W_gate^T | W_up^T | W_2]" if self.gated else "[W_1^T | W_2]"
         if self.ok:
             return (
                 f"exact: rank {self.key_rank} <= d_k {self.key_dim}, "
@@ -40,8 +36,10 @@ class Conditions(Result):
         more = ["", ", and thresholds need one more coordinate", ", and thresholds need two more"][self.threshold_rank]
         reasons: list[str] = []
         if self.key_rank > self.key_dim:
+            keys = "[W_gate | W_up]" if self.gated else "W_1"
             reasons.append(f"{keys} has rank {self.key_rank}, but keys have width d_k = {self.key_dim}")
         if self.entry_rank + self.threshold_rank > self.entry_dim:
+            joined = "[W_gate^T | W_up^T | W_2]" if self.gated else "[W_1^T | W_2]"
             width = f"d_E = {self.entry_dim} (residual {self.residual:.2g} at best)"
             reasons.append(f"{joined} has rank {self.entry_rank}{more}, but entries have width {width}")
         return "not exact: " + "; ".join(reasons)
@@ -59,27 +57,19 @@ def conditions(
 ) -> Conditions:
     """Whether act(h W_1 + b_1) W_2 is cross-attention of given widths exactly (knowledge, sec. 5, corrected).
 
-    Cross-attention folds into a feed-forward layer always. The way back, one entry for each neuron, needs entries with
-    W_1^T = E W_K W_Q^T / sqrt(d_k), W_2 = E W_V and b_1 = B1(E). With a B1 that is affine in the entry (what
-    "coordinate" and "mlp" thresholds can be), such entries exist if and only if rank(W_1) <= d_k and d_E reaches
-    rank([W_1^T | W_2]) plus the coordinates that b_1 needs of its own: none where b_1 lies in the span of the columns
-    of [W_1^T | W_2] and of the constant, as without biases; else one. A B1 of another form can do without that
-    coordinate wherever neurons with equal rows of [W_1^T | W_2] have equal thresholds; for those the two ranks alone
-    are necessary. (Fewer entries, or others, may compute the same function where neurons are redundant.)
-
-    A gated layer, (act(h W_gate + b_gate) * (h W_up + b_up)) W_2, is not of the paper's form at any number of entries;
-    with two keys for each entry and one query, our extension, the same holds of rank([W_gate | W_up]),
-    rank([W_gate^T | W_up^T | W_2]) and both thresholds. Then `first` and `thresholds` are W_up and b_up.
+    With one entry for each neuron and a B1 that is affine in it, as "coordinate" and "mlp" thresholds can be: if and
+    only if rank(W_1) <= d_k, and d_E reaches rank([W_1^T | W_2]) plus the coordinates that b_1 needs of its own. It
+    needs none where it lies in the span of the columns of [W_1^T | W_2] and of the constant, as without biases; else
+    one. (Another B1 can do without it wherever neurons with equal rows have equal thresholds.) A gated layer, our
+    extension with two keys and one query, needs the same of [W_gate | W_up], [W_gate^T | W_up^T | W_2] and both
+    thresholds; then `first` and `thresholds` are W_up and b_up.
 
     Cost: a singular value decomposition of entries x 2 model_dim (gated: 3 model_dim), in float64.
 
-    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-    <...>
+    >>> _ = torch.manual_seed(0)
     >>> first, second = torch.randn(4, 16), torch.randn(16, 4)
     >>> print(conditions(first, second, key_dim=4, entry_dim=8))
     exact: rank 4 <= d_k 4, 8 + 0 <= d_E 8
-    >>> conditions(first, second, key_dim=4, entry_dim=8, thresholds=torch.randn(16)).ok
-    False
     """
     keys = [first] if gate is None else [gate, first]
     joined = torch.cat([*(key.T for key in keys), second], dim=1)
