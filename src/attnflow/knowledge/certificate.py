@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from attnflow._core.markup import plural
 
-_SHOWN = 5
+BOUNDED: Final = ("relu", "gelu", "silu")  # activations whose weight the k-th score bounds
+_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +109,7 @@ class Certificate:
         >>> found.error_bound(2.0)
         tensor([4., 0.], dtype=torch.float64)
         """
-        if activation not in ("relu", *_SMOOTH):
+        if activation not in BOUNDED:
             raise ValueError(
                 f'activation must be "relu", "gelu" or "silu", got {activation!r}: others have no bound from the k-th '
                 "score alone (sparsemax normalises over all entries; a gate multiplies the weight)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, cast
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import integer
 from attnflow.knowledge.attention import ACTIVATIONS, CONSTANT, GeneralizedCrossAttention, weigh
-from attnflow.knowledge.certificate import Certificate
+from attnflow.knowledge.certificate import BOUNDED, Certificate
 from attnflow.knowledge.retrieval import (
     Retrieval,
     best,
@@ -40,7 +39,6 @@ class Reading:
         scores: with their thresholds, of each part ("up", or "gate" and "up").
         weights: after the activation; 0 where there is no entry.
         certificate: of the search, with one element for each token and head, flattened; None if nothing was left out.
-        up_norm: of gated layers where not all were read, the norm of the query for up scores, [*tokens, heads].
     """
 
     layer: int
@@ -48,7 +46,6 @@ class Reading:
     scores: Float[Tensor, "parts *tokens heads read"]
     weights: Float[Tensor, "*tokens heads read"]
     certificate: Certificate | None = None
-    up_norm: Float[Tensor, "*tokens heads"] | None = None
 
 
 Observer = Callable[[Reading], None]
@@ -102,25 +99,19 @@ class KnowledgeReader(nn.Module):
     ) -> Float[Tensor, " tokens"]:
         """Bound the Euclidean error of each token (flattened) against reading all entries, up to float32 rounding.
 
-        The sum over heads of certificate bound x largest value norm, in gated layers x largest up score. Sparsemax is
-        exact if no entry left out can exceed tau; otherwise its weights are off by at most 2. Cost: the values of all
-        entries, in blocks.
+        The sum over heads of certificate bound x largest value norm. A ValueError for gated layers and for activations
+        without such a bound. Cost: the values of all entries, in blocks.
         """
         attention = self.attention
         if reading.certificate is None:
             return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
-        name = next((name for name, function in ACTIVATIONS.items() if function is attention.activation), None)
-        if name is None:
-            raise ValueError(f"a bound is known for {', '.join(ACTIVATIONS)}, not for a function of one's own")
-        entries, thresholds = self._everything(source)
-        blocks = entries.detach().split(_BLOCK)
+        name = next((name for name, function in ACTIVATIONS.items() if function is attention.activation), "")
+        if attention.gated or name not in BOUNDED:
+            raise ValueError(f"a bound is known for {', '.join(BOUNDED)} of one key for each entry, not for this layer")
+        blocks = self._everything(source)[0].detach().split(_BLOCK)
         norms = [torch.einsum("ne,hed->hnd", block, attention.value.detach()).norm(dim=-1).amax(-1) for block in blocks]
-        left = _simplex_bound(reading) if name == "sparsemax" else reading.certificate.error_bound(1.0, name)
         size = torch.stack(norms).amax(dim=0)
-        if reading.up_norm is not None:
-            largest = thresholds[1].detach().abs().amax(dim=-1)
-            size = size * (reading.up_norm.flatten(0, -2) * entries.detach().norm(dim=-1).amax() + largest)
-        bound = left.to(size.device).view(-1, attention.num_heads)
+        bound = reading.certificate.error_bound(1.0, name).to(size.device).view(-1, attention.num_heads)
         # Infinity times 0 is 0 here: values of norm 0 add nothing, whatever was left out.
         return torch.where(size > 0, bound * size, 0).sum(dim=-1)
 
@@ -170,7 +161,7 @@ class KnowledgeReader(nn.Module):
         if self.observer is not None:
             rows = best(ranked, retrieval)
             certificate = certify(ranked, rows, retrieval)
-            self.observer(Reading(self.layer, rows, *self._retrieved(scores, rows), certificate, self._up_norm(hidden)))
+            self.observer(Reading(self.layer, rows, *self._retrieved(scores, rows), certificate))
         if retrieval.k is not None and not training:
             rows = best(ranked, retrieval)
             return attention.write(sum_of_rows(self._retrieved(scores, rows)[1], rows, entries))
@@ -209,7 +200,6 @@ class KnowledgeReader(nn.Module):
                 scores.view(len(scores), *shape, most),
                 weights.view(*shape, most),
                 Certificate.joined([one.certificate for one in answers]),
-                self._up_norm(hidden),
             )
             self.observer(read)
         return attention.write((weights.unsqueeze(-2) @ vectors).squeeze(-2)).view(hidden.shape)
@@ -238,25 +228,6 @@ class KnowledgeReader(nn.Module):
         """Return the weights, with 0 where there is no entry."""
         lowest = torch.finfo(scores.dtype).min / 4  # finite: GELU of minus infinity is not a number
         return weigh(scores.masked_fill(~present, lowest), self.attention.activation).masked_fill(~present, 0)
-
-    def _up_norm(self, hidden: Tensor) -> Tensor | None:
-        return self.attention.project_query(hidden)[1].detach().norm(dim=-1) if self.attention.gated else None
-
-
-def _simplex_bound(reading: Reading) -> Float[Tensor, " queries"]:
-    """Bound the L1 distance of the sparsemax weights from those over all entries."""
-    certificate = cast(Certificate, reading.certificate)
-    scores, weights = reading.scores[0].detach().flatten(0, -2).double(), reading.weights.detach().flatten(0, -2)
-    if certificate.approximate:
-        return torch.full_like(certificate.last, math.inf, dtype=torch.float64)
-    if not scores.shape[-1]:
-        return torch.where(certificate.left_out == 0, 0.0, 1.0).double().to(weights.device)
-    # Every weight that is not 0 is score - tau; those of a gated layer have been multiplied since.
-    present = cast(Tensor, reading.ids).flatten(0, -2) >= 0
-    again = ACTIVATIONS["sparsemax"](scores.masked_fill(~present, torch.finfo(torch.float32).min))
-    tau = (scores - again).masked_fill(again <= 0, -math.inf).amax(dim=-1)
-    exact = (certificate.left_out == 0) | (certificate.last.to(tau) <= tau)
-    return torch.where(exact, 0.0, 2.0).to(weights.device)
 
 
 def _padded(values: Tensor, width: int, fill: int) -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import preview
 from attnflow._core.markup import aligned
 from attnflow._core.results import Result
-from attnflow.knowledge.experts import ExpertEntries
-from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers
+from attnflow.knowledge.layered import ExpertEntries, LayerEntries, LayerReader, observed, readers
 from attnflow.knowledge.reader import Reading
 from attnflow.models.watching import Call, Watch
 

@@ -8,10 +8,9 @@ from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import attnflow as af
-from attnflow.knowledge.experts import ExpertEntries
 from attnflow.knowledge.hf.convert import verify
 from attnflow.knowledge.hf.stored_layers import layer_thresholds, load_entries, save_entries
-from attnflow.knowledge.layered import readers
+from attnflow.knowledge.layered import ExpertEntries, readers
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.models.evaluation import precision
 from tests.models import deep, outputs, tiny

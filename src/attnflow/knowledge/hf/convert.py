@@ -19,10 +19,9 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.conditions import conditions
-from attnflow.knowledge.experts import ExpertEntries
 from attnflow.knowledge.hf.layer_forms import LayerForm, form_of
 from attnflow.knowledge.hf.stored_layers import followed
-from attnflow.knowledge.layered import LayerReader
+from attnflow.knowledge.layered import ExpertEntries, LayerReader
 from attnflow.models.evaluation import evaluating, seed_all
 from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, uncovered
 from attnflow.models.loaded import Loaded, split

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
-from attnflow.knowledge.experts import ExpertEntries
-from attnflow.knowledge.layered import EntryScores, EntryValues
+from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
 from attnflow.models.feed_forward import FeedForward, PackedExperts, stored
 
 
