@@ -5,7 +5,6 @@ What was written and not synced by then is cut off somewhere, as where the machi
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 _MOVES = {"os.rename", "os.link"}
 _CHANGES = {"os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.symlink", *_MOVES}
@@ -88,21 +86,7 @@ def dying(root: Path, at: int | None = None, seed: int = 0) -> Iterator[Disk]:
     if not _hooked:
         _hooked.append(True)
         sys.addaudithook(_hook)  # there is no way to take one out
-    disk, sync, saved = Disk(root, at), os.fsync, torch.save
-
-    def save(value: object, file: Any, *args: Any, **kwargs: Any) -> None:
-        """As `torch.save`, which opens files past the interpreter."""
-        content = io.BytesIO()
-        saved(value, content, *args, **kwargs)
-        if isinstance(file, io.BytesIO):
-            file.write(content.getvalue())
-            return
-        with open(file, "wb") as opened:
-            half = len(content.getvalue()) // 2
-            opened.write(content.getvalue()[:half])
-            opened.flush()
-            disk.change("write", os.path.realpath(file))
-            opened.write(content.getvalue()[half:])
+    disk, sync = Disk(root, at), os.fsync
 
     def synced(descriptor: Any) -> None:
         disk.sync(descriptor if isinstance(descriptor, int) else descriptor.fileno())
@@ -110,7 +94,6 @@ def dying(root: Path, at: int | None = None, seed: int = 0) -> Iterator[Disk]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", synced)
-        patch.setattr(torch, "save", save)
         _disks.append(disk)
         try:
             yield disk

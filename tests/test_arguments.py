@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,62 +12,97 @@ from jaxtyping import config
 
 from attnflow import masks, order, tasks
 from attnflow._core import checks
-from tests.arguments import CALLS
+from attnflow._core.mask_examples import EXAMPLES
+from attnflow.masks.spec import named_masks
+from attnflow.tasks.derivation import named_families
 
-INTEGERS = {
-    "numpy int8": np.int8,
-    "numpy int32": np.int32,
-    "numpy uint64": np.uint64,
-    "numpy array": np.array,
-    "torch": torch.tensor,
-    "torch int8": lambda value: torch.tensor(value, dtype=torch.int8),
+FAMILIES = {
+    "block_diffusion": {"tokens": [5, 6, 7, 8], "block": 2, "masked": [1, 3], "mask_token": 1},
+    "block_two_stream": {"tokens": [5, 6, 7, 8], "block": 2, "predict_first": True, "mask_token": 1},
+    "butterfly": {"tokens": [5, 6, 7, 8], "block": 2, "masked": [1, 3], "mask_token": 1},
+    "causal_lm": {"tokens": [5, 6, 7]},
+    "masked_lm": {"tokens": [5, 6, 7], "masked": [1], "mask_token": 1},
+    "multi_token_prediction": {"tokens": [5, 6, 7], "horizon": 2},
+    "permutation_lm": {"tokens": [5, 6, 7], "permutation": [1, 2, 0], "mask_token": 1},
 }
-NO_INTEGERS = {
-    "bool": True,
-    "numpy bool": np.True_,
-    "torch bool": torch.tensor(True),
-    "text": "2",
-    "float": 2.5,
-    "whole float": 2.0,
-    "numpy float": np.float32(2),
-    "torch float": torch.tensor(2.0),
-    "array": np.array([2]),
-    "tensor": torch.tensor([2]),
-    "list": [[2], [2]],
-    "huge": 2**70,
-    "negative and huge": -(2**70),
+METHODS = {
+    masks.causal(6): {
+        "keys": {"query": 2},
+        "allows": {"query": 3, "key": 1},
+        "permute": {"order": [0, 2, 1, 3, 4, 5]},
+        "difference": {"other": masks.full(6), "limit": 3},
+        "block_counts": {"block_size": 2},
+    },
+    order.analyze(masks.causal(6)): {
+        "reaches": {"source": 1, "target": 3, "layers": 2},
+        "receptive_field": {"query": 3, "layers": 1},
+        "path": {"source": 1, "target": 3},
+        "class_of": {"position": 3},
+        "growth": {"max_layers": 2},
+        "reachability": {"layers": 1},
+        "sparsify": {"window": 2, "anchors": 2},
+    },
 }
-BOOLEANS = {"numpy": np.bool_, "torch": torch.tensor, "numpy array": np.array}
-NO_BOOLEANS = {
-    "text": "False",
-    "empty text": "",
-    "number": 2.5,
-    "integer": 1,
-    "zero": 0,
-    "list": [True],
-    "tensor": torch.tensor(1),
-    "array": np.array([True]),
+FUNCTIONS = {
+    masks.from_edges: {"edges": [(1, 0)], "num_queries": 3, "num_keys": 4},
+    masks.from_intervals: {"rows": [[(0, 1)], [(1, 2)]], "num_keys": 4},
+    masks.from_mask_mod: {"mask_mod": lambda b, h, q, k: q >= k, "num_queries": 3, "num_keys": 4},
+    tasks.check: {"task": tasks.merge(tasks.causal_lm([5, 6, 7])), "layers": 2},
+    tasks.Token: {"id": 7, "position": 1, "provenance": [1]},
 }
-SEQUENCES = {
-    "tuple": tuple,
-    "numpy int8": lambda values: np.array(values, dtype=np.int8),
-    "numpy int64": np.array,
-    "torch": torch.tensor,
-    "tensors": lambda values: [torch.tensor(value) for value in values],
-    "numpy integers": lambda values: [np.int16(value) for value in values],
+
+
+def example(name):
+    """Arguments of a mask of the catalogue, with its defaults."""
+    entry = named_masks()[name]
+    given = {each.name: each.default for each in entry.parameters if each.default is not None}
+    length = {"n": 12} if any(each.name == "n" for each in entry.parameters) else {}
+    return given | length | entry.read(EXAMPLES[name])
+
+
+def collated(**given):
+    batch = tasks.Collator(**given)([[5, 6, 7]])
+    return torch.cat([value.flatten().double() for value in batch.values()]).tolist()
+
+
+CALLS = {
+    **{f"masks.{name}": (getattr(masks, name), example(name)) for name in named_masks()},
+    **{f"tasks.{name}": (getattr(tasks, name), FAMILIES[name]) for name in named_families()},
+    **{
+        f"{type(one).__name__}.{n}": (getattr(one, n), given)
+        for one, all in METHODS.items()
+        for n, given in all.items()
+    },
+    **{function.__name__: (function, given) for function, given in FUNCTIONS.items()},
+    "Collator": (collated, {"family_fn": tasks.causal_lm, "by_length": True, "pad_to_multiple_of": 4}),
+    "Label": (partial(tasks.Label, target=tasks.Token(1, 0)), {"weight": 2.0, "position": 1, "task": 1}),
 }
-NO_SEQUENCES = {
-    "floats": [0.5, 1.0],
-    "bools": [True, False],
-    "a bool among integers": [0, True],
-    "a tensor of bools": torch.tensor([True, False]),
-    "texts": ["0", "1"],
-    "a text": "01",
-    "huge": [2**70],
-    "too large for int64": np.array([2**64 - 1], dtype=np.uint64),
-    "ragged": [[0], [0, 1]],
-    "a number": 2.5,
+RIGHT = {
+    int: [np.int8, np.int32, np.uint64, np.array, torch.tensor, lambda value: torch.tensor(value, dtype=torch.int8)],
+    bool: [np.bool_, torch.tensor, np.array],
+    list: [
+        tuple,
+        lambda values: np.array(values, dtype=np.int8),
+        np.array,
+        torch.tensor,
+        lambda values: [torch.tensor(value) for value in values],
+        lambda values: [np.int16(value) for value in values],
+    ],
 }
+SEVERAL = [np.array([2]), torch.tensor([2]), [[2], [2]]]
+HUGE = [[2**70], np.array([2**64 - 1], dtype=np.uint64)]
+WRONG = {
+    int: [
+        *(True, np.True_, torch.tensor(True), "2", 2.5, 2.0, np.float32(2), torch.tensor(2.0), 2**70, -(2**70)),
+        *SEVERAL,
+    ],
+    bool: ["False", "", 2.5, 1, 0, [True], torch.tensor(1), np.array([True])],
+    list: [
+        *([0.5, 1.0], [True, False], [0, True], torch.tensor([True, False]), ["0", "1"], "01", [[0], [0, 1]], 2.5),
+        *HUGE,
+    ],
+}
+TAKEN = {"id": SEVERAL, "anchors": SEVERAL, "provenance": HUGE}  # what is right for one argument
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +112,6 @@ def no_type_checker():
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", before)
-
-
-def places(kind):
-    """(call, argument) of this kind of value."""
-    return [
-        pytest.param(function, arguments, name, id=f"{call}({name})")
-        for call, (function, arguments) in CALLS.items()
-        for name, value in arguments.items()
-        if (type(value) is kind if kind is not list else type(value) is list and type(value[0]) is int)
-    ]
 
 
 def plain(value):
@@ -98,44 +124,29 @@ def refused(function, arguments, what):
         pytest.fail(f"{what} was accepted and gave {function(**arguments)!r:.80}")
 
 
-@pytest.mark.parametrize(("function", "arguments", "name"), places(int))
-def test_integers_are_of_any_kind(function, arguments, name):
-    expected = plain(function(**arguments))
-    for kind, make in INTEGERS.items():
-        assert plain(function(**{**arguments, name: make(arguments[name])})) == expected, kind
-
-
-@pytest.mark.parametrize(("function", "arguments", "name"), places(int))
-def test_what_is_no_integer_is_refused(function, arguments, name):
-    for kind, value in NO_INTEGERS.items():
-        if name in ("id", "anchors") and kind in ("array", "tensor", "list"):
-            continue  # these take several, too
-        refused(function, {**arguments, name: value}, f"{name} = {kind}")
-
-
-@pytest.mark.parametrize(("function", "arguments", "name"), places(bool))
-def test_booleans_are_booleans(function, arguments, name):
-    for given in (True, False):
-        expected = function(**{**arguments, name: given})
-        for kind, make in BOOLEANS.items():
-            assert function(**{**arguments, name: make(given)}) == expected, kind
-    for kind, value in NO_BOOLEANS.items():
-        refused(function, {**arguments, name: value}, f"{name} = {kind}")
-
-
-@pytest.mark.parametrize(("function", "arguments", "name"), places(list))
-def test_sequences_of_integers_are_of_any_kind(function, arguments, name):
-    expected = function(**arguments)
-    for kind, make in SEQUENCES.items():
-        assert function(**{**arguments, name: make(arguments[name])}) == expected, kind
-    for kind, value in NO_SEQUENCES.items():
-        if name != "provenance" or kind not in ("huge", "too large for int64"):
-            refused(function, {**arguments, name: value}, f"{name} = {kind}")
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        pytest.param(function, arguments, name, id=f"{call}({name})")
+        for call, (function, arguments) in CALLS.items()
+        for name, value in arguments.items()
+        if type(value) in (int, bool) or (type(value) is list and type(value[0]) is int)
+    ],
+)
+def test_numbers_switches_and_sequences_are_of_any_kind_and_nothing_else(function, arguments, name):
+    kind = type(arguments[name])
+    for value in (True, False) if kind is bool else (arguments[name],):
+        expected = plain(function(**{**arguments, name: value}))
+        for make in RIGHT[kind]:
+            assert plain(function(**{**arguments, name: make(value)})) == expected, make
+    for value in WRONG[kind]:
+        if not any(value is taken for taken in TAKEN.get(name, ())):
+            refused(function, {**arguments, name: value}, f"{name} = {value!r}")
 
 
 @pytest.mark.parametrize("value", ["1", True, np.True_, torch.tensor(True), float("nan"), float("inf"), None, [1]])
 def test_weights_are_numbers(value):
-    function, arguments = CALLS["tasks.Label"]
+    function, arguments = CALLS["Label"]
     refused(function, {**arguments, "weight": value}, f"weight = {value!r}")
 
 
@@ -154,33 +165,30 @@ def test_no_arithmetic_in_the_callers_type():
     assert [task.size for task in blocks] == [200, 300]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda n: masks.full(1, n),
-        lambda n: masks.full(n),
-        lambda n: masks.causal(n),
-        lambda n: masks.sliding_window(n, 2),
-        lambda n: masks.dilated_window(n, 2, 2),
-        lambda n: masks.document([n]),
-        lambda n: masks.document([n // 2] * 4),
-        lambda n: masks.block_causal(n, n),
-        lambda n: masks.prefix_lm(n, 2),
-        lambda n: masks.global_tokens(n, [0]),
-        lambda n: masks.longformer(n, 2, [0]),
-        lambda n: masks.big_bird(n, 1),
-        lambda n: masks.attention_sink(n, 1, 1),
-        lambda n: masks.block_two_stream(n, 1),
-        lambda n: masks.block_two_stream(2, n),
-        lambda n: masks.block_diffusion(2, n),
-        lambda n: masks.butterfly(n),
-        lambda n: masks.multi_token_prediction(2, n),
-        lambda n: masks.from_edges([], n),
-        lambda n: masks.from_edges([], 1, n),
-        lambda n: masks.from_intervals([[]], n),
-        lambda n: masks.from_mask_mod(lambda b, h, q, k: q >= k, 1, n),
-    ],
-)
+LONG = {  # masks whose one size is n
+    **{name: getattr(masks, name) for name in ("full", "causal", "butterfly")},
+    **{name: partial(getattr(masks, name), window=2) for name in ("sliding_window", "longformer")},
+    "keys": lambda n: masks.full(1, n),
+    "dilated_window": lambda n: masks.dilated_window(n, 2, 2),
+    "document": lambda n: masks.document([n]),
+    "documents": lambda n: masks.document([n // 2] * 4),
+    "block_causal": lambda n: masks.block_causal(n, n),
+    "prefix_lm": lambda n: masks.prefix_lm(n, 2),
+    "global_tokens": lambda n: masks.global_tokens(n, [0]),
+    "big_bird": lambda n: masks.big_bird(n, 1),
+    "attention_sink": lambda n: masks.attention_sink(n, 1, 1),
+    "num_blocks": lambda n: masks.block_two_stream(n, 1),
+    "block_two_stream": lambda n: masks.block_two_stream(2, n),
+    "block_diffusion": lambda n: masks.block_diffusion(2, n),
+    "multi_token_prediction": lambda n: masks.multi_token_prediction(2, n),
+    "from_edges": lambda n: masks.from_edges([], n),
+    "edges of keys": lambda n: masks.from_edges([], 1, n),
+    "from_intervals": lambda n: masks.from_intervals([[]], n),
+    "from_mask_mod": lambda n: masks.from_mask_mod(lambda b, h, q, k: q >= k, 1, n),
+}
+
+
+@pytest.mark.parametrize("make", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("n", [2 * checks.LARGEST_SIZE, 2**31, 2**62])
 def test_sizes_are_capped_before_memory_is_taken(make, n):
     with pytest.raises(ValueError, match=rf"must be at most {checks.LARGEST_SIZE} positions, got \d+: a mask so long"):

@@ -1,7 +1,5 @@
 """The package as a whole: what importing it costs, what it offers, what a wheel of it holds."""
 
-import importlib
-import pkgutil
 import re
 import subprocess
 import sys
@@ -15,14 +13,8 @@ import attnflow as af
 
 ROOT = Path(__file__).parent.parent
 HEAVY = [
-    "transformers",
-    "huggingface_hub",
-    "accelerate",
-    "matplotlib",
-    "gguf",
-    "pytest",
-    "torch._dynamo",
-    "torch._inductor",
+    *("transformers", "huggingface_hub", "accelerate", "matplotlib", "gguf", "pytest"),
+    *("torch._dynamo", "torch._inductor"),
 ]
 ROOMS = [
     *(af.models, af.masks, af.order, af.audit, af.tasks, af.bias, af.geometry, af.knowledge, af.report),
@@ -100,18 +92,6 @@ def test_an_unknown_name_is_an_attribute_error():
         af.mask  # noqa: B018
 
 
-def test_every_public_function_and_class_says_what_it_is():
-    for module in ROOMS:
-        undocumented = [n for n in module.__all__ if callable(getattr(module, n)) and not getattr(module, n).__doc__]
-        assert undocumented == []
-
-
-def test_every_module_states_its_purpose():
-    for info in pkgutil.walk_packages(af.__path__, "attnflow."):
-        if info.name != "attnflow.__main__":
-            assert importlib.import_module(info.name).__doc__, info.name
-
-
 def test_the_version_is_that_of_the_changelog():
     assert re.search(rf"^## \[?{re.escape(af.__version__)}", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
@@ -131,19 +111,9 @@ def test_every_dependency_of_the_project_is_pinned_for_its_checks():
 
 
 def test_a_wheel_holds_the_whole_package_and_its_data(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--quiet",
-        "-w",
-        str(tmp_path),
-        ".",
-    ]
-    subprocess.run([*command, "--disable-pip-version-check"], cwd=ROOT, check=True, capture_output=True)
+    options = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check", "-w", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "."]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("attnflow-*.whl")
     inside = set(zipfile.ZipFile(wheel).namelist())
     sources = [p for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
