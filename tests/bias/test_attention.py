@@ -129,8 +129,6 @@ def test_weights_come_from_the_reference():
     value = call.value.repeat_interleave(2, dim=1)
     torch.testing.assert_close(weights @ value, output)
     assert attention(*arguments)[1] is None
-    with pytest.raises(ValueError, match="backend='tiled' never holds the weights"):
-        attention(*arguments, backend="tiled", need_weights=True)
 
 
 def test_auto_chooses_tiles_where_there_are_many_pairs_and_says_so_once(caplog):
@@ -141,19 +139,6 @@ def test_auto_chooses_tiles_where_there_are_many_pairs_and_says_so_once(caplog):
         assert choose(many, "auto") == "tiled"
     assert sum("'tiled'" in record.getMessage() for record in caplog.records) <= 1
     assert choose(many, "auto", need_weights=True) == "reference"
-
-
-def test_what_tiles_refuse_auto_leaves_to_the_reference():
-    class Opaque:
-        groups = 1
-
-        def tile(self, rows, columns):
-            return torch.zeros(1, 1, rows.stop - rows.start, columns.stop - columns.start)
-
-    query = torch.randn(1, 1, 200, 8)
-    assert attention(query, query, query, [Opaque()])[0].shape == query.shape
-    with pytest.raises(ValueError, match=r"backend='tiled' cannot compute this call: Opaque has no `tensors`"):
-        attention(query, query, query, [Opaque()], backend="tiled")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -59,7 +59,6 @@ TABLE: list[tuple[Callable[[], object], str]] = [
     (lambda: B.GuidanceConfig(layers=[1, 1]), "at least one layer, each once"),
     (lambda: B.GuidanceConfig(layers=[-1]), "layers must be at least 0"),
     (lambda: B.GuidanceConfig.from_dict({"heads": 2}), "GuidanceConfig has no field 'heads'; it has"),
-    (lambda: config_from_dict({"kind": "key", "version": 2}), "version 2 was given, this release reads 1"),
     *[(lambda k=kind: config_from_dict({"kind": k}), "kind must be one of 'guidance'") for kind in ("gate", "custom")],
     # attention
     (attention(Q[0]), "query, key and value are"),
@@ -68,6 +67,7 @@ TABLE: list[tuple[Callable[[], object], str]] = [
     (attention(Q[..., 1:]), r"query .*key .*value .* do not fit"),
     (attention(Q[:, :3]), "query heads a multiple of theirs"),
     (attention(terms=[Additive(torch.zeros(2, 3, 7))]), "Additive has 3 maps, which 4 heads cannot share evenly"),
+    (attention(terms=[torch.zeros(5, 7)]), "a term has groups, tile, tensors and with_tensors, got Tensor"),
     (attention(terms=[Additive(META)]), "must be on one device, got cpu, meta"),
     (attention(sinks=torch.zeros(4, device="meta")), "sinks and all terms must be on one device, got cpu, meta"),
     *[(attention(dropout=p), r"dropout must be in \[0, 1\)") for p in (-0.1, 1.0, float("nan"))],

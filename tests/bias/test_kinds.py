@@ -274,11 +274,6 @@ def test_the_parameter_count_of_the_paper():
     assert count("guidance") - count("lowrank") == 16 * (64 + 2 * 64 + 64 + 1)
 
 
-def test_gates_have_no_direction_in_a_layer_that_sees_both_ways():
-    with pytest.raises(ValueError, match=r"CumulativeConfig sums gates .* layer 0 is not causal; use KeyConfig"):
-        CumulativeConfig().module(BOTH_WAYS)
-
-
 def test_vectors_that_were_not_asked_for():
     with pytest.raises(ValueError, match="not asked for its rotated vectors"):
         Vectors(None, None, None, POSITIONS).reference("rotated")
@@ -378,8 +373,6 @@ def test_placement():
     assert GuidanceConfig(layers="every").layer_indices(3) == [0, 1, 2]
     assert GuidanceConfig(layers="every_fourth").layer_indices(9) == [0, 4, 8]
     assert GuidanceConfig(layers=[5, 1]).layer_indices(6) == [1, 5]
-    with pytest.raises(ValueError, match=r"layers \[6\] do not exist: the model has layers 0 to 5"):
-        GuidanceConfig(layers=[6]).layer_indices(6)
 
 
 def test_alibi_is_the_papers_baseline():
@@ -394,7 +387,7 @@ def test_alibi_is_the_papers_baseline():
 def test_a_custom_config_writes_all_but_its_code():
     config = CustomConfig(lambda shape: torch.nn.Identity(), layers=[1], name="mine")
     assert config.to_dict() == {
-        "kind": "custom", "version": 1, "layers": [1], "rope": "keep", "reference": "unrotated", "name": "mine"
+        "kind": "custom", "layers": [1], "rope": "keep", "reference": "unrotated", "name": "mine"
     }  # fmt: skip
     assert replace(config, layers="every").layer_indices(2) == [0, 1]
     assert isinstance(config, BiasConfig)

@@ -9,12 +9,10 @@ from dataclasses import replace
 import networkx
 import pytest
 import torch
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnflow.bias import BiasMap
 from attnflow.bias.attention import bias_of, weights_of
-from attnflow.bias.call import make_call
 from attnflow.bias.graph import Edge
 from attnflow.bias.hf.capture import observe
 from attnflow.bias.map import LayerMap, energy
@@ -81,20 +79,6 @@ def test_terms_beyond_the_bias_belong_to_the_scores_without_it():
     expected = weights_of(replace(call, terms=call.terms[1:]))[0].mean(0)[ROWS]
     torch.testing.assert_close(found.weights_without[0], expected)
     torch.testing.assert_close(found.raw[0], call.terms[0].tile(slice(0, 37), slice(0, 37))[0, 0, ROWS])
-
-
-def test_guidance_equals_the_papers_concatenation():
-    """B = w . GELU(LN(W1 [q; k] + b1)) + b2, pair by pair (daa, eq. 5)."""
-    d, hidden, n = 12, 8, 9
-    first, norm, last = torch.nn.Linear(2 * d, hidden), torch.nn.LayerNorm(hidden), torch.nn.Linear(hidden, 1)
-    q, k = torch.randn(n, d), torch.randn(n, d)
-    rows, columns = q @ first.weight[:, :d].T + first.bias, k @ first.weight[:, d:].T
-    term = Guidance(rows[None, None], columns[None, None], norm.weight[None], norm.bias[None], last.weight, last.bias)
-    heads = torch.randn(1, 2, n, 4)
-    call = make_call(heads, heads, heads, [term], None, None, None, None, 0.0)
-    pairs = torch.cat([q[:, None].expand(n, n, d), k[None].expand(n, n, d)], dim=-1)
-    expected = last(functional.gelu(norm(first(pairs))))[..., 0]
-    torch.testing.assert_close(observe(call, 1, [0, 4, 8]).raw[0], expected[[0, 4, 8]].detach(), rtol=1e-5, atol=1e-6)
 
 
 class _Largest(TorchDispatchMode):

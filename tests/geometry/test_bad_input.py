@@ -9,6 +9,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import attnflow as af
+from attnflow.geometry.score import survey
 from attnflow.geometry.scores import full_scores, full_symmetry, head_scores, head_symmetry
 
 FUNCTIONS = (head_scores, full_scores, head_symmetry, full_symmetry)
@@ -46,6 +47,7 @@ CASES = {
     "every 1.5": (lambda: geometry.monitor(bert(), every=1.5), TypeError, "every must be an integer"),
     "mode of a monitor": (lambda: geometry.monitor(bert(), mode="sum"), ValueError, "mode must be"),
     "attention": (lambda: geometry.monitor(bert(), attention="both"), ValueError, "attention must be"),
+    "attention of a survey": (lambda: survey(["minilm"], attention="both"), ValueError, "attention must be"),
     "log": (lambda: geometry.monitor(bert(), log=3), TypeError, "log must be a TensorBoard SummaryWriter"),
     "monitor of no attention": (lambda: geometry.monitor(NONE), af.UnsupportedArchitecture, "no queries and keys"),
     "monitor of no cross-attention": (

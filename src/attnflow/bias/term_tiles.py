@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from attnflow.bias.terms import EPS, Additive, Dense, Guidance, Offset, Product, TensorTerm, wide
+from attnflow.bias.terms import EPS, Additive, Dense, Guidance, Offset, Product, Term, wide
 
 # Numbers in a sub-tile, 4 MB on a CPU: small enough for the caches, large enough for threads to share each pass.
 _SUBTILE: Final = {"cpu": 1 << 20}
@@ -37,7 +37,7 @@ _gelu_backward: Final = torch.ops.aten.gelu_backward.grad_input
 class Tiles:
     """Computes blocks of pairs of one term, and gathers gradients of its tensors from them if it `learns`."""
 
-    def __init__(self, term: TensorTerm, learns: bool) -> None:
+    def __init__(self, term: Term, learns: bool) -> None:
         self.term, self.groups = term, term.groups
         self.sums = [torch.zeros_like(wide(t)) for t in term.tensors().values()] if learns else []
 

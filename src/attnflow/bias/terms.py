@@ -42,16 +42,11 @@ class Term(Protocol):
         """B for a block of pairs, in float32 (or float64); the batch dimension may be 1."""
         ...
 
-
-@runtime_checkable
-class TensorTerm(Term, Protocol):
-    """A term that says which tensors it is made of, as all of ours do; without that, gradients cannot be recomputed."""
-
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name, in a fixed order."""
+        """The tensors that it is made of, by name, in a fixed order: their gradients are computed by blocks."""
         ...
 
-    def with_tensors(self, tensors: list[Tensor]) -> TensorTerm:
+    def with_tensors(self, tensors: list[Tensor]) -> Term:
         """The same term on other tensors, given in the order of `tensors()`."""
         ...
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnflow.bias.call import Call
 from attnflow.bias.term_tiles import GuidanceTiles, Tiles
-from attnflow.bias.terms import Guidance, TensorTerm, wide
+from attnflow.bias.terms import Guidance, wide
 
 _SCORES: Final = {"cpu": 1 << 22}  # scores held at a time, of all heads and batch elements: 16 MB on a CPU
 _SCORES_ELSEWHERE: Final = 1 << 25
@@ -32,10 +32,6 @@ def refuses(call: Call) -> str | None:
     """Why this implementation cannot compute the call, or None."""
     if torch.compiler.is_compiling():
         return "its blocks follow the values of the mask, which torch.compile cannot trace"
-    for term in call.terms:
-        name = type(term).__name__
-        if not (hasattr(term, "tensors") and hasattr(term, "with_tensors")):
-            return f"{name} has no `tensors` and `with_tensors`, so its gradients cannot be recomputed by tiles"
     return None
 
 
@@ -117,8 +113,7 @@ class RowTiles:
         self.call, self.seed, self.learns = call, seed, learns
         self.key, self.value = (wide(t).flatten(0, 1) for t in (call.key, call.value))
         self.terms = [
-            GuidanceTiles(term, learns) if type(term) is Guidance else Tiles(cast(TensorTerm, term), learns)
-            for term in call.terms
+            GuidanceTiles(term, learns) if type(term) is Guidance else Tiles(term, learns) for term in call.terms
         ]
 
     def forward(self) -> Tensor:

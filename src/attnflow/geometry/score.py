@@ -160,10 +160,11 @@ def survey(
 ) -> Survey:
     """Score each model once, in the given order, with the arguments of `score`.
 
-    `progress` runs before each model and after each layer, with the next one's name. A bad gamma or mode raises
-    `ValueError` at once; a model that fails is listed in `unscored`.
+    `progress` runs before each model and after each layer, with the next one's name. A bad gamma, mode or attention
+    raises `ValueError` at once; a model that fails is listed in `unscored`.
     """
     check_reading(gamma, mode)
+    check_attention(attention)
     models: list[GeometryScores] = []
     unscored: dict[str, str] = {}
     distinct = list(dict.fromkeys(sources))

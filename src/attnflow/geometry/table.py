@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Final, Literal
 
-from attnflow._core.results import Result, plain
+from attnflow._core.results import Result
 from attnflow.geometry.published import Comparison, Matrix, Quartiles, Summary, compare
 from attnflow.geometry.scores import Mode, Scores
 from attnflow.models.families.find import Kind, Place
@@ -50,9 +50,6 @@ class MatrixScores:
     name: str = ""
     flags: tuple[str, ...] = ()
     width: int = 0
-
-
-_DERIVED: Final = ("ignored", "summaries", "published")  # keys of the JSON that are no fields
 
 
 def rows_of(place: Place, scores: Scores, width: int) -> list[MatrixScores]:
@@ -132,16 +129,6 @@ class GeometryScores(Result):
     def rows(self) -> list[dict[str, object]]:
         """A row for each matrix: the model, then the columns of `MatrixScores`; several flags are joined by ";"."""
         return [{"model": self.model, **asdict(one), "flags": ";".join(one.flags)} for one in self.matrices]
-
-    def to_dict(self) -> dict[str, object]:
-        """All fields, with what the scores leave out and the numbers that follow: summaries and published values."""
-        derived = (IGNORED, self.summaries, [{**plain(c.published), "reasons": c.reasons} for c in self.compare()])
-        return super().to_dict() | dict(zip(_DERIVED, plain(derived), strict=True))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> GeometryScores:
-        """The scores that `to_dict` described."""
-        return super().from_dict({name: value for name, value in values.items() if name not in _DERIVED})
 
     def __repr__(self) -> str:
         lines = [f"GeometryScores({self.model!r}: {len(self.matrices)} matrices; gamma {self.gamma:g}, {self.mode})"]

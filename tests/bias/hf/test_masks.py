@@ -185,12 +185,3 @@ def test_a_query_with_nothing_allowed_gets_zero_under_a_bias():
     assert (watch.outputs[0][:, 3] == 0).all()
     check(watch, mask.dense())
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
-
-
-def test_impossible_implementations_say_why():
-    model = biased("Llama")
-    handle_of(model).remove()
-    af.bias.attach(model, GUIDANCE, backend="flex")
-    disturb(model)
-    with pytest.raises(ValueError, match=r"backend='flex' cannot compute this call: .* no backward pass on the CPU"):
-        outputs(model, input_ids=tokens(1, 4))

@@ -194,7 +194,7 @@ HUGE = 1 << 29
         ({"reference": []}, "reference must be one of"),
         ({"share_heads": 2}, "share_heads must be one of"),
         ({"init": {}}, "init"),
-        ({"version": []}, "a bias config of version"),
+        ({"version": 1}, "has no field 'version'"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -298,10 +298,6 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(saved, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         af.bias.save(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    monkeypatch.undo()
-    handle_of(model).remove()
-    with pytest.raises(ValueError, match="has no bias attached"):
-        af.bias.save(model, folder)
 
 
 def test_meta_models(saved):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from inspect import signature
 from typing import Final, Literal, cast
 
@@ -187,19 +186,6 @@ def handle_of(model: nn.Module) -> BiasHandle:
     if len(handles) > 1:
         raise ValueError(f"{type(model).__name__} has a bias on each half; pass the half that you mean")
     return handles[0]
-
-
-@contextmanager
-def switched(model: nn.Module, enabled: bool) -> Generator[None]:
-    """The model with every bias on, or off, inside the `with` block."""
-    before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
-    for bias, _ in before:
-        bias.enabled = enabled
-    try:
-        yield
-    finally:
-        for bias, state in before:
-            bias.enabled = state
 
 
 def placed(layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> dict[int, list[BiasConfig]]:

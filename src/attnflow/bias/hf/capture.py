@@ -17,7 +17,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from attnflow._core import checks
 from attnflow.bias.attention import bias_of, weights_of
 from attnflow.bias.call import Allow, Call
-from attnflow.bias.hf.attach import switched
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.bias.terms import Dense, Term, wide
@@ -91,11 +90,8 @@ def capture(
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
         ids: list[int] = tensors[name][sequence].tolist()
         rows = _rows(queries, len(ids), prompt)
-        look = partial(_look, biases, partial(model, **tensors, **sparing(model)), rows, chosen, sequence)
-        seen, plain = look(), None
-        if base:
-            with switched(model, False):
-                plain = look()
+        look = partial(_look, model, biases, partial(model, **tensors, **sparing(model)), rows, chosen, sequence)
+        seen, plain = look(), look(without=True) if base else None
     layers_seen = tuple(
         LayerMap(number, path, **found._asdict(), weights_base=None if plain is None else plain[number].weights)
         for path, bias in biases
@@ -185,25 +181,30 @@ def _tiled(call: Call, terms: tuple[Term, ...], block: slice, sequences: slice) 
 
 
 def _look(
+    model: nn.Module,
     biases: Sequence[tuple[str, LayerBias]],
     run: Callable[[], object],
     rows: Sequence[int],
     heads: Sequence[int] | None,
     sequence: int,
+    without: bool = False,
 ) -> dict[int, Observed]:
-    """What is seen of each layer while the model runs."""
+    """What is seen of each layer while the model runs, with its biases as they are or without any."""
     seen: dict[int, Observed] = {}
+    before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
 
     def see(bias: LayerBias, call: Call) -> None:
         seen[bias.shape.index] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads, sequence)
 
     try:
+        for bias, state in before:
+            bias.enabled = state and not without
         for _, bias in biases:
             bias.observer = partial(see, bias)
         run()
     finally:
-        for _, bias in biases:
-            bias.observer = None
+        for bias, state in before:
+            bias.enabled, bias.observer = state, None
     return seen
 
 
