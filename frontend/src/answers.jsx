@@ -126,34 +126,22 @@ function Cost({ studio }) {
 
 function Code({ studio }) {
   const kind = useSignal("attnflow");
-  const shown = useSignal(null);
   const value = studio.answers.code.value.value;
   if (!value) return <p class="quiet">…</p>;
-  const choose = async (name) => {
-    kind.value = name;
-    shown.value = null;
-    if (name in { attnflow: 1, flex: 1 }) return;
-    const reply = await studio.ask({ op: "export", format: name, layer: studio.layer.value });
-    shown.value = { ...reply, revision: studio.view.value.revision };
-  };
-  const stale = shown.value && shown.value.revision !== studio.view.value.revision;
-  if (stale) choose(kind.value);
-  const text = value[kind.value] ?? (shown.value?.ok ? (shown.value.text ?? shown.value.refused) : (shown.value?.error ?? ""));
-  const refused = !(kind.value in value) && shown.value && !shown.value.text;
+  const text = value[kind.value];
   return (
     <>
       <div class="row">
         <label class="field">
           <span>for</span>
-          <select aria-label="Code for" value={kind.value} onChange={(event) => choose(event.currentTarget.value)}>
+          <select aria-label="Code for" value={kind.value} onChange={(event) => (kind.value = event.currentTarget.value)}>
             <option value="attnflow">attnflow</option>
             <option value="flex">FlexAttention</option>
-            {value.formats.map((name) => <option value={name}>{name}</option>)}
           </select>
         </label>
-        <CopyButton text={text} disabled={!text || refused} />
+        <CopyButton text={text} />
       </div>
-      {refused ? <p class="trouble">{text}</p> : <pre tabIndex={0} aria-label="Code"><code>{text}</code></pre>}
+      <pre tabIndex={0} aria-label="Code"><code>{text}</code></pre>
     </>
   );
 }

@@ -14,7 +14,7 @@ export function Hasse({ studio }) {
   return (
     <figure class="hasse">
       <Fitted content={content} here={boxHere(studio, content)}>
-        {(scale) => (content.bands ? <Bands bands={content.bands} /> : <Boxes studio={studio} content={content} scale={scale} />)}
+        {(scale) => <Boxes studio={studio} content={content} scale={scale} />}
       </Fitted>
       <figcaption>{diagram.error || content.caption || "\u00a0"}</figcaption>
     </figure>
@@ -31,10 +31,10 @@ function Fitted({ content, here, children }) {
     return () => observer.disconnect();
   }, []);
   const [width, height] = room.value;
-  const fit = Math.min(width / ((content.width ?? 0) + 2 * MARGIN), height / ((content.height ?? 0) + 2 * MARGIN));
+  const fit = Math.min(width / (content.width + 2 * MARGIN), height / (content.height + 2 * MARGIN));
   const scale = Math.max(LEAST, Math.min(1.25, fit));
   useEffect(() => {
-    const at = here === undefined || here === null ? null : content.boxes?.[here];
+    const at = here === undefined || here === null ? null : content.boxes[here];
     if (!at || scale <= fit) return;
     const view = box.current;
     const [x, y] = [(at.x + MARGIN) * scale, (at.y + MARGIN) * scale];
@@ -96,25 +96,4 @@ function litBoxes(studio, content) {
   for (const [first, last, layer] of field.runs)
     if (layer <= studio.lit.value) for (let i = first; i < last; i++) boxes.add(content.box_of[i]);
   return boxes;
-}
-
-function Bands({ bands }) {
-  const widest = Math.max(...bands.map((band) => band.classes));
-  const row = 20;
-  return (
-    <svg viewBox={`0 0 340 ${bands.length * row}`} width="340" height={bands.length * row} role="img" aria-label="Classes by level, lower levels at the bottom">
-      {bands.map((band, i) => {
-        const y = (bands.length - 1 - i) * row;
-        const length = Math.max(2, (180 * band.classes) / widest);
-        const name = band.first_level === band.last_level ? `${band.first_level}` : `${band.first_level}–${band.last_level}`;
-        return (
-          <g class="band">
-            <text x="62" y={y + 14} text-anchor="end">{name}</text>
-            <rect x={72} y={y + 4} width={length} height={row - 8} rx="2" />
-            <text x={78 + length} y={y + 14}>{grouped(band.classes)}</text>
-          </g>
-        );
-      })}
-    </svg>
-  );
 }

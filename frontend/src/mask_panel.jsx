@@ -152,15 +152,12 @@ export function BrushPanel({ studio }) {
 export function ComparePanel({ studio }) {
   const masks = studio.catalogue.value?.masks ?? [];
   const against = studio.view.value?.against;
-  const models = studio.catalogue.value?.models ?? [];
-  const model = models.find((name) => against?.startsWith(`${name}, `));
-  const chosen = !against ? "" : model ? `model:${model}` : (masks.find((mask) => against.startsWith(`${mask.name}(`))?.name ?? "file");
+  const chosen = !against ? "" : (masks.find((mask) => against.startsWith(`${mask.name}(`))?.name ?? "file");
   const difference = studio.answers.difference.value.value;
   const numbers = against && difference?.layers?.[studio.layer.value];
   const choose = async (event) => {
     const name = event.currentTarget.value;
     if (!name) return studio.act("against");
-    if (name.startsWith("model:")) return studio.act("against", { model: name.slice(6), layer: studio.layer.value });
     const mask = masks.find((each) => each.name === name);
     const settings = { ...mask.example };
     if (mask.parameters.some((parameter) => parameter.name === "n")) settings.n = String(studio.size.value);
@@ -173,14 +170,7 @@ export function ComparePanel({ studio }) {
         <span>with</span>
         <select aria-label="Compare with" value={chosen} onChange={choose}>
           <option value="">nothing</option>
-          <optgroup label="masks">
-            {masks.map((mask) => <option value={mask.name}>{mask.name.replaceAll("_", " ")}</option>)}
-          </optgroup>
-          {models.length > 0 && (
-            <optgroup label="a model's own mask">
-              {models.map((name) => <option value={`model:${name}`}>{name}</option>)}
-            </optgroup>
-          )}
+          {masks.map((mask) => <option value={mask.name}>{mask.name.replaceAll("_", " ")}</option>)}
           {against && <option value="file" disabled hidden>{against.slice(0, 40)}</option>}
         </select>
       </label>

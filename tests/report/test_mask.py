@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from attnflow import masks, testing
 from attnflow.order import analyze
-from attnflow.report.mask_picture import grid, mask_svg, mask_text, ticks
+from attnflow.report import figure
+from attnflow.report.mask_picture import grid, mask_text, ticks
 from attnflow.report.order import growth
 from tests.report.reading import parse_svg, texts
 from tests.strategies import dense_masks, permuted_masks, square_masks
@@ -81,9 +82,9 @@ def painted(root):
 
 
 @settings(max_examples=50)
-@given(st.one_of(dense_masks(7), permuted_masks(7)), st.booleans())
-def test_small_masks_are_drawn_pair_by_pair(mask, standalone):
-    root = parse_svg(mask_svg(mask, standalone=standalone))
+@given(st.one_of(dense_masks(7), permuted_masks(7)))
+def test_small_masks_are_drawn_pair_by_pair(mask):
+    root = parse_svg(figure(mask).markup)
     table = mask.dense().numpy()
     assert np.array_equal(painted(root), table.astype(float))
     assert root.get("data-cells") == "".join("A_"[int(allowed)] for allowed in table.ravel())
@@ -97,7 +98,7 @@ def test_small_masks_are_drawn_pair_by_pair(mask, standalone):
     "mask", [masks.causal(500), masks.big_bird(1024), masks.full(70, 300), masks.butterfly(90)], ids=repr
 )
 def test_large_masks_are_shaded_by_their_share(mask):
-    root = parse_svg(mask_svg(mask))
+    root = parse_svg(figure(mask).markup)
     step, opacity = [int(v) for v in root.get("data-step").split()], painted(root)
     table = mask.dense().numpy()
     share = np.array(
@@ -120,7 +121,7 @@ def test_a_long_mask_is_small_and_needs_no_table(monkeypatch):
     monkeypatch.setattr(masks.Mask, "dense", lambda *_: pytest.fail("built n x n"))
     monkeypatch.setattr(masks.Mask, "dense_chunks", lambda *_, **__: pytest.fail("built n x n in chunks"))
     for mask in (masks.causal(131_072), masks.block_two_stream(512, 64)):
-        assert len(mask_svg(mask)) < 60_000
+        assert len(figure(mask).markup) < 60_000
 
 
 HALVES = {" ": (0, 0), "▀": (1, 0), "▄": (0, 1), "█": (1, 1)}

@@ -14,7 +14,6 @@ import torch
 import attnflow as af
 from attnflow import masks
 from attnflow.audit.report import AuditReport, ModuleResult, Violation
-from attnflow.masks.costs import CostModel
 from attnflow.order import analyze
 from attnflow.report import page
 from attnflow.tasks import Label, Task, Token, check
@@ -71,7 +70,6 @@ def full_report():
         Verification(1e-13, 2e-13, 3e-13, 7.5, differences, 1e-9),
         bad_audit(),
         labels=["the", "quick", "brown", "fox", "."],
-        cost=CostModel(2, 4, 64),
         details={"Command": "attnflow check"},
     )
 
@@ -168,8 +166,8 @@ def test_everything_asked_for_is_shown():
         "a remark of the audit",
         "3 modules watched",
         "1.0e-13 of outputs, 3.0e-13 of losses, 2.0e-13 of gradients",
-        "For 2 layers of 4 heads with 64 channels",
-        "4 · head_dim · heads · layers · pairs",
+        "One sequence, one head of 64 channels",
+        "4 · head_dim per computed pair",
         "attnflow check",
         af.__version__,
         "a leak",

@@ -280,8 +280,7 @@ def _short(value: object, limit: int = 100) -> str:
 def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
     """Returns pairs, order (None with a reason in `no_order`) and block sparsity, as plain data."""
     from attnflow.masks.costs import block_sparsity
-    from attnflow.report.mask import flow_of
-    from attnflow.report.mask_picture import block_sizes
+    from attnflow.report.mask import block_sizes, flow_of
 
     flow, no_order = flow_of(mask)
     order = flow and {

@@ -15,11 +15,11 @@ from attnflow.report import charts, html
 from attnflow.report import layered_layout as layout
 from attnflow.report.bias_chart import map_chart, query_name, token_name
 from attnflow.report.charts import POSITIVE
-from attnflow.report.hasse_svg import bent, page, pair
+from attnflow.report.hasse_svg import bent
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.layered_layout import Point
 from attnflow.report.page import Context, Part, Section
-from attnflow.report.svg import MONO
+from attnflow.report.svg import MONO, framed, pair
 
 _MAPS: Final = 3  # layers whose whole map is drawn
 _RANKS: Final = (1, 8)
@@ -142,7 +142,7 @@ def _graph(graph: BiasGraph, where: str) -> Section:
     rows = [[names[e.key], names[e.query], value] for e, value in zip(edges, values, strict=False)]
     summary = tag("summary", f"The strongest of {plural(len(edges), 'edge')}")
     table = tag("details", summary, html.table(["from key", "to query", "bias"], rows, text_columns=2))
-    picture = Html(graph_svg(graph, max_edges=STRONGEST, standalone=False))
+    picture = Html(graph_svg(graph, max_edges=STRONGEST))
     body = html.paragraph(lead, kind="lead") + html.figure(picture, kind="natural centre") + table
     return Section("graph", "Reasoning graph", body)
 
@@ -178,7 +178,7 @@ def _share(value: float) -> str:
     return "–" if math.isnan(value) else f"{100 * value:.1f} %"
 
 
-def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST, standalone: bool = True) -> str:
+def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
     """Draws a graph as one `<svg>`: a box for each token with an edge, an arrow from key to query.
 
     Tokens stand above the earlier tokens they share an edge with; only bidirectional attention has downward arrows.
@@ -188,7 +188,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST, standalone: bool 
     drawn = graph.strongest(max_edges)
     what = f"Reasoning graph of {plural(len(drawn.nodes), 'token')}: {drawn.about}"
     if not drawn.edges:
-        return page("", 300.0, 0.0, [f"No edges: no bias is positive enough ({drawn.about})."], standalone, what)
+        return framed("", 300.0, 0.0, [f"No edges: no bias is positive enough ({drawn.about})."], what)
     index = {node: i for i, node in enumerate(drawn.nodes)}
     pairs = sorted({(min(e.key, e.query), max(e.key, e.query)) for e in drawn.edges}, key=lambda p: p[::-1])
     levels = [0] * len(index)
@@ -218,7 +218,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST, standalone: bool 
     cycles = "" if graph.is_acyclic else " Attention is bidirectional, and so information may return: there are cycles."
     caption = f"Arrows: from a key to a query that is drawn to it ({drawn.about}).{cycles}"
     body = "".join([*arrows, *boxes, *labels])
-    return page(body, placement.width, placement.height, [caption], standalone, what)
+    return framed(body, placement.width, placement.height, [caption], what)
 
 
 def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], share: float) -> str:

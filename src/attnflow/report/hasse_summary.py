@@ -17,6 +17,7 @@ from attnflow.order.hasse import Hasse
 _MAX_LEVELS: Final = 24
 _SEPARATE: Final = 4  # up to so many look-alike parts of a diagram are drawn apart
 _MAX_PINNED: Final = 12
+_BANDS: Final = 8  # boxes of an irregular diagram, one for neighbouring levels each
 _ENDS: Final = 2  # classes drawn at either end of a lone chain
 
 Words = npt.NDArray[np.uint64]
@@ -50,23 +51,12 @@ class Grouping:
         return {index: box for box, members in enumerate(self.boxes) for index in members.classes}
 
 
-@dataclass(frozen=True)
-class Band:
-    """Consecutive levels with their numbers of classes and positions, and of the covers that end in them."""
-
-    first_level: int
-    last_level: int
-    classes: int
-    positions: int
-    covers: int
-
-
 def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Iterator[Grouping]:
-    """Yields ever coarser groupings with at most `max_nodes` boxes that stay acyclic; possibly none.
+    """Yields ever coarser groupings with at most `max_nodes` boxes that stay acyclic.
 
     In turn: single classes; chains; the coarsest equitable partition, in which the classes of a box cover equally many
-    of every other box; connected parts of roles, classes with equal numbers of covers. Pinned classes should keep a box
-    of their own.
+    of every other box; connected parts of roles, classes with equal numbers of covers; neighbouring levels.
+    Pinned classes should keep a box of their own.
     """
     size = len(diagram.nodes)
     edges = np.array(diagram.edges, dtype=np.int64).reshape(-1, 2)
@@ -83,28 +73,13 @@ def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Ite
             for rounds in range(3):
                 how = "classes with equally many covers below and above are one box"
                 yield _roles(size, edges, pinning, rounds), how
+        height = -(-(int(level.max(initial=0)) + 1) // min(_BANDS, max_nodes))
+        yield level // height, "classes on neighbouring levels are one box"
 
     for group, how in candidates():
         grouping = None if group is None else _grouping(group, edges, level, max_nodes, how)
         if grouping is not None:
             yield grouping
-
-
-def bands(diagram: Hasse, limit: int = _MAX_LEVELS) -> list[Band]:
-    """Joins the levels of a diagram into at most `limit` bands of equal height."""
-    level = np.array(diagram.levels, dtype=np.int64)
-    count = int(level.max(initial=-1)) + 1
-    height = max(1, -(-count // limit))
-    number = -(-count // height)
-    size = np.fromiter(map(len, diagram.nodes), np.int64, len(diagram.nodes))
-    upper = np.array(diagram.edges, dtype=np.int64).reshape(-1, 2)[:, 1]
-    classes = np.bincount(level // height, minlength=number)
-    positions = np.bincount(level // height, size, minlength=number)
-    covers = np.bincount(level[upper] // height, minlength=number)
-    return [
-        Band(i * height, min((i + 1) * height, count) - 1, int(classes[i]), int(positions[i]), int(covers[i]))
-        for i in range(number)
-    ]
 
 
 def _grouping(group: IntArray, edges: IntArray, level: IntArray, max_nodes: int, how: str) -> Grouping | None:

@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
-from attnflow.masks.costs import CostModel, block_bytes, block_sparsity
+from attnflow.masks.costs import block_sparsity
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
 from attnflow.report import html, order
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.mask_picture import block_sizes, mask_svg
+from attnflow.report.mask_picture import mask_svg
 from attnflow.report.page import Context, Part, Section
 
 _SHOWN: Final = 12  # distinct masks of a stack that are drawn
 LARGEST_ORDER: Final = 32_768  # positions above which the closure would take gigabytes
+_BACKENDS: Final = {"eager": "eager", "sdpa": "SDPA", "flex": "FlexAttention"}
 _DECIMAL: Final = tuple((1000**power, f"{prefix}FLOP") for power, prefix in zip(range(6, 0, -1), "EPTGMk", strict=True))
 _BINARY: Final = tuple((1024**power, f"{prefix}iB") for power, prefix in zip(range(4, 0, -1), "TGMK", strict=True))
 
@@ -34,7 +35,7 @@ def mask_part(subject: Mask | Flow, context: Context) -> Part:
     elif flow.size:
         sections += [order.order(flow, context.labels), order.growth_by_layer(flow)]
     if 0 not in masks[0].shape:
-        sections += [_blocks(layers), _cost(layers, context.cost)]
+        sections += [_blocks(layers), _cost(layers)]
     source = ("Mask" if len(layers) == 1 else "Masks", html.join([_name(mask) for mask, _ in layers[:4]], ", "))
     title = shorten(repr(masks[0]), 200) if len(masks) == 1 else f"{len(masks)} layers of masks"
     return Part(title, sections, _reading(masks, layers, flow, missing), _numbers(masks, layers, flow), [source])
@@ -92,14 +93,14 @@ def _picture(masks: Sequence[Mask], layers: Layers, context: Context) -> Section
     if len(layers) == 1:
         mask, labels = layers[0][0], context.labels
         small = labels if labels is not None and len(labels) <= 32 else None
-        svg = mask_svg(mask, labels=small, size=520, standalone=False)
+        svg = mask_svg(mask, labels=small, size=520)
         left = html.figure(svg, _caption(mask), read_out=True)
         beside = tag("div", html.still(left), html.facts(_facts(mask)), class_="pair")
         return Section("mask", "Mask", html.live(context.record) + beside)
     figures: list[Html] = []
     for mask, numbers in layers[:_SHOWN]:
         allowed = _name(mask) + Html(f", {percent(mask.density)} allowed")
-        picture = html.figure(mask_svg(mask, size=280, standalone=False), allowed, read_out=True)
+        picture = html.figure(mask_svg(mask, size=280), allowed, read_out=True)
         figures.append(tag("div", tag("h3", _layers(numbers)), picture))
     lead = f"{plural(len(masks), 'layer')} with {len(layers)} different masks."
     if len(layers) > _SHOWN:
@@ -153,6 +154,12 @@ def _layers(layers: list[int]) -> str:
     return f"Layer {layers[0]}" if len(layers) == 1 else f"Layers {runs(layers)}"
 
 
+def block_sizes(mask: Mask) -> list[int]:
+    """Returns 128, FlexAttention's block, and up to two smaller sizes that give 2 to 32 blocks."""
+    n = max(mask.shape)
+    return [128, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
+
+
 def _titled(masks: Layers) -> Iterator[tuple[Mask, Html]]:
     for mask, where in masks[:_SHOWN]:
         yield mask, tag("h3", f"{_layers(where)} · ", _name(mask)) if len(masks) > 1 else Html("")
@@ -179,44 +186,28 @@ def _blocks(masks: Layers) -> Section:
     return Section("blocks", "Block sparsity", body)
 
 
-def _cost(masks: Layers, model: CostModel) -> Section:
-    """Compares the cost of attention under the mask with dense and causal attention."""
-    heads, layers = plural(model.num_heads, "head"), plural(model.num_layers, "layer")
-    lead = f"For {layers} of {heads} with {model.head_dim} channels, one sequence, forward pass, attention alone."
-    body = html.paragraph(lead, kind="lead")
+def _cost(masks: Layers) -> Section:
+    """Shows what each backend needs for attention under the mask."""
+    body = html.paragraph("One sequence, one head of 64 channels, one layer, forward.", kind="lead")
     for mask, title in _titled(masks):
-        dense = mask.num_queries * mask.num_keys
+        every = mask.num_queries * mask.num_keys
         rows = [
             [
-                name,
-                grouped(pairs),
-                percent(pairs / dense),
-                _scaled(model.flops(pairs), _DECIMAL, "FLOP"),
-                _bytes(model.score_bytes(pairs)),
+                _BACKENDS[one.backend],
+                grouped(one.pairs),
+                percent(one.pairs / every),
+                _scaled(one.flops, _DECIMAL, "FLOP"),
+                _scaled(one.memory, _BINARY, "B"),
             ]
-            for name, pairs in computed_pairs(mask).items()
+            for one in mask.cost().backends
         ]
-        head = ["attention over", "pairs", "of dense", "attention", "scores per layer"]
-        sizes = (
-            f"The mask itself takes {_bytes(dense)} as a table of bools, {_bytes(2 * dense)} as an additive bfloat16 "
-            f"table, {_bytes(block_bytes(mask))} as block tables, and {_bytes(mask.nbytes)} as the row "
-            "intervals of this package."
-        )
-        body += title + html.table(head, rows) + html.paragraph(sizes)
+        body += title + html.table(["backend", "computed pairs", "of all", "work", "memory"], rows)
     formula = (
-        "attention = 4 · head_dim · heads · layers · pairs (2 · head_dim each for a score and for its value; a "
-        f"multiply-add is 2 FLOP). scores per layer = {model.bytes_per_score} bytes · heads · pairs, if a kernel "
-        "stores them; fused kernels do not. Projections and feed-forward layers are not affected by a mask."
+        "Work is 4 · head_dim per computed pair; a multiply-add is 2 FLOP. Memory is the peak beside queries, keys and "
+        "values: the mask as each backend takes it, and the scores where they are stored. `mask.cost()` prices other "
+        "shapes."
     )
     return Section("cost", "Cost", body + html.paragraph(formula, kind="lead"))
-
-
-def computed_pairs(mask: Mask, block: int = 128) -> dict[str, int]:
-    """Counts all pairs, the causal half (square masks), the allowed pairs, and the pairs in whole blocks."""
-    queries, keys = mask.shape
-    in_blocks = min(block_sparsity(mask, block).computed * block * block, queries * keys)
-    causal = {"causal pairs": queries * (queries + 1) // 2} if queries == keys else {}
-    return {"every pair": queries * keys, **causal, "this mask's pairs": mask.nnz, f"its blocks of {block}": in_blocks}
 
 
 def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
@@ -232,10 +223,6 @@ def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
     look = {"width": width, "height": 12, "class_": "af-svg af-share", "role": "img", "aria_label": words}
     body = "".join(pieces) + element("rect", fill="none", **frame)
     return element("svg", body, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {number(width)} 12", **look)
-
-
-def _bytes(value: int) -> str:
-    return _scaled(value, _BINARY, "B")
 
 
 def _scaled(value: int, units: Sequence[tuple[int, str]], least: str) -> str:

@@ -15,7 +15,7 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten, visible
 from attnflow.masks.mask import Mask
-from attnflow.report.svg import MONO, SANS, STYLE
+from attnflow.report.svg import MONO, root
 
 _CELLS: Final = 96  # rows and columns of the heat map of a large mask
 _EXACT: Final = 64  # positions up to which every pair is a cell
@@ -53,8 +53,6 @@ class Grid:
 
 def grid(mask: Mask, query_step: int, key_step: int) -> Grid:
     """Counts the allowed pairs of each cell. Cost: O(intervals + cells); for fragmented rows, O(keys of a row)."""
-    checks.integer("query_step", query_step, 1)
-    checks.integer("key_step", key_step, 1)
     rows, columns = (
         np.diff(np.append(np.arange(0, size, step), size))
         for size, step in zip(mask.shape, (query_step, key_step), strict=True)
@@ -63,12 +61,6 @@ def grid(mask: Mask, query_step: int, key_step: int) -> Grid:
     if 0 in mask.shape:
         return Grid(np.zeros_like(pairs), pairs, query_step, key_step)
     return Grid(mask.block_counts((query_step, key_step)), pairs, query_step, key_step)
-
-
-def square_grid(mask: Mask, limit: int) -> Grid:
-    """Returns the grid of the smallest square cells with at most `limit` rows and columns."""
-    step = max(1, -(-max(mask.shape) // checks.integer("limit", limit, 1)))
-    return grid(mask, step, step)
 
 
 def ticks(size: int, most: int = 6) -> list[int]:
@@ -83,30 +75,17 @@ def ticks(size: int, most: int = 6) -> list[int]:
     return [*[t for t in range(0, size, step) if t == 0 or size - 1 - t >= 0.6 * step], size - 1]
 
 
-def block_sizes(mask: Mask) -> list[int]:
-    """Returns 128, FlexAttention's block, and up to two smaller sizes that give 2 to 32 blocks."""
-    n = max(mask.shape)
-    return [128, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
-
-
-def mask_svg(
-    mask: Mask,
-    *,
-    labels: Sequence[str] | None = None,
-    size: int = 440,
-    title: str | None = None,
-    standalone: bool = True,
-) -> str:
+def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440, title: str | None = None) -> str:
     """Draws a mask as one `<svg>`, queries downwards, keys to the right; filled means allowed.
 
     Above 64 queries or keys it is a heat map of at most 96 x 96 blocks; only fully allowed blocks have the full colour.
-    Labels appear on square masks of at most 32 positions; `standalone` adds the colours that a page's style sheet sets
-    otherwise. Cost: O(intervals + cells), never n x n.
+    Labels appear on square masks of at most 32 positions. Cost: O(intervals + cells), never n x n.
     """
     checks.integer("size", size, 64)
     if labels is not None and mask.shape != (len(labels), len(labels)):
         raise ValueError(f"labels need a square mask of {len(labels)} positions, got shape {mask.shape}")
-    cells = grid(mask, 1, 1) if max(mask.shape) <= _EXACT else square_grid(mask, _CELLS)
+    step = 1 if max(mask.shape) <= _EXACT else -(-max(mask.shape) // _CELLS)
+    cells = grid(mask, step, step)
     rows, cols = cells.counts.shape
     side = min(24.0, max(1.0, round(4 * size / max(rows, cols, 1)) / 4))
     names = [shorten(text, 12) for text in labels] if labels is not None and len(labels) <= 32 else None
@@ -124,16 +103,12 @@ def mask_svg(
     )
     body = element("g", "".join(parts) + legend, transform=f"translate({number(margin)},{number(above)})")
     what = title if title is not None else f"Mask {mask!r}: {percent(mask.density)} of {mask.shape} pairs allowed"
-    return element(
-        "svg",
-        (STYLE if standalone else "") + element("title", escape(shorten(what, 300))) + body,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {number(full_width)} {number(full_height)}",
-        width=full_width,
-        height=full_height,
-        role="img",
-        class_=f"af-svg {'af-named' if names else 'af-mask'}{' af-page' if standalone else ''}",
-        font_family=SANS,
+    return root(
+        body,
+        full_width,
+        full_height,
+        shorten(what, 300),
+        f"af-svg {'af-named' if names else 'af-mask'}",
         data_shape=f"{mask.num_queries} {mask.num_keys}",
         data_step=f"{cells.query_step} {cells.key_step}",
         data_cells=_coded(cells),

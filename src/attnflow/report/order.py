@@ -59,7 +59,7 @@ def diagram(
     beside: Html = Html(""),  # noqa: B008
 ) -> Html:
     """Draws the Hasse diagram with a path emphasised, next to `beside`, or above it if the diagram is wide."""
-    svg = hasse_svg(hasse, labels=labels, highlight=path, standalone=False)
+    svg = hasse_svg(hasse, labels=labels, highlight=path)
     caption = "Dashed: one layer moves the information past several covers." if "stroke-dasharray" in svg else None
     width = float(svg.split(' width="', 1)[1].split('"', 1)[0])
     kind = "beside" if width < _WIDE else "beside wide"

@@ -10,7 +10,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,6 @@ from typing import Final
 from attnflow._core.files import write_atomically
 from attnflow._core.markup import escape, shorten
 from attnflow._core.version import __version__
-from attnflow.masks.costs import CostModel
 from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.html import Content, Html, code, tag
@@ -63,7 +62,6 @@ class Context:
     flow: Flow | None = None
     record: str | None = None
     labels: tuple[str, ...] | None = None
-    cost: CostModel = field(default_factory=CostModel)
 
 
 @dataclass(frozen=True, repr=False)

@@ -34,8 +34,8 @@ from attnflow.report.knowledge import trace_chart, trace_part
 from attnflow.report.mask import flow_of, mask_part
 from attnflow.report.mask_picture import mask_svg
 from attnflow.report.order import growth_chart, hasse_part, leak_part, verification_part
-from attnflow.report.page import Context, CostModel, Page, Part, Section, build
-from attnflow.report.svg import Svg
+from attnflow.report.page import Context, Page, Part, Section, build
+from attnflow.report.svg import Svg, standalone
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.task import Task
 from attnflow.tasks.verification import Verification
@@ -48,7 +48,7 @@ def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> Svg |
     """Draws the order of a mask ("hasse"), or its receptive fields by layer ("growth")."""
     if picture not in ("hasse", "growth"):
         raise ValueError(f'picture must be "hasse" or "growth", got {picture!r}')
-    return Svg(hasse_svg(flow.hasse, **options)) if picture == "hasse" else growth_chart(flow, **options)
+    return standalone(hasse_svg(flow.hasse, **options)) if picture == "hasse" else growth_chart(flow, **options)
 
 
 def _table_part(result: Result, _: Context) -> Part:
@@ -63,7 +63,7 @@ def _table_part(result: Result, _: Context) -> Part:
 
 def _as_svg(draw: Callable[..., str]) -> Callable[..., Svg]:
     def drawing(result: Any, **options: Any) -> Svg:
-        return Svg(draw(result, **options))
+        return standalone(draw(result, **options))
 
     return drawing
 
@@ -153,7 +153,6 @@ def page(
     *results: object,
     title: str | None = None,
     labels: Sequence[str] | None = None,
-    cost: CostModel | None = None,
     details: Mapping[str, str] | None = None,
     problems: Mapping[str, str] | None = None,
 ) -> Page:
@@ -166,7 +165,6 @@ def page(
         results: masks, flows, and results of all rooms.
         title: heading; by default what the first result is.
         labels: a text for each position of the first mask, such as its token.
-        cost: the model whose attention is priced; by default one layer of one head with 64 channels.
         details: more rows for the provenance, such as a command line or a seed.
         problems: what could not be shown, with the reason.
 
@@ -192,7 +190,7 @@ def page(
         raise ValueError(f"expected a label for each of {size} positions, got {len(labels)}")
     flow = first if isinstance(first, Flow) else None
     names = None if labels is None else tuple(labels)
-    context = Context(flow, None if flow is None else _record(flow, results, names), names, cost or CostModel())
+    context = Context(flow, None if flow is None else _record(flow, results, names), names)
     parts: list[Part] = []
     gathered: set[Kind] = set()
     for subject in subjects:

@@ -6,9 +6,10 @@ import io
 import math
 import os
 import re
+import textwrap
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,16 +17,18 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from attnflow._core import checks
 from attnflow._core.errors import MissingExtra
 from attnflow._core.files import write_atomically
+from attnflow._core.markup import element, escape, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
 SANS: Final = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
-STYLE: Final = (
+_STYLE: Final = (
     "<style>.af-page{color:#1c2024;background:#fff}"
     "@media (prefers-color-scheme:dark){.af-page{color:#e8eaec;background:#14171a}}</style>"
 )
+_MARGIN: Final = 14.0
 _INK: Final = "#1c2024"
 _INHERITED: Final = (
     "fill", "fill-opacity", "stroke", "stroke-opacity", "stroke-width", "font-size", "font-weight", "font-family",
@@ -64,6 +67,49 @@ class Svg:
     def __repr__(self) -> str:
         title = re.search(r"<title>(.*?)</title>", self.markup)
         return f"Svg({title[1] if title else ''}: {len(self.markup) / 1024:.0f} KiB)"
+
+
+def standalone(markup: str) -> Svg:
+    """Returns a drawing with the colours that a page's style sheet sets otherwise."""
+    return Svg(
+        re.sub(r'(class="af-svg[^"]*)"', r'\1 af-page"', markup, count=1).replace("<title>", f"{_STYLE}<title>", 1)
+    )
+
+
+def root(content: str, width: float, height: float, what: str, kind: str = "af-svg", **attributes: object) -> str:
+    """Returns a whole `<svg>` with its accessible title."""
+    return element(
+        "svg",
+        element("title", escape(what)) + content,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {number(width)} {number(height)}",
+        width=width,
+        height=height,
+        role="img",
+        class_=kind,
+        font_family=SANS,
+        **attributes,
+    )
+
+
+def framed(body: str, width: float, height: float, caption: Sequence[str], what: str) -> str:
+    """Returns a whole `<svg>`: the drawing centred, the wrapped caption below it."""
+    inner = max(width, 340.0 if caption else 0.0)
+    lines = [line for text in caption for line in textwrap.wrap(text, max(24, int(inner / 6.1)))]
+    full_width, full_height = inner + 2 * _MARGIN, height + 2 * _MARGIN + (8 + 17 * len(lines) if lines else 0)
+    drawing = element("g", body, transform=f"translate({pair(((full_width - width) / 2, _MARGIN))})")
+    text = "".join(
+        element("text", escape(line), x=_MARGIN, y=height + _MARGIN + 24 + 17 * index)
+        for index, line in enumerate(lines)
+    )
+    if text:
+        text = element("g", text, class_="af-caption", font_size=11.5, fill="currentColor", fill_opacity=0.75)
+    return root(drawing + text, full_width, full_height, what)
+
+
+def pair(point: tuple[float, float]) -> str:
+    """Formats a point of a path."""
+    return f"{number(point[0])},{number(point[1])}"
 
 
 def encode(picture: Svg | Figure, suffix: str, dpi: int = 200) -> bytes:

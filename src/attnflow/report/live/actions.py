@@ -8,16 +8,12 @@ from typing import Final, cast
 
 from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
-from attnflow.masks.catalogue import causal, full
 from attnflow.masks.spec import named_masks
-from attnflow.models.names import MODELS
 from attnflow.report.live.design import MAX_LAYERS, Design, Layer, Spec, labels_of, stroke_of, tokens_of
 from attnflow.tasks.task import Task
 
 Message = Mapping[str, object]
 Outcome = tuple[Design, list[str]]
-_MOST: Final = 512  # positions: a forward pass of so many tokens takes seconds
-_CHARACTERS: Final = 12  # of text for each token that is wanted
 
 
 def chosen(message: Message, size: int) -> Spec:
@@ -118,10 +114,7 @@ def tokens(design: Design, message: Message) -> Outcome:
 
 
 def against(design: Design, message: Message) -> Outcome:
-    """Sets the mask to compare with: from the catalogue, a model, the text of a file, or none."""
-    if message.get("model") is not None:
-        own = own_mask(_text(message, "model"), design.size, layer_of(design, message))
-        return replace(design, against=own), []
+    """Sets the mask to compare with: from the catalogue, the text of a file, or none."""
     if message.get("name") is None and message.get("text") is None:
         return replace(design, against=None), []
     spec = chosen(message, design.size) if message.get("name") is not None else _mask_of_text(_text(message, "text"))
@@ -184,37 +177,3 @@ def _bounded(value: int, size: int, name: str) -> int:
 
 def _text(values: Mapping[str, object], name: str) -> str:
     return as_text(values.get(name), name)
-
-
-def model_names() -> list[str]:
-    """Lists the models whose packages are installed."""
-    return [name for name, package in MODELS.items() if package.find() is not None]
-
-
-def own_mask(name: str, size: int, layer: int) -> Layer:
-    """Reads the mask that a model declares for a layer and a text of `size` tokens.
-
-    Raises ValueError if no such model is installed or it lacks that length or layer. Cost: loading, one forward pass.
-    """
-    if name not in model_names():
-        raise ValueError(
-            f"expected one of the installed models ({', '.join(model_names()) or 'none'}), got {name!r}; for the masks "
-            "of another one run `attnflow studio MODEL`"
-        )
-    from attnflow.audit.declared import declared_order
-    from attnflow.audit.inputs import config_of
-    from attnflow.models import load_model, sample_text
-    from attnflow.models.inputs import text_inputs
-
-    loaded = load_model(name)
-    most = min(_MOST, getattr(config_of(loaded.model), "max_position_embeddings", _MOST))
-    if not 2 <= size <= most:
-        raise ValueError(f"{name} is asked for its mask of 2 to {most} positions, got {size}")
-    text = " ".join(sample_text(characters=_CHARACTERS * size).split())
-    flow = declared_order(loaded, text_inputs(loaded, text, size))
-    if flow.num_layers is not None and layer >= flow.num_layers:
-        raise ValueError(f"{name} has {flow.num_layers} layers, got layer {layer + 1}")
-    mask = flow.masks[layer if flow.num_layers is not None else 0]
-    named = next((each for each in (causal(size), full(size)) if each == mask), mask)  # short enough for a link
-    where = f", layer {layer + 1}" if flow.num_layers is not None else ""
-    return Layer(named.to_dict(), (), mask, f"{name}, its own mask{where}")

@@ -16,14 +16,11 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import plural
 from attnflow._core.mask_examples import EXAMPLES
-from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer
-from attnflow.masks import export
-from attnflow.masks.export import FORMATS, NotExpressible
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import named_masks
 from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
-from attnflow.report.live.actions import Message, layer_of, model_names
+from attnflow.report.live.actions import Message, layer_of
 from attnflow.report.live.design import MAX_LAYERS, MAX_POSITIONS, Design, Layer, Stroke
 from attnflow.tasks.leaks import witnesses
 
@@ -33,7 +30,6 @@ _WALKED: Final = 1 << 14  # positions that are walked through to show the ways o
 _MAX_ARRIVALS: Final = 256  # layers that a receptive field is followed
 
 MAX_CELLS: Final = 1024  # along one side
-_MAX_EXPORTED: Final = 4096  # positions of a mask whose export is shown as text
 _MAX_LITERAL: Final = 4000  # characters of a mask that is written into the code
 _FLEX = """\
 import torch
@@ -115,7 +111,7 @@ def catalogue() -> Reply:
         for entry in named_masks().values()
     ]
     limits = {"max_positions": MAX_POSITIONS, "max_layers": MAX_LAYERS}
-    return {"masks": masks, "models": model_names(), "formats": sorted(FORMATS), **limits}
+    return {"masks": masks, **limits}
 
 
 def flow(design: Design) -> Reply:
@@ -200,7 +196,7 @@ def difference(design: Design) -> Reply:
 
 
 def code(design: Design) -> dict[str, object]:
-    """Returns the code for attnflow and for FlexAttention, and the names of the export formats."""
+    """Returns the code for attnflow and for FlexAttention."""
     lines = ["import attnflow as af", "from attnflow import masks", ""]
     names = [f"layer_{i}" for i in range(len(design.layers))] if design.stacked else ["mask"]
     for name, layer in zip(names, design.layers, strict=True):
@@ -210,26 +206,7 @@ def code(design: Design) -> dict[str, object]:
     if design.labels:
         lines += _task(design, subject)
     flex = _FLEX.format(mask=names[0], size=design.size)
-    return {"attnflow": "\n".join(lines) + "\n", "flex": flex, "formats": sorted(export.FORMATS)}
-
-
-def exported(layer: Layer, name: str) -> dict[str, object]:
-    """Exports a layer's mask as JSON text, or returns why the format cannot express it, with a pair.
-
-    Raises ValueError for an unknown format or a mask that is too long to show.
-    """
-    make = find(name, export.FORMATS, "format")
-    if layer.mask.num_queries > _MAX_EXPORTED:
-        raise ValueError(
-            f"text is shown of masks of up to {_MAX_EXPORTED:,} positions; for this one run "
-            f"`attnflow mask export FILE --to {name} -o out.json`"
-        )
-    try:
-        return {"format": name, "text": make(layer.mask).to_json()}
-    except NotExpressible as error:
-        return {"format": name, "refused": str(error), "pair": error.pair}
-    except ValueError as error:  # a property of the format that no pair shows, such as a size
-        return {"format": name, "refused": str(error), "pair": None}
+    return {"attnflow": "\n".join(lines) + "\n", "flex": flex}
 
 
 def _layer(name: str, layer: Layer) -> list[str]:
@@ -269,7 +246,8 @@ def _task(design: Design, subject: str) -> list[str]:
     n = design.size
     sources = {i: list(made) for i, made in design.sources.items()}
     made = f"sources = {sources!r}" if len(sources) <= 64 else "sources = {}  # too many to list: save the design"
-    labels = _labels(design)
+    kinds = {"next": f"[(i, i + 1) for i in range({n - 1})]", "own": f"[(i, i) for i in range({n})]"}
+    labels = kinds.get(design.kind_of_labels or "", list(design.labels))
     return [
         "",
         made,
@@ -277,13 +255,6 @@ def _task(design: Design, subject: str) -> list[str]:
         f"labels = [af.tasks.Label(position, af.tasks.Token(token, token)) for position, token in {labels}]",
         f"print(af.tasks.check(af.tasks.Task(tokens, labels, {subject})))",
     ]
-
-
-def _labels(design: Design) -> str:
-    n, pairs = design.size, list(design.labels)
-    if pairs == [(i, i + 1) for i in range(n - 1)]:
-        return f"[(i, i + 1) for i in range({n - 1})]"
-    return f"[(i, i) for i in range({n})]" if pairs == [(i, i) for i in range(n)] else repr(pairs)
 
 
 QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
@@ -296,5 +267,4 @@ QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
     "cost": cost,
     "difference": lambda design, _: difference(design),
     "code": lambda design, _: code(design),
-    "export": lambda design, message: exported(design.layers[layer_of(design, message)], str(message.get("format"))),
 }

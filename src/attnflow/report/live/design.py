@@ -152,6 +152,12 @@ class Design:
         """Returns a text for each position, or None without tokens."""
         return [*self.tokens, *[""] * (self.size - len(self.tokens))] if self.tokens else None
 
+    @property
+    def kind_of_labels(self) -> str | None:
+        """Names the labels if they are the "next" token or their "own" at all positions, to keep links short."""
+        kinds = [kind for kind in ("next", "own") if len(self.labels) == self.size - (kind == "next")]
+        return next((kind for kind in kinds if labels_of(kind, self.size) == self.labels), None)
+
     def with_layer(self, number: int, layer: Layer) -> tuple[Design, list[str]]:
         """Replaces a layer's mask; returns the design and notices of what no longer fits."""
         if layer.mask.num_queries == self.size:
@@ -183,7 +189,7 @@ class Design:
             **({"stacked": True} if self.stacked else {}),
             **({"tokens": list(self.tokens)} if self.tokens else {}),
             **({"sources": [[i, *made] for i, made in self.sources.items()]} if self.sources else {}),
-            **({"labels": _kind_of(self.labels, self.size)} if self.labels else {}),
+            **({"labels": self.kind_of_labels or [list(pair) for pair in self.labels]} if self.labels else {}),
             **({"against": self.against.to_dict()} if self.against else {}),
         }
 
@@ -236,12 +242,6 @@ def labels_of(kind: str, size: int) -> tuple[tuple[int, int], ...]:
     shifts = {"next": 1, "own": 0, "none": size}
     shift = find(kind, shifts, "kind of labels")
     return tuple((i, i + shift) for i in range(size - shift))
-
-
-def _kind_of(labels: tuple[tuple[int, int], ...], size: int) -> object:
-    """Returns labels as plain data, by their kind if they all share one, to keep links short."""
-    kinds = [kind for kind in ("next", "own") if len(labels) == size - (kind == "next")]
-    return next((kind for kind in kinds if labels_of(kind, size) == labels), [list(pair) for pair in labels])
 
 
 def _labels(values: object, size: int, where: str) -> tuple[tuple[int, int], ...]:

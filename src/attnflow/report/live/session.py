@@ -42,7 +42,7 @@ class Session:
       holds that window of the matrix.
     - `undo` and `redo` change it, too.
     - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`, `difference`, `code`,
-      `export`, `families` and `family` are questions; one with an outdated "revision" is answered `"stale": true`.
+      `families` and `family` are questions; one with an outdated "revision" is answered `"stale": true`.
 
     Errors become replies: `{"ok": false, "error": what was expected, what came}`.
     """
@@ -190,10 +190,9 @@ def record(design: Design) -> str | None:
             leak |= ask("witness", number=number) or {}
     answers: dict[str, object] = {
         "state": {**(ask("state") or {}), "design": None},
-        **{op: ask(op) for op in ("flow", "diagram", "difference")},
+        **{op: ask(op) for op in ("flow", "diagram", "difference", "code")},
         "leaks": leaks,
-        "code": {**(ask("code") or {}), "formats": []},
-        "catalogue": {"masks": [], "formats": []},
+        "catalogue": {"masks": []},
         "distinct": [numbers.index(i) for i in distinct],
         "cost": [ask("cost", layer=i) for i in numbers],
     }
