@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, TypeVar, cast
 
@@ -148,22 +147,3 @@ def _entries(source: EntrySource, like: Tensor) -> Tensor:
 
 # No part of a compiled graph: anybody may edit the entries between two tokens.
 _untraced: Final = cast("Callable[[EntrySource, Tensor], Tensor]", torch.compiler.disable(_entries))
-
-
-class Link(ABC):
-    """Connects a model's layers to a store; `source` is None where each layer reads entries of its own."""
-
-    def __init__(self, store: Store, source: EntrySource | None = None, encoder: str = "") -> None:
-        self.store, self.source, self.encoder = store, source, encoder
-
-    @abstractmethod
-    def put_back(self) -> None:
-        """Disconnect the store."""
-
-    def thresholds(
-        self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None
-    ) -> Tensor | None:
-        """Compute the thresholds of new entries."""
-        if layers is not None or experts is not None:
-            raise ValueError("all layers of this model read all entries: leave layers and experts out")
-        return None if self.source is None else self.source.thresholds(rows)

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow.knowledge import ModularConfig, ModularForCausalLM, Retrieval, Store
@@ -141,9 +140,13 @@ def test_what_does_not_fit_is_refused():
         af.knowledge.attach(model, Store.open("memory", dim=8))
     with pytest.raises(ValueError, match=r"have 4 columns of thresholds, the store has 0: .*num_thresholds=4"):
         af.knowledge.attach(model, Store.open("memory", dim=16))
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    with pytest.raises(ValueError, match=r"reads no knowledge base; af\.knowledge\.from_ffn opens"):
-        af.knowledge.attach(LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)), retrieval=Retrieval(k=2))
+    with pytest.raises(TypeError, match="store must be an open one"):
+        af.knowledge.attach(model, "facts")
+    with (
+        af.knowledge.attach(model, store_of(model), write=True) as handle,
+        pytest.raises(ValueError, match="no reader that `attach` put into it"),
+    ):
+        handle.save("nowhere")
 
 
 def converted(name="Llama"):
@@ -196,18 +199,15 @@ def test_a_second_store_is_refused():
         af.knowledge.attach(model, store).remove()
 
 
-def test_a_retrieval_alone_is_set_and_taken_back():
-    model, _ = converted()
+def test_a_retrieval_is_set_and_taken_back():
+    model, store = converted()
     ids = tokens(2, 5)
     own = outputs(model, input_ids=ids)
-    with af.knowledge.attach(model, retrieval=Retrieval(k=3, search="exact")) as handle:
+    with af.knowledge.attach(model, store, retrieval=Retrieval(k=3, search="exact")) as handle:
         assert all(reader.retrieval == Retrieval(k=3, search="exact") for reader in handle.readers)
         assert not torch.equal(outputs(model, input_ids=ids), own)
-        with pytest.raises(ValueError, match=r"attach\(model, store\) lets it read a store"):
-            handle.insert(embeddings=torch.zeros(1, 98))
     assert torch.equal(outputs(model, input_ids=ids), own)
-    with pytest.raises(ValueError, match="give a store to read, or a retrieval"):
-        af.knowledge.attach(model)
+    assert not any(reader.retrieval for reader in readers(model))
 
 
 def test_a_copy_of_a_model_that_reads_a_store_and_the_way_back():

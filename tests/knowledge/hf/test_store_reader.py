@@ -173,14 +173,13 @@ def test_the_bound_holds():
 def test_an_empty_store_gives_nothing_and_a_threshold_is_one_of_scores():
     model, ids, store = tiny("Llama", torch.float32), tokens(1, 5), store_of()
     own = outputs(model, input_ids=ids)
-    handle = opened(af.knowledge.attach(model, store))
-    with af.knowledge.attach(model, retrieval=Retrieval(threshold=-1e3)):
-        every = outputs(model, input_ids=ids)
+    handle = opened(af.knowledge.attach(model, store, layers=[1], retrieval=Retrieval(threshold=-1e3)))
+    every, handle.readers[0].retrieval = outputs(model, input_ids=ids), None
     torch.testing.assert_close(every, outputs(model, input_ids=ids))
     store.delete(store.ids())
     assert torch.equal(outputs(model, input_ids=ids), own)
-    with af.knowledge.attach(model, retrieval=Retrieval(k=2, search="exact")):
-        assert torch.equal(outputs(model, input_ids=ids), own)
+    handle.readers[0].retrieval = Retrieval(k=2, search="exact")
+    assert torch.equal(outputs(model, input_ids=ids), own)
     handle.remove()
 
 
@@ -234,7 +233,6 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
     refused(ValueError, "reader or layers, one of them", model, store_of(), reader=reader, layers=[0])
     refused(ValueError, "layer must be", model, store_of(), layers=[2])
     refused(ValueError, "each layer once", model, store_of(), layers=[1, 1])
-    refused(ValueError, "give a store to read", model, None, layers=[1])
     refused(UnsupportedArchitecture, "attention interface", tiny("Bloom", torch.float32), store_of())
     refused(ValueError, "several stacks", tiny("Bart", torch.float32), store_of())
     weights = reader / "reader.safetensors"

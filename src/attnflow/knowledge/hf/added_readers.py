@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from attnflow._core.checks import integer, preview
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.store_reader import (
     CHILD,
     POOL,
@@ -26,7 +27,8 @@ from attnflow.knowledge.hf.store_reader import (
     store_readers,
 )
 from attnflow.knowledge.layered import reads_entries
-from attnflow.knowledge.source import EntrySource, Link
+from attnflow.knowledge.retrieval import Retrieval
+from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
 from attnflow.models.addons import Addon, read_addon, save_addon
 from attnflow.models.inputs import ordinary_tokens
@@ -58,13 +60,14 @@ def encoder_of(store: Store) -> str:
     return next(iter(encoders), "")
 
 
-class AddedReaders(Link):
-    """A store, and the readers of it that were added to a model."""
+class AddedReaders(Attached):
+    """A model to which readers of a store were added."""
 
     def __init__(
         self,
         model: nn.Module,
         store: Store,
+        retrieval: Retrieval | None,
         folder: str | os.PathLike[str] | None,
         layers: Sequence[int] | None,
         key_dim: int,
@@ -72,7 +75,7 @@ class AddedReaders(Link):
     ) -> None:
         if not len(store):
             raise ValueError(f"{store.uri} is empty: there is nothing to read; insert entries first")
-        super().__init__(store, source := EntrySource(store), encoder_of(store))
+        source, self.encoder = EntrySource(store), encoder_of(store)
         if reads_entries(model):
             raise ValueError(
                 f"{type(model).__name__} reads entries: remove what was attached, or leave out reader and layers"
@@ -90,21 +93,21 @@ class AddedReaders(Link):
         check_implementation(around[0], name, "the model's attention implementation", "reader")
         widths = measured(stack, sorted({*pooled, *chosen}))
         pool = PooledValues(pooled, sum(widths[number][1] for number in pooled), chosen[-1])
-        self._readers = [
+        added = [
             _like(
                 stack.attention[number].module, StoreReader(number, widths[number][0], pool, key_dim, num_heads, source)
             )
             for number in chosen
         ]
         if saved is not None:
-            saved.fill(_tensors_of(self._readers))
+            saved.fill(_tensors_of(added))
         modules = {number: stack.attention[number].module for number in {*pooled, *chosen}}
         pooling = {modules[number]: partial(pool_before, number) for number in pooled}
         self._interception = intercept(around, pooling, role="pool")
         self._children = [(modules[number], POOL) for number in pooled] + [
             (modules[number], CHILD) for number in chosen
         ]
-        for (module, child), one in zip(self._children, [*[pool] * len(pooled), *self._readers], strict=True):
+        for (module, child), one in zip(self._children, [*[pool] * len(pooled), *added], strict=True):
             module.add_module(child, one)
         self._hooks: list[RemovableHandle] = [
             stack.layers[pooled[0]].register_forward_pre_hook(partial(begin_before, _path(stack, pooled[0])))
@@ -112,13 +115,29 @@ class AddedReaders(Link):
         for number in chosen:
             self._hooks.append(stack.layers[number].register_forward_hook(partial(read_after, _path(stack, number))))
 
-    def put_back(self) -> None:
-        """Remove the readers."""
+        self.source = source
+        super().__init__(model, store, retrieval)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the readers to a folder, replacing earlier ones, and return it."""
+        saved = store_readers(self.model)
+        first = saved[0].attention
+        config = {
+            "encoder": self.encoder,
+            "entry_dim": first.entry_dim,
+            "layers": [reader.layer for reader in saved],
+            "key_dim": first.key_dim,
+            "num_heads": first.num_heads,
+        }
+        return save_addon(folder, _KIND, _tensors_of(saved), config, stack_of(self.model).identity(CHILD))
+
+    def _restore(self) -> None:
         self._interception.remove(keep_changes=True)
         for hook in self._hooks:
             hook.remove()
         for module, child in self._children:
             delattr(module, child)
+        super()._restore()
 
 
 def _like(module: nn.Module, reader: StoreReader) -> StoreReader:
@@ -183,22 +202,6 @@ def measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]:
             )
         result[number] = hidden.shape[-1], values[number]
     return result
-
-
-def save_reader(model: nn.Module, folder: Path, encoder: str) -> Path:
-    """Write the readers of a model to a folder, replacing earlier ones, and return it."""
-    readers = store_readers(model)
-    if not readers:
-        raise ValueError(f"{type(model).__name__} has no reader that `attach` put into it: there is nothing to save")
-    first = readers[0].attention
-    config = {
-        "encoder": encoder,
-        "entry_dim": first.entry_dim,
-        "layers": [reader.layer for reader in readers],
-        "key_dim": first.key_dim,
-        "num_heads": first.num_heads,
-    }
-    return save_addon(folder, _KIND, _tensors_of(readers), config, stack_of(model).identity(CHILD))
 
 
 def _tensors_of(readers: Sequence[StoreReader]) -> dict[str, Tensor]:

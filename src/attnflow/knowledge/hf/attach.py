@@ -1,35 +1,31 @@
-"""`attach`: let a model read a store, beside what it knows or instead of its own entries, or the best entries alone."""
+"""`attach`: let a model read a store, beside what it knows or instead of its own entries."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow._core.checks import Indices
-from attnflow._core.handles import Handle
-from attnflow._core.markup import plural
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.hf.added_readers import AddedReaders, save_reader
+from attnflow.knowledge.hf.added_readers import AddedReaders
+from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.modular import ModularModel, ModularReader
 from attnflow.knowledge.hf.store_reader import store_readers
 from attnflow.knowledge.hf.stored_layers import StoredLayers, followed
-from attnflow.knowledge.layered import readers, reads_entries
+from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import EntrySource, Link
+from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.store.entry import Vectors, matrix
 from attnflow.models.loaded import Loaded, split
 
 
 def attach(
     model: nn.Module | Loaded,
-    store: Store | None = None,
+    store: Store,
     *,
     retrieval: Retrieval | None = None,
     write: bool = False,
@@ -54,7 +50,7 @@ def attach(
         model: a transformers model, one stack of it (`model.get_decoder()`), or what `af.load_model` gave.
         store: for readers, one of texts. For a modular model, one of width entry_dim with
             `config.threshold_columns` threshold columns. For a converted model, one of width
-            `model.knowledge.entry_dim` with `model.knowledge.num_thresholds` columns. None: the model's own entries.
+            `model.knowledge.entry_dim` with `model.knowledge.num_thresholds` columns.
         retrieval: which entries each layer reads, found by the store's own search; by default all, or as before.
         write: write to the store what it lacks of this model. For a converted model these are its entries, in place
             of what the store holds; for a modular one the thresholds that are not its own.
@@ -85,27 +81,21 @@ def attach(
     1 layer of LlamaForCausalLM reads 8 entries of memory: all of them
     """
     module, _ = split(model)
-    if store is None:
-        if retrieval is None or reader is not None or layers is not None:
-            raise ValueError("give a store to read, or a retrieval of the best entries of a model that has some")
-        readers(module)  # refuses a model without entries
-        return Attached(module, None, retrieval)
     if not isinstance(cast(object, store), Store):
         raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
-    link: Link
     if reader is not None or layers is not None or not reads_entries(module) or store_readers(module):
-        link = AddedReaders(module, store, reader, layers, key_dim, num_heads)
-    elif (modular := _modular(module)) is not None:
-        link = ModularLink(modular, store, write)
-    else:
-        link = StoredLayers(module, store, write)
-    return Attached(module, link, retrieval)
+        return AddedReaders(module, store, retrieval, reader, layers, key_dim, num_heads)
+    if (modular := _modular(module)) is not None:
+        return ModularReaders(module, modular, store, retrieval, write)
+    return StoredLayers(module, store, retrieval, write)
 
 
-class ModularLink(Link):
-    """A store that a modular model reads in place of its own entries."""
+class ModularReaders(Attached):
+    """A modular model that reads a store in place of its own entries."""
 
-    def __init__(self, modular: ModularModel, store: Store, write: bool) -> None:
+    def __init__(
+        self, model: nn.Module, modular: ModularModel, store: Store, retrieval: Retrieval | None, write: bool
+    ) -> None:
         width = modular.config.entry_dim
         if modular.source is not None:
             raise ValueError(f"{type(modular).__name__} reads a store already: remove that one first")
@@ -118,7 +108,6 @@ class ModularLink(Link):
             return torch.cat([layer.threshold_columns(moved) for layer in layers], dim=1).cpu()
 
         source = EntrySource(store, thresholds)
-        super().__init__(store, source)
         if write:
             source.write_thresholds()
         elif len(stale := source.stale()):
@@ -126,93 +115,13 @@ class ModularLink(Link):
                 f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
                 "attach(model, store, write=True) computes them anew"
             )
-        self._modular = modular
+        self._modular, self.source = modular, source
         modular.source = source
-
-    def put_back(self) -> None:
-        """Let the model read its own entries again."""
-        self._modular.source = None
-
-
-class Attached(Handle):
-    """What `attach` changed.
-
-    Attributes:
-        store: that the model reads, or None.
-        readers: the layers that read it; each has its own `retrieval`, and bounds the error of what it left out.
-    """
-
-    def __init__(self, model: nn.Module, link: Link | None, retrieval: Retrieval | None) -> None:
-        super().__init__(model)
-        self._link, self.store = link, None if link is None else link.store
-        self.readers = readers(model)
-        self._before = [reader.retrieval for reader in self.readers]
-        for reader in self.readers if retrieval is not None else ():
-            reader.retrieval = retrieval
-
-    def insert(
-        self,
-        *,
-        embeddings: Vectors,
-        layers: Sequence[int] | None = None,
-        experts: Sequence[int | None] | None = None,
-        **columns: Any,
-    ) -> Int64[Tensor, " n"]:
-        """`Store.insert` with the thresholds that the model's layers give the entries.
-
-        Args:
-            embeddings: [n, dim], finite.
-            layers: of a converted model, the layer that each entry belongs to.
-            experts: of a converted model with experts, the one in that layer, None in layers without.
-            **columns: what else `Store.insert` takes: ids, texts, sources, encoder.
-
-        Raises:
-            ValueError: layers or experts missing or out of place, no store, or as `Store.insert`.
-        """
-        link = self._stored()
-        rows = torch.from_numpy(matrix("embeddings", embeddings, link.store.dim))
-        named: dict[str, Any] = {"encoder": link.encoder or None, **columns}
-        return link.store.insert(embeddings=rows, thresholds=link.thresholds(rows, layers, experts), **named)
-
-    def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        """`Store.upsert`, likewise; entries of a converted model stay in their layers.
-
-        Raises:
-            ValueError: no store, or as `Store.upsert`.
-        """
-        link = self._stored()
-        rows = torch.from_numpy(matrix("embeddings", embeddings, link.store.dim))
-        thresholds = None if link.source is None else link.source.thresholds(rows)
-        link.store.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
-
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
-
-        After a kill the folder holds the old readers or the new ones, whole.
-
-        Raises:
-            ValueError: a model whose own layers read the store, or NaN or infinity in a reader. Nothing is written.
-        """
-        encoder = self._link.encoder if isinstance(self._link, AddedReaders) else ""
-        return save_reader(self.model, Path(folder), encoder)
-
-    def _stored(self) -> Link:
-        if self._link is None:
-            raise ValueError("the model reads its own entries: attach(model, store) lets it read a store")
-        return self._link
+        super().__init__(model, store, retrieval)
 
     def _restore(self) -> None:
-        if self._link is not None:
-            self._link.put_back()
-        for reader, retrieval in zip(self.readers, self._before, strict=True):
-            reader.retrieval = retrieval
-
-    def _summary(self) -> str:
-        where = "its own entries" if self.store is None else f"{len(self.store):,} entries of {self.store.uri}"
-        kinds = {str(reader.retrieval or "all of them") for reader in self.readers}
-        number = len(self.readers)
-        reads = "reads" if number == 1 else "read"
-        return f"{plural(number, 'layer')} of {type(self.model).__name__} {reads} {where}: {', '.join(kinds)}"
+        self._modular.source = None
+        super()._restore()
 
 
 def attached_store(model: nn.Module) -> Store | None:
@@ -222,8 +131,8 @@ def attached_store(model: nn.Module) -> Store | None:
     if sources:
         return None if sources[0] is None else sources[0].store
     base = getattr(model, "knowledge", None)
-    link = followed(base) if isinstance(base, LayeredKnowledge) else None
-    return None if link is None else link.store
+    handle = followed(base) if isinstance(base, LayeredKnowledge) else None
+    return None if handle is None else handle.store
 
 
 def _modular(model: nn.Module) -> ModularModel | None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer, preview
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.source import Link
+from attnflow.knowledge.hf.attached import Attached
+from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store
 
 MADE_BY: Final = "from_ffn"  # where an entry of a store says which encoder made it
@@ -22,28 +23,33 @@ _BATCH: Final = 4096
 _FOLLOWED: Final = "followed"  # of a base, the store that it follows
 
 
-class StoredLayers(Link):
-    """A store whose entries a converted model copies before each forward pass that follows an edit."""
+class StoredLayers(Attached):
+    """A converted model that copies the entries of a store before each forward pass that follows an edit."""
 
-    def __init__(self, model: nn.Module, store: Store, write: bool = False) -> None:
-        super().__init__(store)
-        self._model, self._base = model, _base(model)
-        base = self._base
+    def __init__(self, model: nn.Module, store: Store, retrieval: Retrieval | None, write: bool) -> None:
+        base = self._base = _base(model)
         if followed(base) is not None:
             raise ValueError(f"{type(model).__name__} reads a store already: remove that one first")
         if write:
             save_entries(model, store)
         self._before = (base.entries, base.ids, base.counts.clone(), base.experts)
         base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
+        self._revision = store.revision
         try:
-            self._load()
+            load_entries(model, store)
         except BaseException:
             base.put(*self._before)
             raise
         base.__dict__[_FOLLOWED] = self
         self._hook = model.register_forward_pre_hook(self._follow)
+        super().__init__(model, store, retrieval)
 
-    def thresholds(
+    def stop(self) -> None:
+        """Stop following the store; the entries stay as they are."""
+        self._hook.remove()
+        del self._base.__dict__[_FOLLOWED]
+
+    def _thresholds(
         self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None
     ) -> Tensor | None:
         """Return the threshold columns that assign new entries to layers and experts."""
@@ -51,23 +57,15 @@ class StoredLayers(Link):
             raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
         return layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
 
-    def put_back(self) -> None:
-        """Let the model read its own entries again."""
+    def _restore(self) -> None:
         self.stop()
         self._base.put(*self._before)
-
-    def stop(self) -> None:
-        """Stop following the store; the entries stay as they are."""
-        self._hook.remove()
-        del self._base.__dict__[_FOLLOWED]
-
-    def _load(self) -> None:
-        self._revision = self.store.revision
-        load_entries(self._model, self.store)
+        super()._restore()
 
     def _follow(self, _: nn.Module, __: object) -> None:
         if self._revision != self.store.revision:
-            self._load()
+            self._revision = self.store.revision
+            load_entries(self.model, self.store)
 
 
 def followed(base: LayeredKnowledge) -> StoredLayers | None:

@@ -1,0 +1,99 @@
+"""The handle of a model that reads a store: entries are written through it, and it takes the store away again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from attnflow._core.checks import Indices
+from attnflow._core.handles import Handle
+from attnflow._core.markup import plural
+from attnflow.knowledge.layered import readers
+from attnflow.knowledge.retrieval import Retrieval
+from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.store import Store
+from attnflow.knowledge.store.entry import Vectors, matrix
+
+
+class Attached(Handle):
+    """What `attach` changed.
+
+    Attributes:
+        store: that the model reads.
+        readers: the layers that read it; each has its own `retrieval`, and bounds the error of what it left out.
+    """
+
+    source: EntrySource | None = None  # None where each layer reads entries of its own
+    encoder = ""  # that made the entries, "" if unknown
+
+    def __init__(self, model: nn.Module, store: Store, retrieval: Retrieval | None) -> None:
+        super().__init__(model)
+        self.store, self.readers = store, readers(model)
+        self._retrievals = [reader.retrieval for reader in self.readers]
+        for reader in self.readers if retrieval is not None else ():
+            reader.retrieval = retrieval
+
+    def insert(
+        self,
+        *,
+        embeddings: Vectors,
+        layers: Sequence[int] | None = None,
+        experts: Sequence[int | None] | None = None,
+        **columns: Any,
+    ) -> Int64[Tensor, " n"]:
+        """`Store.insert` with the thresholds that the model's layers give the entries.
+
+        Args:
+            embeddings: [n, dim], finite.
+            layers: of a converted model, the layer that each entry belongs to.
+            experts: of a converted model with experts, the one in that layer, None in layers without.
+            **columns: what else `Store.insert` takes: ids, texts, sources, encoder.
+
+        Raises:
+            ValueError: layers or experts missing or out of place, or as `Store.insert`.
+        """
+        rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
+        named: dict[str, Any] = {"encoder": self.encoder or None, **columns}
+        return self.store.insert(embeddings=rows, thresholds=self._thresholds(rows, layers, experts), **named)
+
+    def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
+        """`Store.upsert`, likewise; entries of a converted model stay in their layers."""
+        rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
+        thresholds = None if self.source is None else self.source.thresholds(rows)
+        self.store.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
+
+        After a kill the folder holds the old readers or the new ones, whole.
+
+        Raises:
+            ValueError: a model whose own layers read the store, or NaN or infinity in a reader. Nothing is written.
+        """
+        raise ValueError(f"{type(self.model).__name__} has no reader that `attach` put into it to save")
+
+    def _thresholds(
+        self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None
+    ) -> Tensor | None:
+        """Compute the thresholds of new entries."""
+        if layers is not None or experts is not None:
+            raise ValueError("all layers of this model read all entries: leave layers and experts out")
+        return None if self.source is None else self.source.thresholds(rows)
+
+    def _restore(self) -> None:
+        for reader, retrieval in zip(self.readers, self._retrievals, strict=True):
+            reader.retrieval = retrieval
+
+    def _summary(self) -> str:
+        kinds = {str(reader.retrieval or "all of them") for reader in self.readers}
+        reads = "reads" if len(self.readers) == 1 else "read"
+        return (
+            f"{plural(len(self.readers), 'layer')} of {type(self.model).__name__} {reads} {len(self.store):,} entries "
+            f"of {self.store.uri}: {', '.join(kinds)}"
+        )
