@@ -19,8 +19,17 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge import facts as taught
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.edit import Edited, edited_layers, targets, value_changes
-from attnflow.knowledge.hf.edit_targets import Method, Moments, Place, leads_of, places_of, read_moments
+from attnflow.knowledge.hf.edit import Edited, Targets, edited_layers, layer_change, targets, value_changes
+from attnflow.knowledge.hf.edit_targets import (
+    Layers,
+    Method,
+    Moments,
+    Place,
+    leads_of,
+    places_of,
+    read_moments,
+    weights_everywhere,
+)
 from attnflow.models import load_model, sample_text
 from experiments.knowledge_ablation.ablate import Chosen, choose, direction, edited, rewritten
 from experiments.knowledge_ablation.facts import RELATIONS as FIRST
@@ -146,6 +155,30 @@ def measured(model: nn.Module, tokenizer: Any, case: Case, text: Tensor) -> dict
     }
 
 
+def few_changes(
+    model: nn.Module,
+    layers: Layers,
+    wanted: Targets,
+    untouched: Sequence[Sequence[int]],
+    moments: Moments,
+    ridge: float,
+    count: int,
+) -> dict[int, Tensor]:
+    """`value_changes` of so many entries of each layer alone.
+
+    They are those by which most can be written at the subjects with least effect elsewhere: the largest k_e (M^-1 k)_e.
+    """
+    quiet, changes = weights_everywhere(model, layers, untouched), dict[int, Tensor]()
+    for layer in layers:
+        rows, added, moment = wanted[0][layer], wanted[1][layer], moments.layers[layer]
+        share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
+        some = share.topk(count).indices.sort().values
+        others = quiet[layer][:, some] if untouched else None
+        changes[layer] = torch.zeros(len(moment), added.shape[1], dtype=torch.float64)
+        changes[layer][some] = layer_change(rows[:, some], added, moment[some][:, some], others, ridge)
+    return changes
+
+
 class Bench:
     """A converted model, and everything that is computed once."""
 
@@ -169,9 +202,10 @@ class Bench:
         quiet = [self._ids(RELATIONS[one.relation].prompt.format(one.subject)) for one in case.constraints]
         count = min(self.config.entries, *(one.num_entries for one in self.layers.values()))
         wanted = targets(self.model, self.tokenizer, self.layers, [fact], [where], self.leads, self.method)
+        common = (self.model, self.layers, wanted)
         changes = [
-            value_changes(self.model, self.layers, wanted, untouched, self.moments, entries, self.method)
-            for entries, untouched in ((None, []), (None, quiet), (count, quiet))
+            *(value_changes(*common, untouched, self.moments, self.method.ridge) for untouched in ([], quiet)),
+            few_changes(*common, quiet, self.moments, self.method.ridge, count),
         ]
         before = measured(self.model, self.tokenizer, case, self.text)
         arms = {name: self._applied(change, case) for name, change in zip(ARMS[:3], changes, strict=True)}
@@ -185,7 +219,7 @@ class Bench:
         method = Method(self.method.steps, self.method.rate, 0.0, mean=True)
         facts, where = [self._fact(case)], [self._places(case)]
         wanted = targets(self.model, self.tokenizer, one, facts, where, self.leads, method)
-        changes = value_changes(self.model, one, wanted, [], self.moments, None, method)
+        changes = value_changes(self.model, one, wanted, [], self.moments, method.ridge)
         return {"arms": {"one layer": self._applied(changes, case)}}
 
     def _applied(self, changes: Mapping[int, Tensor], case: Case) -> dict[str, Any]:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
 from attnflow.knowledge import ModularConfig, ModularForCausalLM
+from attnflow.knowledge.attention import HIDDEN
 
 Kind = Literal["shared", "equal parameters", "equal compute"]
 _HEAD = 32  # width of an attention head, or 64 as from a width of 512 on
+
+# What a Llama has, too.
+_SHARED: Final = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "initializer_range"),
+    *("attention_bias", "attention_dropout", "tie_word_embeddings", "use_cache"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+)
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,43 @@ class Arm:
     def neurons(self, vocabulary: int, length: int) -> int:
         """In each layer of a twin."""
         if self.kind == "equal parameters":
-            twin: Any = self.modular(vocabulary, length).feed_forward_twin()
+            twin: Any = feed_forward_twin(self.modular(vocabulary, length))
             return twin.intermediate_size
         return round(self.operations / (self.layers * (3 if self.gated else 2) * self.width))
+
+
+def knowledge_parameters(config: ModularConfig) -> int:
+    """Parameters of E and of all that reads it; what stands where feed-forward layers would.
+
+    |E| d_E + L (h d d_k + p h d_E d_k + h d_E d + d + thresholds) for L blocks of h heads with p parts (2 if
+    gated); thresholds: "mlp" (d_E + 1) 64 + 65 p h, "coordinate" 0.
+    """
+    heads = config.num_knowledge_heads
+    keys = heads * (2 if config.gated else 1)
+    thresholds = (config.entry_dim + 1) * HIDDEN + (HIDDEN + 1) * keys if config.threshold == "mlp" else 0
+    projections = (heads * config.hidden_size + keys * config.entry_dim) * config.key_dim
+    projections += heads * config.entry_dim * config.hidden_size + config.hidden_size
+    return config.num_entries * config.entry_dim + config.num_hidden_layers * (projections + thresholds)
+
+
+def feed_forward_twin(config: ModularConfig) -> Any:
+    """The config of a transformers model that differs in sharing alone: each layer has feed-forward neurons of its own.
+
+    The same blocks, activation, gate and biases b1 and b2 (a Llama; ungated an Arcee, which is a Llama without the
+    gate), with as many parameters as the knowledge has, to within half a neuron a layer. (The layers that a modular
+    model folds into have |E| neurons each, and the same values, but many more parameters.) A ValueError reports
+    sparsemax, which no feed-forward layer has: it depends on all entries at once.
+    """
+    from transformers import ArceeConfig, LlamaConfig
+
+    if config.knowledge_activation == "sparsemax":
+        raise ValueError("sparsemax normalises over all entries: no feed-forward layer of transformers does that")
+    keys = 2 if config.gated else 1
+    neuron = (keys + 1) * config.hidden_size + keys
+    neurons = round((knowledge_parameters(config) / config.num_hidden_layers - config.hidden_size) / neuron)
+    kind = LlamaConfig if config.gated else ArceeConfig
+    own = {"intermediate_size": max(1, neurons), "hidden_act": config.knowledge_activation, "mlp_bias": True}
+    return kind(**own, **{name: getattr(config, name) for name in _SHARED})
 
 
 def build(arm: Arm, vocabulary: int, length: int, seed: int) -> Any:
@@ -81,7 +124,7 @@ def build(arm: Arm, vocabulary: int, length: int, seed: int) -> Any:
         torch.manual_seed(seed)
         if arm.shared:
             return ModularForCausalLM(config)
-        twin = config.feed_forward_twin()
+        twin = feed_forward_twin(config)
         twin.intermediate_size = arm.neurons(vocabulary, length)
         return AutoModelForCausalLM.from_config(twin)
 

@@ -36,7 +36,7 @@ def edited(bench: Bench, progress: Progress) -> list[dict[str, object]]:
     leads = leads_of(sample_text(), _LEADS)
     places = [places_of(fact, tokenizer, leads, None) for fact in facts]
     wanted = targets(model, tokenizer, one, facts, places, leads, method, progress)
-    with Edited(model, value_changes(model, one, wanted, [], moments, None, method), moments):
+    with Edited(model, value_changes(model, one, wanted, [], moments, method.ridge), moments):
         ways.append(_measured(bench, model, "rank one", asked, len(facts)))
     return ways
 

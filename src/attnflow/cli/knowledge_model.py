@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, cast
 
 import typer
 
@@ -123,13 +123,21 @@ def knowledge_edit(
             raise BadUsage(f"there is no file {path}")
     _models.require(model)
     chosen = None if layers is None else integers(layers, "--layers")
+    from attnflow._core.files import write_folder
+    from attnflow.knowledge import edit, from_ffn, to_ffn
     from attnflow.knowledge.facts import Fact, read_facts
-    from attnflow.knowledge.hf.edit import save_edited
 
     facts = [Fact(str(prompt), str(answer), subject)] if file is None else read_facts(file)
     texts = [] if keep is None else [line for line in keep.read_text(encoding="utf-8").splitlines() if line.strip()]
     with working(f"loading {model}") as spinner:
-        report = save_edited(_models.load(model), facts, output, layers=chosen, untouched=texts, progress=spinner)
+        loaded = _models.load(model)
+        converted: Any = from_ffn(loaded).float()  # half precision would lose the changes
+        loaded = loaded._replace(model=converted)
+        with edit(loaded, facts, layers=chosen, untouched=texts, progress=spinner) as handle:
+            plain, tokenizer, report = to_ffn(converted), cast(Any, loaded.tokenizer), handle.report
+            with write_folder(output) as part:
+                plain.save_pretrained(part)
+                tokenizer.save_pretrained(part)
     show(report, json_output)
     raise typer.Exit(0 if report.ok else 1)
 

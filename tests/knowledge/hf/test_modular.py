@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from attnflow.knowledge import Retrieval
 from attnflow.knowledge.attention import named
+from experiments.knowledge_twins.models import feed_forward_twin, knowledge_parameters
 from tests.knowledge.sources import indexed
 from tests.models import modular, tokens
 
@@ -214,12 +215,12 @@ def test_a_twin_differs_in_sharing_alone():
         model = modular(disturbed=False, **form)
         config = model.config
         own = sum(p.numel() for name, p in model.named_parameters() if "knowledge" in name or "reader" in name)
-        assert own == config.knowledge_parameters
+        assert own == knowledge_parameters(config)
         if config.knowledge_activation == "sparsemax":
             with pytest.raises(ValueError, match="sparsemax normalises over all entries"):
-                config.feed_forward_twin()
+                feed_forward_twin(config)
             continue
-        twin = AutoModelForCausalLM.from_config(config.feed_forward_twin())
+        twin = AutoModelForCausalLM.from_config(feed_forward_twin(config))
         apart = model.num_parameters() - twin.num_parameters()
         neuron = (3 if config.gated else 2) * config.hidden_size + 1 + config.gated
         assert abs(apart) <= neuron / 2 * config.num_hidden_layers

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core.checks import integer
-from attnflow._core.files import write_folder
 from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.facts import EditReport, Fact, FactChange, read_facts
-from attnflow.knowledge.hf.convert import from_ffn, to_ffn
 from attnflow.knowledge.hf.edit_targets import (
     Layers,
     Method,
@@ -38,7 +36,6 @@ from attnflow.knowledge.hf.edit_targets import (
 )
 from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import EntryValues, readers
-from attnflow.knowledge.least_change import least_change
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.names import sample_text
@@ -47,6 +44,8 @@ Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Pa
 
 _LEADS: Final = 3  # beginnings of sentences before each prompt
 _EDITS: Final = "edits"  # of a base, the handles in force, in order
+_RANK: Final = 1e-10  # of the largest singular value: smaller ones of what must not change are rounding
+_FREE: Final = 1e-8  # of the squared length of whitened weights: less cannot be told from rounding
 
 
 def edit(
@@ -54,7 +53,6 @@ def edit(
     facts: Facts,
     *,
     layers: Sequence[int] | None = None,
-    entries: int | None = None,
     untouched: Sequence[str] = (),
     text: str | Moments | None = None,
     tokens: int = 8192,
@@ -74,8 +72,6 @@ def edit(
         facts: what it shall say: a mapping with prompt, answer, and maybe subject and paraphrases, or a list of them;
             `Fact` says what they mean.
         layers: whose entries are changed; by default every second of five from a quarter of the depth on.
-        entries: of each layer, change so many alone, those by which most can be written at the subjects with least
-            effect elsewhere (the largest k_e (M^-1 k)_e); by default all.
         untouched: texts at all tokens of which nothing may be added: what the model says there stays, to rounding.
         text: other text, or `handle.moments` of an earlier edit; by default Shakespeare's sonnets.
         tokens: of the text that are read.
@@ -102,8 +98,6 @@ def edit(
     wanted = read_facts(facts)
     chosen = edited_layers(module, layers)
     _check_base(module)
-    if entries is not None:
-        integer("entries", entries, 1, min(one.num_entries for one in chosen.values()))
     integer("tokens", tokens, 1)
     with evaluating(module):
         said = text if isinstance(text, str) else sample_text()
@@ -118,7 +112,7 @@ def edit(
         before, quiet = _said(module, tokenizer, wanted), _next(module, other_ids)
         method = Method()
         aims = targets(module, tokenizer, chosen, wanted, places, leads, method, progress)
-        changes = value_changes(module, chosen, aims, other_ids, moments, entries, method)
+        changes = value_changes(module, chosen, aims, other_ids, moments, method.ridge)
         handle = Edited(module, changes, moments)
         try:
             shift = float((_next(module, other_ids) - quiet).abs().max()) if other_ids else 0.0
@@ -239,26 +233,75 @@ def value_changes(
     wanted: Targets,
     untouched: Sequence[Sequence[int]],
     moments: Moments,
-    entries: int | None,
-    method: Method,
+    ridge: float,
 ) -> dict[int, Tensor]:
     """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model."""
     quiet = weights_everywhere(model, layers, untouched)
-    changes: dict[int, Tensor] = {}
-    for layer in layers:
-        rows, added, moment = wanted[0][layer], wanted[1][layer], moments.layers[layer]
-        chosen = torch.arange(len(moment))
-        if entries is not None:
-            share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
-            chosen = share.topk(entries).indices.sort().values
-        some, mine = moment[chosen][:, chosen], rows[:, chosen]
-        # places count alike
-        length = (mine * torch.linalg.solve(some, mine.T).T).sum(dim=1, keepdim=True).sqrt()
-        others = quiet[layer][:, chosen] if untouched else None
-        change = torch.zeros(len(moment), added.shape[1], dtype=torch.float64)
-        change[chosen] = least_change(mine / length, added / length, some, untouched=others, ridge=method.ridge)
-        changes[layer] = change
-    return changes
+    return {
+        layer: layer_change(wanted[0][layer], wanted[1][layer], moments.layers[layer], quiet.get(layer), ridge)
+        for layer in layers
+    }
+
+
+def layer_change(rows: Tensor, added: Tensor, moment: Tensor, quiet: Tensor | None, ridge: float) -> Tensor:
+    """`least_change` where weights are scaled to whitened length 1, so that places count alike."""
+    length = (rows * torch.linalg.solve(moment, rows.T).T).sum(dim=1, keepdim=True).sqrt()
+    return least_change(rows / length, added / length, moment, untouched=quiet, ridge=ridge)
+
+
+def least_change(
+    weights: Float[Tensor, "places entries"],
+    wanted: Float[Tensor, "places model_dim"],
+    moment: Float[Tensor, "entries entries"],
+    *,
+    untouched: Float[Tensor, "others entries"] | None = None,
+    ridge: float = 0.0,
+) -> Float[Tensor, "entries model_dim"]:
+    """The change X of values that minimises tr(X^T M X) + |K X - W|^2 / ridge, subject to U X = 0.
+
+    K has the weights of the entries at the places to be changed, W what is to be added there, M = E[k k^T] the second
+    moment of weights on other text: tr(X^T M X) is the mean square of what the change adds there (ROME, Meng et al.,
+    2022, eq. 2; MEMIT, 2023, eq. 14, for several places at once; U as AlphaEdit has it, 2025). With ridge 0 the first
+    term is minimised subject to K X = W.
+
+    Solved by whitening, M = L L^T, and an orthonormal basis of L^-1 U^T: a system of the size of the places.
+
+    K, W and U are `weights`, `wanted` and `untouched`; M, `moment`, is symmetric and positive definite.
+
+    Returns:
+        X, in the precision of `moment`.
+
+    Raises:
+        ValueError: NaN or infinity; a moment that is not positive definite; places of which next to nothing is left
+            beside those that must not change; ridge 0 and places that depend on each other.
+
+    Cost: entries^3 / 3 for the factor, entries^2 * (places + others).
+
+    >>> K, W = torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0]])
+    >>> least_change(K, W, torch.diag(torch.tensor([1.0, 3.0])))  # the entry that fires less elsewhere changes more
+    tensor([[1.5000],
+            [0.5000]])
+    """
+    if not all(bool(torch.isfinite(one).all()) for one in (weights, wanted, moment)) or not ridge >= 0:
+        raise ValueError(f"weights, what is wanted and the moment must be finite, and ridge 0 or more, got {ridge}")
+    factor, failed = torch.linalg.cholesky_ex(moment)
+    if int(failed):
+        raise ValueError("the moment of weights is not positive definite: add a little of the identity, or more text")
+    white = torch.linalg.solve_triangular(factor, weights.to(moment).T, upper=False)
+    size = white.square().sum(dim=0)
+    if untouched is not None and len(untouched):
+        others = torch.linalg.solve_triangular(factor, untouched.to(moment).T, upper=False)
+        basis, lengths, _ = torch.linalg.svd(others, full_matrices=False)
+        basis = basis[:, lengths > _RANK * lengths[0]]
+        for _ in range(2):  # once leaves rounding
+            white = white - basis @ (basis.T @ white)
+    gram = white.T @ white
+    if bool((gram.diagonal() <= _FREE * size).any()):
+        raise ValueError("where something must change, the weights are those of places where nothing may change")
+    if not ridge and not bool(torch.linalg.eigvalsh(gram)[0] > _RANK * size.max()):
+        raise ValueError("the weights at several places depend on each other: a ridge above 0 meets them as it can")
+    system = gram + ridge * torch.eye(len(gram)).to(gram)
+    return torch.linalg.solve_triangular(factor.T, white @ torch.linalg.solve(system, wanted.to(moment)), upper=True)
 
 
 def _check_base(model: nn.Module) -> None:
@@ -288,27 +331,3 @@ def _said(model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[
         word = str(tokenizer.decode([int(out.rows[0].argmax())]))
         said.append((float(out.scores[0].exp()), word, bool(out.first[0]), int(out.first[1:].sum())))
     return said
-
-
-def save_edited(
-    loaded: Loaded,
-    facts: Facts,
-    folder: str | os.PathLike[str],
-    *,
-    layers: Sequence[int] | None = None,
-    untouched: Sequence[str] = (),
-    progress: Progress | None = None,
-) -> EditReport:
-    """Edit a copy of a model and save it with its tokenizer as an ordinary transformers model.
-
-    It is saved in float32, as half precision would lose the changes. The folder is replaced atomically, or not at all.
-    """
-    converted = from_ffn(loaded).float()
-    with edit(
-        *(converted, facts), layers=layers, untouched=untouched, tokenizer=loaded.tokenizer, progress=progress
-    ) as handle:
-        plain, tokenizer = cast(Any, to_ffn(converted)), cast(Any, loaded.tokenizer)
-        with write_folder(folder) as part:
-            plain.save_pretrained(part)
-            tokenizer.save_pretrained(part)
-        return handle.report

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, cast, no_type_check
+from typing import Any, cast, no_type_check
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import ArceeConfig, AutoConfig, AutoModel, AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -21,7 +21,6 @@ from transformers.models.llama.modeling_llama import (
 from attnflow._core.checks import integer
 from attnflow.knowledge.attention import (
     ACTIVATIONS,
-    HIDDEN,
     THRESHOLDS,
     GeneralizedCrossAttention,
     ThresholdHidden,
@@ -33,14 +32,6 @@ from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
 
 Entries = Float[Tensor, "entries entry_dim"] | EntrySource
-
-# What a Llama has, too.
-_SHARED: Final = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "initializer_range"),
-    *("attention_bias", "attention_dropout", "tie_word_embeddings", "use_cache"),
-    *("pad_token_id", "bos_token_id", "eos_token_id"),
-)
 
 
 @no_type_check  # transformers makes an __init__ that takes more than its signature says
@@ -131,44 +122,9 @@ class ModularConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @property
-    def knowledge_parameters(self) -> int:
-        """Parameters of E and of all that reads it; what stands where feed-forward layers would.
-
-        |E| d_E + L (h d d_k + p h d_E d_k + h d_E d + d + thresholds) for L blocks of h heads with p parts (2 if
-        gated); thresholds: "mlp" (d_E + 1) 64 + 65 p h, "coordinate" 0.
-        """
-        heads = self.num_knowledge_heads
-        keys = heads * (2 if self.gated else 1)
-        thresholds = (self.entry_dim + 1) * HIDDEN + (HIDDEN + 1) * keys if self.threshold == "mlp" else 0
-        projections = (heads * self.hidden_size + keys * self.entry_dim) * self.key_dim
-        projections += heads * self.entry_dim * self.hidden_size + self.hidden_size
-        return self.num_entries * self.entry_dim + self.num_hidden_layers * (projections + thresholds)
-
-    @property
     def threshold_columns(self) -> int:
         """How many threshold columns a store for this model has: layers x parts x heads."""
         return self.num_hidden_layers * (2 if self.gated else 1) * self.num_knowledge_heads
-
-    def feed_forward_twin(self) -> PreTrainedConfig:
-        """A transformers model that differs in sharing alone: each layer has feed-forward neurons of its own.
-
-        What a modular model is to be compared with: the same blocks, activation, gate and biases b1 and b2 (a Llama;
-        ungated an Arcee, which is a Llama without the gate), with as many parameters as the knowledge has, to within
-        half a neuron a layer. (The layers that a modular model folds into have |E| neurons each, and the same values,
-        but many more parameters.)
-
-        Raises:
-            ValueError: sparsemax, which no feed-forward layer has: it depends on all entries at once.
-        """
-        if self.knowledge_activation == "sparsemax":
-            raise ValueError("sparsemax normalises over all entries: no feed-forward layer of transformers does that")
-        keys = 2 if self.gated else 1
-        neuron = (keys + 1) * self.hidden_size + keys
-        neurons = round((self.knowledge_parameters / self.num_hidden_layers - self.hidden_size) / neuron)
-        shared = {name: getattr(self, name) for name in _SHARED}
-        kind = LlamaConfig if self.gated else ArceeConfig
-        sizes = {"intermediate_size": max(1, neurons), "hidden_act": self.knowledge_activation, "mlp_bias": True}
-        return kind(**sizes, **shared)
 
 
 class ModularReader(SharedReader):
