@@ -1,19 +1,21 @@
-"""An experiment at a size of seconds, from its recipe to its results, in a folder of the test."""
+"""Experiments at a size of seconds: rows, a tokenizer and a model of few parts, and a run from a recipe to results."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from experiments.runner import text as texts
 from experiments.runner.command import write_results
 from experiments.runner.experiment import Experiment
 from experiments.runner.packing import Packed
 from experiments.runner.study import Study, describe, trial
-from experiments.runner.text import Split, word_pieces
+from experiments.runner.text import word_pieces
+from tests.models import CAUSAL
+
+VOCABULARY = 270
+SIZES = {"max_position_embeddings": 256, "pad_token_id": 268, "eos_token_id": 267, "bos_token_id": 267}
 
 
 def rows(count: int, seed: int) -> Packed:
@@ -22,11 +24,15 @@ def rows(count: int, seed: int) -> Packed:
     return Packed([torch.randint(50, (16,), generator=generator).tolist() for _ in range(count)], 16)
 
 
-def read_random_rows(patch: pytest.MonkeyPatch) -> None:
-    """In place of Shakespeare: few random rows, and a tokenizer of letters."""
-    tokenizer = word_pieces(["alpha beta"], 270)
-    patch.setattr(texts, "learned_from_training", lambda size: tokenizer)
-    patch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
+def reader() -> Any:
+    """Byte pairs: any text can be read."""
+    return word_pieces(["alpha beta gamma delta"], VOCABULARY)
+
+
+def language_model() -> Any:
+    """A Llama that reads 256 of its tokens."""
+    torch.manual_seed(0)
+    return CAUSAL["Llama"].make(vocab_size=VOCABULARY, **SIZES)
 
 
 def run_miniature(experiment: Experiment[Any], folder: Path, config: Any) -> str:

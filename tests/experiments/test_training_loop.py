@@ -1,7 +1,6 @@
 """The loop of all experiments: a process that is killed and started again has the numbers of one that was not."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from torch import nn
 from experiments.runner.saved import by_step
 from experiments.runner.sealing import SEAL, seal, sealed, unseal
 from experiments.runner.training import Course, Diverged, Loop, train
-from tests.experiments.distributed_job import fit
 from tests.experiments.toy import Toy, run_study, run_toy
 
 ROOT = Path(__file__).parents[2]
@@ -133,28 +131,6 @@ def test_the_gradient_of_a_step_is_the_mean_over_its_parts(tmp_path: Path) -> No
     )  # fmt: skip
     assert torch.equal(seen[0], torch.tensor([[1.5, 1.5]]))
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.15, -0.15]]))
-
-
-@pytest.mark.slow
-def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
-    """The parts of a step are shared; sums in another order differ by rounding. Checkpoints serve two, too."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-    def run(folder: Path, steps: int) -> list[list[dict[str, float]]]:
-        folder.mkdir(exist_ok=True)
-        command = [*launch, "-m", "tests.experiments.distributed_job", str(folder), str(steps)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads((folder / "course.json").read_text())
-
-    log, measured = run(tmp_path / "two", 4)
-    alone = fit(tmp_path / "one", 4)
-    for mine, theirs in zip(log, alone.log, strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    assert measured[-1]["weight"] == pytest.approx(alone.measured[-1]["weight"], rel=1e-5)
-    run(tmp_path / "cut", 2)
-    assert run(tmp_path / "cut", 4)[0] == log
 
 
 def test_a_sealed_folder_says_what_is_not_as_it_was(tmp_path: Path) -> None:

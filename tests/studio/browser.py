@@ -58,29 +58,32 @@ CONTROLS = {"button", "link", "checkbox", "radio", "slider", "spinbutton", "text
 
 
 @contextmanager
-def opened(browser, server, size="wide", quiet=True, **options) -> Iterator:
-    """A page that shows what the server begins with; if it is to be `quiet`, it must not complain while it is used."""
-    width, height = SIZES[size]
+def watched(browser, origin, width=1280, height=800, quiet=True, **options) -> Iterator:
+    """A page in a window of its own, which must ask for nothing elsewhere; if it is to be `quiet`, nor complain."""
     context = browser.new_context(viewport={"width": width, "height": height}, **options)
     context.set_default_timeout(WAIT)
-    context.grant_permissions(["clipboard-read", "clipboard-write"])
     page = context.new_page()
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("requestfailed", lambda request: complaints.append(request.url) if _broken(request) else None)
+    own = (origin, "data:", "blob:")
+    page.on("request", lambda request: None if request.url.startswith(own) else complaints.append(request.url))
     try:
-        page.goto(server.address)
-        settled(page)
         yield page
         assert not (quiet and complaints), complaints
     finally:
         context.close()
 
 
-def _broken(request) -> bool:
-    """Whether a request failed, and was not given up by a page that was reloaded before it had its icon."""
-    return request.failure != "net::ERR_ABORTED"
+@contextmanager
+def opened(browser, server, size="wide", **options) -> Iterator:
+    """A page of the studio that shows what the server begins with."""
+    width, height = SIZES[size]
+    with watched(browser, server.origin, width, height, **options) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.goto(server.address)
+        settled(page)
+        yield page
 
 
 def settled(page) -> None:
@@ -154,3 +157,13 @@ def nameless(page, *expected):
              if not node["ignored"] and node.get("role")]  # fmt: skip
     assert set(expected) <= {role for role, _ in roles}
     return [role for role, name in roles if role in CONTROLS and not name]
+
+
+def legible(page, size, *expected) -> None:
+    """Everything has a name and contrast, and lies within the window."""
+    assert nameless(page, *expected) == []
+    page.wait_for_timeout(200)  # colours fade over
+    assert page.evaluate(CONTRAST) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    if size == "wide":
+        assert page.evaluate("document.documentElement.scrollHeight") <= SIZES[size][1]

@@ -1,9 +1,14 @@
-"""The first screen in a real browser: everything that is designed on it, by pointer, and what follows from it."""
+"""The first screen in a real browser: what is designed on it, by pointer, by keys and by touch, at every size.
+
+Masks that no screen has a pixel for every pair of are drawn as tiles of blocks, and zoomed down to the pairs.
+"""
 
 import pytest
 
 from attnflow import masks
 from tests.studio.browser import (
+    CONTRAST,
+    SIZES,
     cell,
     choose,
     colours,
@@ -11,6 +16,7 @@ from tests.studio.browser import (
     fact,
     ink,
     layer_title,
+    legible,
     look,
     mask_of,
     opened,
@@ -207,3 +213,125 @@ def test_the_policy_of_the_page_holds_in_the_browser(browser, studio):
     assert page.evaluate("window.injected") is None
     assert page.evaluate("fetch('https://example.com').then(() => 'sent', () => 'refused')") == "refused"
     context.close()
+
+
+@pytest.mark.parametrize("n", [16_384, 131_072])
+def test_a_long_mask_is_drawn_from_tiles_zoomed_and_painted(page, n):
+    page.get_by_label("n", exact=True).fill(str(n))
+    settled(page)
+    page.get_by_label("window", exact=True).fill(str(n // 4))
+    settled(page)
+    assert page.locator(".subject").text_content().replace("\u202f", "") == f"{n} positions"
+    assert fact(page, "Classes").replace("\u202f", "") == str(n)
+    inside, before, behind = colours(page, (n // 2, 3 * n // 8), (n // 2, n // 8), (n // 2, 3 * n // 4))
+    assert inside != before == behind
+    whole = ink(page)
+    page.get_by_role("radio", name="Forbid").check()
+    page.get_by_label("block", exact=True).fill(str(n // 8))
+    page.mouse.click(*cell(page, n // 2 + 5, 3 * n // 8 + 5))
+    settled(page)
+    start = n // 8
+    rows, keys = slice(4 * start, 5 * start), slice(3 * start, 4 * start)
+    painted = mask_of(page)
+    assert painted[rows, keys].nnz == 0
+    assert painted.nnz == masks.sliding_window(n, n // 4).nnz - masks.sliding_window(n, n // 4)[rows, keys].nnz
+    page.keyboard.press("Escape")
+    page.mouse.move(2, 2)
+    settled(page)
+    assert colours(page, (9 * n // 16, 7 * n // 16)) == [behind]
+    assert ink(page) != whole
+    page.get_by_role("button", name="Undo").click()
+    settled(page)
+    page.get_by_role("radio", name="Look").check()
+    page.mouse.move(*cell(page, n // 2, n // 2))
+    page.locator("canvas").focus()
+    while int(page.locator(".page").get_attribute("data-span")) > 8:
+        page.keyboard.press("+")
+    settled(page)
+    here = page.locator("#readout").text_content()
+    assert "itself" in here or "in one layer" in here or "never" in here
+    page.get_by_role("button", name="Whole").click()
+    page.locator(f".page[data-span='{n}']").wait_for()
+    settled(page)
+
+
+def tab_to(page, here):
+    """Walk by the Tab key until an element of the page has the focus."""
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"document.activeElement.matches({here!r})"):
+            return
+    pytest.fail(f"{here} is not reached by Tab")
+
+
+def test_everything_by_keys_alone(page):
+    tab_to(page, "canvas")
+    page.keyboard.press("a")
+    assert page.locator("input[value=allow]").is_checked()
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    settled(page)
+    assert mask_of(page) == masks.sliding_window(16, 4) | masks.from_edges([(1, 3)], 16)
+    for key in ("f", "Home", " "):
+        page.keyboard.press(key)
+    settled(page)
+    assert not mask_of(page).allows(1, 0)
+    page.keyboard.press("Control+z")
+    settled(page)
+    assert mask_of(page).allows(1, 0)
+    page.keyboard.press("v")
+    page.keyboard.press("End")
+    page.get_by_text("1 ← 15").wait_for()
+    page.keyboard.press("+")
+    page.locator(".page[data-span='8']").wait_for()
+    page.keyboard.press("0")
+    page.locator(".page[data-span='16']").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("Point at a row").wait_for()
+
+
+def test_the_focus_is_seen_wherever_it_goes(page):
+    seen = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        here = page.evaluate(
+            "() => { const e = document.activeElement; const span = e.closest('label.file, .segments label');"
+            " const style = getComputedStyle(span?.querySelector('span') ?? e); return [e.outerHTML.slice(0, 60),"
+            " style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) > 0, e.tagName] }"
+        )
+        if here[2] == "BODY":
+            break
+        assert here[1], here[0]
+        seen.add(here[0])
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_legible_and_named_at_every_size_in_light_and_dark(browser, studio, size, scheme):
+    with opened(browser, studio, size, color_scheme=scheme) as page:
+        page.get_by_role("button", name="Own token").click()
+        page.get_by_label("Compare with", exact=True).select_option("causal")
+        page.get_by_text("One position, tokens").click()
+        for tab in ("Leaks", "Cost", "Code"):
+            page.get_by_role("tab", name=tab).click()
+            settled(page)
+            legible(page, size, "slider", "combobox", "application")
+        assert page.locator("canvas").bounding_box()["width"] > 300
+        before = ink(page)
+        page.get_by_role("button", name="Theme").click()
+        settled(page)
+        assert ink(page) != before
+        page.wait_for_timeout(200)  # colours fade over
+        assert page.evaluate(CONTRAST) == []
+
+
+def test_on_a_phone_a_finger_paints_and_else_scrolls(browser, studio):
+    with opened(browser, studio, "phone", has_touch=True, is_mobile=True) as page:
+        assert page.evaluate("getComputedStyle(document.querySelector('canvas')).touchAction") == "pan-y"
+        page.get_by_role("radio", name="Allow").check()
+        page.locator("canvas").scroll_into_view_if_needed()
+        page.touchscreen.tap(*cell(page, 2, 9))
+        settled(page)
+        assert mask_of(page).allows(2, 9)
+        assert page.evaluate("getComputedStyle(document.querySelector('canvas')).touchAction") == "none"

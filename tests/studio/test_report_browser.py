@@ -1,10 +1,13 @@
 """A report in a real browser: what can be pointed at where scripts run, and the pictures where none does."""
 
+from contextlib import ExitStack
+
 import pytest
 
 import attnflow as af
 from attnflow import masks
 from attnflow.tasks import Label, Task, Token
+from tests.studio.browser import watched
 
 
 @pytest.fixture(scope="module")
@@ -18,23 +21,15 @@ def report(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, report):
-    """opened(**options): the report in a page that may not complain, nor ask for anything."""
-    contexts, complaints = [], []
+    """opened(**options): the report in a page of its own."""
+    with ExitStack() as pages:
 
-    def page(width=1280, **options):
-        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        contexts.append(context)
-        shown = context.new_page()
-        shown.on("console", lambda message: complaints.append(message.text))
-        shown.on("pageerror", lambda error: complaints.append(str(error)))
-        shown.on("request", lambda request: complaints.append(request.url) if request.url != report else None)
-        shown.goto(report)
-        return shown
+        def page(**options):
+            shown = pages.enter_context(watched(browser, report, **options))
+            shown.goto(report)
+            return shown
 
-    yield page
-    for context in contexts:
-        context.close()
-    assert [each for each in complaints if not each.startswith(("data:", "blob:"))] == []
+        yield page
 
 
 def ready(page):

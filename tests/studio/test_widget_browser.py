@@ -6,13 +6,14 @@ import pytest
 
 import attnflow as af
 from attnflow import masks
+from tests.studio.browser import watched
 
 pytest.importorskip("anywidget")
 pytestmark = pytest.mark.slow  # a browser
 
 # A notebook's document in short: rules of its own that must not reach the widget, and a model as anywidget gives one.
 HOST = """<!doctype html><html><head><meta charset="utf-8"><style>
-body { background: %s; font: 20px serif } button { border: 9px solid red } .panel { display: none }
+body { font: 20px serif } button { border: 9px solid red } .panel { display: none }
 </style></head><body><button id="mine">theirs</button><div id="one"></div><div id="two"></div><script type="module">
 const handlers = { "msg:custom": new Set(), "change:revision": new Set() };
 window.hear = (name, value) => { for (const handler of handlers[name]) handler(value); };
@@ -33,46 +34,37 @@ window.ends = [...document.querySelectorAll("div")].map((el) => widget.render({ 
 
 @pytest.fixture
 def notebook(browser):
-    """shown(widget, dark, width): the document of a notebook that shows a widget twice, which may not complain."""
-    contexts, complaints = [], []
-
-    def shown(widget, dark=False, width=1280):
-        context = browser.new_context(viewport={"width": width, "height": 900})
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        module = (files("attnflow") / "report" / "assets" / "studio.js").read_text(encoding="utf-8")
-        content = {"/": ("text/html", HOST % ("#111" if dark else "#fff")), "/studio.js": ("text/javascript", module)}
+    """notebook(widget): the document of a notebook that shows a widget twice."""
+    module = (files("attnflow") / "report" / "assets" / "studio.js").read_text(encoding="utf-8")
+    content = {"/": ("text/html", HOST), "/studio.js": ("text/javascript", module)}
+    with watched(browser, "http://notebook.test/") as page:
 
         def serve(route):
             kind, body = content[route.request.url.removeprefix("http://notebook.test")]
             route.fulfill(content_type=kind, body=body)
 
-        def kernel(said):
-            replies = []
-            send, widget.send = widget.send, lambda content, buffers=None: replies.append(content)
-            try:
-                widget._handle_msg({"content": {"data": {"method": "custom", "content": said}}, "buffers": []})
-            finally:
-                widget.send = send
-            return [replies, widget.revision]
+        def shown(widget):
+            def kernel(said):
+                replies = []
+                send, widget.send = widget.send, lambda content, buffers=None: replies.append(content)
+                try:
+                    widget._handle_msg({"content": {"data": {"method": "custom", "content": said}}, "buffers": []})
+                finally:
+                    widget.send = send
+                return [replies, widget.revision]
 
-        page.expose_function("answered", kernel)
-        page.add_init_script("""window.kernel = async (said) => {
-          const [replies, revision] = await answered(said);
-          for (const reply of replies) hear("msg:custom", reply);
-          if (revision !== window.revision) { window.revision = revision; hear("change:revision"); }
-        };""")
-        page.route("**/*", serve)
-        page.goto("http://notebook.test/")
-        settled(page)
-        return page
+            page.expose_function("answered", kernel)
+            page.add_init_script("""window.kernel = async (said) => {
+              const [replies, revision] = await answered(said);
+              for (const reply of replies) hear("msg:custom", reply);
+              if (revision !== window.revision) { window.revision = revision; hear("change:revision"); }
+            };""")
+            page.route("**/*", serve)
+            page.goto("http://notebook.test/")
+            settled(page)
+            return page
 
-    yield shown
-    for context in contexts:
-        context.close()
-    assert complaints == []
+        yield shown
 
 
 def settled(page):
