@@ -12,7 +12,7 @@ from jaxtyping import config
 
 from attnflow import masks, order, tasks
 from attnflow._core import checks
-from attnflow._core.mask_examples import EXAMPLES
+from attnflow._core.parameters import EXAMPLES
 from attnflow.masks.spec import named_masks
 from attnflow.tasks.derivation import named_families
 

@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attnflow._core.display import install
 from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
+from attnflow._core.lazy import install
 from attnflow._core.version import __version__
 from attnflow.models.names import REGISTRATIONS
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import attnflow as af
 from attnflow import masks
-from attnflow._core.mask_examples import EXAMPLES
+from attnflow._core.parameters import EXAMPLES
 from attnflow.masks.spec import named_masks
 from attnflow.report.live.design import Design
 from attnflow.report.live.session import Session

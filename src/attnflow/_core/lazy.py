@@ -1,8 +1,12 @@
-"""Imports a room's names on first use where they need an optional package; `dir()` lists them all the same."""
+"""What is imported on first use: a room's names that need an optional package, and the room that draws results.
+
+`attnflow/__init__.py` installs the renderer, so that nothing in `_core` imports the room that draws.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, cast, runtime_checkable
 
 
 def on_demand(
@@ -19,3 +23,30 @@ def on_demand(
         return getattr(home(name), name)
 
     return find, lambda: list(names)
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """Draws results; the room `report` is one."""
+
+    def notebook(self, shown: object) -> str:
+        """Return the HTML of a result for a notebook."""
+        ...
+
+    def encode(self, shown: object, suffix: str) -> bytes:
+        """Return the content of a file with this suffix."""
+        ...
+
+
+_loaders: list[Callable[[], object]] = []
+
+
+def install(load: Callable[[], object]) -> None:
+    """Set the renderer; `load` is called when the first result is shown."""
+    _loaders[:] = [load]
+
+
+def renderer() -> Renderer:
+    """Return the installed renderer."""
+    assert _loaders, "attnflow/__init__.py installs a renderer"
+    return cast(Renderer, _loaders[0]())

@@ -14,6 +14,27 @@ from attnflow._core.plain import as_integer, as_list, as_object, close_to, kind_
 
 _T = TypeVar("_T")
 _LARGEST: Final = 1 << 22  # beyond it the machine would run out of memory before anything is shown
+# What a person types for each mask of the catalogue.
+# Where a mask has a length that is not here, it takes the one that its reader has at hand.
+EXAMPLES: Final[Mapping[str, Mapping[str, str]]] = {
+    "attention_sink": {"sinks": "2", "window": "4"},
+    "big_bird": {"n": "32", "block": "2"},
+    "block_causal": {"block": "4"},
+    "block_diffusion": {"num_blocks": "4", "block": "2"},
+    "block_two_stream": {"num_blocks": "4", "block": "2"},
+    "butterfly": {"n": "6"},
+    "causal": {"n": "8"},
+    "dilated_window": {"window": "3", "dilation": "2"},
+    "document": {"lengths": "5,3,4"},
+    "full": {"n": "8"},
+    "global_tokens": {"indices": "0,8"},
+    "longformer": {"window": "3", "indices": "0"},
+    "multi_token_prediction": {"n": "6", "horizon": "3"},
+    "permutation_lm": {"permutation": "2,0,3,1"},
+    "prefix_lm": {"prefix": "6"},
+    "sliding_window": {"window": "4"},
+    "tree": {"parents": "-1,0,0,1,1,2"},
+}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from cattrs import ClassValidationError, Converter, transform_error
 from cattrs.strategies import configure_union_passthrough
 from torch import Tensor
 
-from attnflow._core.display import in_notebook, renderer
 from attnflow._core.files import write_atomically
+from attnflow._core.lazy import renderer
 
 _R = TypeVar("_R", bound="Result")  # typing.Self is unknown to the checker of types that the tests run under
 
@@ -138,7 +138,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The result as notebooks show it."""
-        return in_notebook(self)
+        return renderer().notebook(self)
 
 
 def plain(value: object) -> Any:

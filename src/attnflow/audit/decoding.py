@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Inputs, accepts, takes_use_cache
+from attnflow.audit.inputs import Inputs, takes_use_cache
 from attnflow.audit.passes import Event, Recording, Runner, Tracer, Watched
 from attnflow.audit.perturb import other_precision
 from attnflow.audit.report import Violation
 from attnflow.models.evaluation import REFUSALS, precision, refusal
+from attnflow.models.loaded import takes
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]
     every = [asked, DecodingPath("chunks", (part, part, n - 2 * part)), DecodingPath("drafts", (prefill, part))]
     if not getattr(model, "_is_stateful", False):  # a recurrent state cannot be taken back, and `generate` refuses to
         every.append(DecodingPath("crop", steps, drafts=part))
-    if accepts(model.forward, "attention_mask") and "attention_mask" not in inputs.kwargs:
+    if takes(model.forward, "attention_mask") and "attention_mask" not in inputs.kwargs:
         every.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
     if "transformers" in sys.modules:
         from attnflow.audit.hf.callback import static_cache
@@ -77,7 +78,7 @@ class SteppedRunner(Runner):
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
         """Run the prefill and then the steps, each with the cache of the one before."""
-        name = next((n for n in ("past_key_values", "cache_params") if accepts(self.model.forward, n)), None)
+        name = next((n for n in ("past_key_values", "cache_params") if takes(self.model.forward, n)), None)
         if name is None or not takes_use_cache(self.model):
             raise UnsupportedArchitecture(f"{type(self.model).__name__} takes no cache: audit it with cache=False")
         *encoder, decoder = self.inputs.slots
@@ -264,7 +265,7 @@ def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
     real = torch.ones(inputs.batch, slot.length + pads, dtype=torch.int64, device=values.device)
     real[:, :pads] = 0
     kwargs: dict[str, Any] = {**inputs.kwargs, slot.name: torch.cat([front, values], 1), "attention_mask": real}
-    if accepts(model.forward, "position_ids"):
+    if takes(model.forward, "position_ids"):
         positions = inputs.kwargs.get("position_ids", torch.arange(slot.length, device=values.device))
         positions = positions.expand(inputs.batch, -1)
         kwargs["position_ids"] = torch.cat([positions.new_zeros(inputs.batch, pads), positions], 1)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from attnflow.models.loaded import special_ids, tokenized
+from attnflow.models.loaded import embedding_table, special_ids, takes, tokenized
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -182,16 +181,11 @@ def config_of(model: nn.Module) -> Any:
     return getattr(config, "text_config", None) or config
 
 
-def accepts(function: Callable[..., object], name: str) -> bool:
-    """Whether `function` has a parameter of that name."""
-    return name in inspect.signature(function).parameters
-
-
 def takes_use_cache(model: nn.Module) -> bool:
     """Whether a call takes `use_cache`, also through the keywords that heads of transformers hand on."""
     named = inspect.signature(model.forward).parameters.values()
     passes_on = hasattr(model, "config") and any(each.kind is each.VAR_KEYWORD for each in named)
-    return accepts(model.forward, "use_cache") or passes_on
+    return takes(model.forward, "use_cache") or passes_on
 
 
 def _ids(inputs: Sequence[Any]) -> Tensor:
@@ -223,7 +217,7 @@ def _slot_names(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     decoder = [name for name in _DECODER if kwargs.get(name) is not None]
     config = getattr(model, "config", None)
     both = getattr(config, "is_encoder_decoder", False) and hasattr(model, "decoder") | hasattr(model, "get_decoder")
-    if both and not decoder and accepts(model.forward, "decoder_input_ids"):
+    if both and not decoder and takes(model.forward, "decoder_input_ids"):
         raise ValueError("an encoder-decoder needs decoder_input_ids beside input_ids: the audit covers both")
     if len(encoder) > 1 or len(decoder) > 1:
         raise ValueError(f"pass either ids or embeddings, got {encoder + decoder}")
@@ -273,14 +267,3 @@ def _pool(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
     if len(pool) < 2:
         raise ValueError(f"expected two ordinary token ids to swap, got a vocabulary of {size}; pass embeddings")
     return pool
-
-
-def embedding_table(model: nn.Module) -> nn.Embedding | None:
-    """The table of token embeddings."""
-    getter = getattr(model, "get_input_embeddings", None)
-    if not callable(getter):
-        return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    with suppress(NotImplementedError, AttributeError):  # what getters of classes without a table raise
-        module = getter()
-        return module if isinstance(module, nn.Embedding) else None
-    return None

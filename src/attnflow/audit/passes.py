@@ -14,9 +14,10 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow.audit.inputs import Call, Inputs, Slot, embedding_table
+from attnflow.audit.inputs import Call, Inputs, Slot
 from attnflow.audit.packing import real_positions
 from attnflow.models.evaluation import seed_all
+from attnflow.models.loaded import embedding_table
 from attnflow.models.watching import Arguments, Watch
 from attnflow.models.watching import Call as ModuleCall
 

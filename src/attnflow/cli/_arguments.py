@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from attnflow._core import mask_examples
+from attnflow._core import parameters
 from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _DEFAULT_N: Final = 16
 # What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
 EXAMPLES: Final[Mapping[str, str]] = {
     name: " ".join(f"--n {value}" if key == "n" else f"--set {key}={value}" for key, value in settings.items())
-    for name, settings in mask_examples.EXAMPLES.items()
+    for name, settings in parameters.EXAMPLES.items()
 }
 
 

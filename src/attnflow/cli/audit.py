@@ -62,7 +62,7 @@ def audit(
         from attnflow import masks
         from attnflow.audit import check
         from attnflow.audit.measurement import MeasuredOrder, record
-        from attnflow.models.inputs import text_inputs
+        from attnflow.models.loaded import text_inputs
 
         loaded = load(model, tokenizer=ids is None and golden is None, without="give token ids, as in --ids 5,6,7")
         if golden is None:

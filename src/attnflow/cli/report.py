@@ -73,7 +73,7 @@ def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Repo
 
 
 def _of_model(name: str, text: str | None, tokens: int, spinner: Reporter) -> Page:
-    from attnflow.models.inputs import text_inputs
+    from attnflow.models.loaded import text_inputs
     from attnflow.report import model_page
 
     loaded = load(name)

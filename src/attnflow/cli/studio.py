@@ -78,7 +78,7 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
 def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
     """Returns a model's declared masks for a short text, as a stack with its tokens."""
     from attnflow.audit.declared import declared_order
-    from attnflow.models.inputs import text_inputs
+    from attnflow.models.loaded import text_inputs
     from attnflow.report.live.notebook import design_for
 
     require_model(name, with_settings)

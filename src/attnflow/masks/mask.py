@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
-from attnflow._core.display import in_notebook
+from attnflow._core.lazy import renderer
 from attnflow._core.plain import parse_json
 from attnflow.masks import flex
 from attnflow.masks.costs import Priced
@@ -356,7 +356,7 @@ class Mask(Priced, Planned):
 
     def _repr_html_(self) -> str:
         """The mask as notebooks show it: its picture."""
-        return in_notebook(self)
+        return renderer().notebook(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Mask, (self._rows, self.name, dict(self.parameters), self._query_rank, self._key_rank)

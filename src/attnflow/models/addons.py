@@ -63,19 +63,15 @@ class Addon:
                 f"{named or ' (unnamed)'}; load those, or pass strict=False if this model was trained on from there"
             )
 
-    def check_fit(self, expected: Mapping[str, Tensor]) -> None:
-        """Refuse tensors whose names or shapes are not `expected`, which may lie on the meta device."""
-        missing, extra = sorted(set(expected) - set(self.tensors)), sorted(set(self.tensors) - set(expected))
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy the saved values into tensors of the same names and shapes; `ValueError` on a mismatch."""
+        missing, extra = sorted(set(targets) - set(self.tensors)), sorted(set(self.tensors) - set(targets))
         if missing or extra:
             raise ValueError(f"{self.path} does not fit its config: missing {missing[:3]}, unexpected {extra[:3]}")
         for name, tensor in self.tensors.items():
-            if tensor.shape != expected[name].shape:
-                got, want = tuple(tensor.shape), tuple(expected[name].shape)
+            if tensor.shape != targets[name].shape:
+                got, want = tuple(tensor.shape), tuple(targets[name].shape)
                 raise ValueError(f"{self.path} does not fit its config: {name} has shape {got}, expected {want}")
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy the saved values into tensors of the same names and shapes; `ValueError` on a mismatch."""
-        self.check_fit(targets)
         with torch.no_grad():
             for name, tensor in targets.items():
                 tensor.copy_(self.tensors[name])

@@ -17,16 +17,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.checkpoints import Weights, config_of
-from attnflow.models.families.find import (
-    Config,
-    Place,
-    Shapes,
-    Stem,
-    find,
-    nothing_known,
-    ordered,
-    registered,
-)
+from attnflow.models.families.find import Config, Pairs, Place, Shapes, Stem, ordered, registered
 from attnflow.models.families.rows import Composed, Read, Selected
 from attnflow.models.families.table import UnknownHeads, is_query_or_key
 
@@ -36,7 +27,6 @@ if TYPE_CHECKING:
 
 _ADAPTER: Final = ".base_layer."  # of PEFT, between the path that the model uses and the weight that it wraps
 _HEADS: Final = ("num_attention_heads", "num_heads", "num_key_value_heads")
-_Pairs = list[tuple[Stem, Place | UnsupportedArchitecture]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +75,7 @@ class AttentionLayer(Place):
                 rows.put(self.parameters[rows.tensor], weight)
 
 
-def attention_layers(model: nn.Module, sites: Sequence[Site] | None = None) -> list[AttentionLayer]:
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """List the attention modules of a model in memory, by layer; a module shared by layers (ALBERT) appears once.
 
     Costs one forward pass of 16 tokens. `UnsupportedArchitecture` for unknown attention, adapters on queries or keys,
@@ -101,7 +91,7 @@ def attention_layers(model: nn.Module, sites: Sequence[Site] | None = None) -> l
 
     return [
         AttentionLayer(**vars(place), read=read, parameters={name: parameters[name] for name in place.tensors})
-        for place in _places(model, shapes, {}, sites)
+        for place in _places(model, shapes, {})
     ]
 
 
@@ -178,15 +168,17 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
 
 
 def _stored_places(weights: Weights, config: Mapping[str, object]) -> tuple[Place, ...]:
+    shapes = weights.shapes
     try:
-        return find(weights.shapes, config)
+        return ordered(registered(shapes, config), shapes, config)
     except UnknownHeads:
         try:
             from attnflow.models.loader import complete_config
         except ImportError:  # without transformers nobody knows what a config leaves out
             pass
         else:
-            return find(weights.shapes, complete_config(config))
+            config = complete_config(config)
+            return ordered(registered(shapes, config), shapes, config)
         raise
 
 
@@ -194,39 +186,30 @@ def _can_run(model: nn.Module) -> bool:
     return not any(parameter.is_meta or hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
-def _places(model: nn.Module, shapes: Shapes, config: Config, sites: Sequence[Site] | None = None) -> tuple[Place, ...]:
+def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ...]:
     """Return a place for each attention module: as its names suggest, corrected by the probe."""
     root = {**config_of(next((part for part in model.modules() if hasattr(part, "config")), model)), **config}
 
+    at = dict(model.named_modules())
+
     def stated(path: str) -> Config:  # by torch's own attention
-        module = model.get_submodule(path)
-        return {word: getattr(module, word) for word in _HEADS if isinstance(getattr(module, word, None), int)}
+        return {word: n for word in _HEADS if isinstance(n := getattr(at[path], word, None), int)}
 
     pairs = registered(shapes, root, stated)
     if _can_run(model):
         try:
             from attnflow.models.sites import find_sites, moves_between_positions
 
-            sites = find_sites(model) if sites is None else sites
+            sites = find_sites(model)
         except (ImportError, ValueError, UnsupportedArchitecture):
             pass  # no transformers, no model of it, or one that goes past its interface
         else:  # recurrent layers have queries and keys, too
-            at = dict(model.named_modules())
-            pairs = [
-                (stem, p) for stem, p in pairs if stem.path not in at or not moves_between_positions(at[stem.path])
-            ]
-            pairs = _probed(model, sites, pairs)
-    places: list[tuple[Stem, Place]] = []
-    for stem, place in pairs:
-        if isinstance(place, UnsupportedArchitecture):
-            raise place
-        places.append((stem, place))
-    if not places:
-        raise UnsupportedArchitecture(nothing_known(shapes, root))
-    return ordered(places)
+            mixers = {path for path, module in at.items() if moves_between_positions(module)}
+            pairs = _probed(model, sites, [(stem, place) for stem, place in pairs if stem.path not in mixers])
+    return ordered(pairs, shapes, root)
 
 
-def _probed(model: nn.Module, sites: Sequence[Site], pairs: _Pairs) -> _Pairs:
+def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     """Replace what names suggest by what the probe saw."""
     from attnflow.models.noise import traces
     from attnflow.models.probe import Unread, weights_in

@@ -17,8 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow.models.evaluation import REFUSALS, refusal
-from attnflow.models.inputs import ordinary_tokens
 from attnflow.models.interception import AttentionCall, Output, Proceed
+from attnflow.models.loaded import ordinary_tokens
 from attnflow.models.sites import Site, models_around
 from attnflow.models.trial import read, trial
 from attnflow.models.watching import Arguments, Call, Watch

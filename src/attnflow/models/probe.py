@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from attnflow.models.families.rows import Composed, Piece, Selected
+from attnflow.models.families.rows import Composed, Piece, Selected, run_of
 from attnflow.models.noise import TOKENS, Trace
 
 _COSINE: Final = 0.9999  # of the same numbers up to a factor, rounded to bfloat16; of others about 0.9 at most
@@ -36,9 +36,7 @@ class Columns:
     span: slice | None = field(init=False)
 
     def __post_init__(self) -> None:
-        first = int(self.index[0])
-        run = torch.equal(self.index, torch.arange(first, first + len(self.index), device="cpu"))
-        object.__setattr__(self, "span", slice(first, first + len(self.index)) if run else None)
+        object.__setattr__(self, "span", run_of(self.index))
 
     def take(self, outputs: Mapping[str, Tensor]) -> Float[Tensor, "batch tokens width"]:
         """Select the vectors from the outputs by path, each [batch, tokens, features]."""
@@ -72,23 +70,15 @@ def projections_in(trace: Trace) -> Projections | str:
         match = recognise(heads.reshape(TOKENS, -1), trace.outputs)
         if match is None:
             return f"its {side} are more than components of what its submodules put out, normed and rotated"
-        twice = next((path for path in match.columns.paths if len(trace.inputs[path]) > 1), None)
+        twice = next((path for path in match[0].paths if len(trace.inputs[path]) > 1), None)
         if twice is not None:
             return f"its {side} come out of {twice}, which runs several times"
-        sides.append(match.columns)
+        sides.append(match[0])
     return Projections(query.shape[1], key.shape[1], query.shape[3], *sides)
 
 
-@dataclass(frozen=True, eq=False)
-class Match:
-    """Which components some vectors are, and by which factor each was multiplied."""
-
-    columns: Columns
-    factors: Float[Tensor, " width"]
-
-
-def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tensor]) -> Match | None:
-    """Match vectors with components of the outputs, [tokens, features] by name; None if any fits none."""
+def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tensor]) -> tuple[Columns, Tensor] | None:
+    """Match vectors with components of the outputs, [tokens, features] by name, and factors [width]; None without."""
     widths = {path: output.shape[-1] for path, output in outputs.items()}
     if not widths:
         return None
@@ -113,7 +103,7 @@ def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tens
             placed[inside] = index[inside] - start + offset
             offset += width
         start += width
-    return Match(Columns(tuple(paths), placed), factors.cpu())
+    return Columns(tuple(paths), placed), factors.cpu()
 
 
 class NotLinear(Exception):
@@ -167,17 +157,13 @@ def _weights(reader: _Reader, trace: Trace, earlier: Mapping[Trace, Weights]) ->
             f"{key.shape[3]}",
             ran=True,
         )
-    shared = next((read for other, read in earlier.items() if _equal(other.calls[0][1], key)), None)
+    shared = next((read for other, read in earlier.items() if torch.equal(other.calls[0][1].to(key.device), key)), None)
     try:
         queries = reader.weight("queries", [q for q, _ in trace.calls])
         keys = shared.key_rows if shared else reader.weight("keys", [k for _, k in trace.calls])
     except NotLinear as error:
         return Unread(str(error), ran=True)
     return Weights(queries, keys, query.shape[1], key.shape[1])
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.to(other.device), other)
 
 
 class _Reader:
@@ -210,13 +196,14 @@ class _Reader:
             raise NotLinear(
                 "are sums, products or mixtures of what its submodules put out, so that no one weight makes them"
             )
-        factors = _distinct(match.factors, vectors.dtype, outer)
+        columns, scales = match
+        factors = _distinct(scales, vectors.dtype, outer)
         pieces: list[Piece] = []
         start = 0
-        for path in match.columns.paths:
+        for path in columns.paths:
             end = start + outputs[path].shape[1]
-            place = ((match.columns.index >= start) & (match.columns.index < end)).nonzero().flatten()
-            index = match.columns.index[place] - start
+            place = ((columns.index >= start) & (columns.index < end)).nonzero().flatten()
+            index = columns.index[place] - start
             inner = self._linear(path, index, head_dim) or self._through(path, index, head_dim)
             own = None if factors is None else factors[place]
             pieces += [_placed(piece, place, own) for piece in inner.pieces]
@@ -257,15 +244,14 @@ class _Reader:
         """Return the map to a submodule's input; None if that is the token itself."""
         arguments = self._trace.arguments
         match = recognise(read, arguments)
-        if match is not None:
-            size = arguments[match.columns.paths[0]].shape[1]
-            whole = len(match.columns.paths) == 1 and torch.equal(match.columns.index, torch.arange(size))
-            if not whole:
-                raise NotLinear("are made of a part of the token")
-            if _distinct(match.factors, read.dtype, outer=True) is not None:
-                raise NotLinear("are made of a token whose components are weighted")
-            return None
-        return self._map(read, 1, outer=False)
+        if match is None:
+            return self._map(read, 1, outer=False)
+        columns, scales = match
+        if len(columns.paths) > 1 or not torch.equal(columns.index, torch.arange(arguments[columns.paths[0]].shape[1])):
+            raise NotLinear("are made of a part of the token")
+        if _distinct(scales, read.dtype, outer=True) is not None:
+            raise NotLinear("are made of a token whose components are weighted")
+        return None
 
     def _simple(self, composed: Composed) -> Selected | Composed:
         """Reduce to rows of one weight where possible."""

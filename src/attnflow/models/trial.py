@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal
-from attnflow.models.inputs import accepts, sparing
 from attnflow.models.interception import Interceptor, Role, intercept
+from attnflow.models.loaded import accepts, sparing
 from attnflow.models.sites import Site, models_around
 
 _NONE: Final[Mapping[Site, Interceptor]] = MappingProxyType({})
@@ -73,7 +73,8 @@ def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object
 @contextmanager
 def _unchanged(model: nn.Module) -> Generator[None]:
     """Restore every module's attributes, parameters, buffers and submodules to the same objects."""
-    before = [(part, dict(part)) for module in model.modules() for part in _parts(module)]
+    parts = (part for m in model.modules() for part in (vars(m), m._parameters, m._buffers, m._modules))
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(part, dict(part)) for part in parts]
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and not buffer.is_inference()]
     values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
     try:
@@ -86,7 +87,3 @@ def _unchanged(model: nn.Module) -> Generator[None]:
             if buffer._version != version:  # else it was not written to, and a graph of the caller may hold it
                 with torch.no_grad():
                     buffer.copy_(value)
-
-
-def _parts(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return vars(module), module._parameters, module._buffers, module._modules

@@ -20,7 +20,7 @@ from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.provenance import Trace
 from attnflow.masks.mask import Mask
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, model_inputs, model_name, split
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import html, svg
@@ -250,8 +250,6 @@ def model_page(
 
     Cost: an audit of the model, one pass over its queries and keys, and about four forward passes.
     """
-    from attnflow.models.inputs import model_inputs, model_name  # with transformers, which other pages do without
-
     module, tokenizer = split(model)
     name = title or model_name(module)
     named = model_inputs(module, inputs, tokenizer, 0)

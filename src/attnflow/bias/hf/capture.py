@@ -21,8 +21,7 @@ from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.bias.terms import Dense, Term, wide
 from attnflow.models.evaluation import evaluating
-from attnflow.models.inputs import Text, accepts, model_inputs, model_name, sparing
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, Text, accepts, model_inputs, model_name, sparing, split
 
 Heads = Sequence[int] | Literal["all"] | None
 Queries = int | Sequence[int] | Literal["all"] | None

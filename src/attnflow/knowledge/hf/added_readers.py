@@ -31,7 +31,6 @@ from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
 from attnflow.models.addons import Addon, read_addon, save_addon
-from attnflow.models.inputs import ordinary_tokens
 from attnflow.models.interception import (
     AttentionCall,
     Output,
@@ -40,6 +39,7 @@ from attnflow.models.interception import (
     check_implementation,
     intercept,
 )
+from attnflow.models.loaded import ordinary_tokens
 from attnflow.models.sites import Stack, models_around, stack_of
 from attnflow.models.trial import DoesNotRun, read, trial
 from attnflow.models.watching import calls_of

@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from attnflow._core.progress import Progress
 from attnflow.knowledge.facts import Fact
 from attnflow.knowledge.layered import EntryValues
-from attnflow.models.inputs import sparing
+from attnflow.models.loaded import sparing
 from attnflow.models.watching import Call, Watch, calls_of
 
 Layers = Mapping[int, EntryValues]

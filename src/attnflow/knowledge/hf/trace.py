@@ -22,8 +22,7 @@ from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating
-from attnflow.models.inputs import Text, model_inputs, model_name, sparing
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split
 
 _PROMOTED: Final = 5  # tokens named for an entry
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnflow.models.inputs import ordinary_tokens
 from attnflow.models.interception import AttentionCall, Output, Proceed
+from attnflow.models.loaded import ordinary_tokens
 from attnflow.models.sites import Site
 from attnflow.models.trial import DoesNotRun, read, trial
 

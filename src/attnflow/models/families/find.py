@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, Literal, cast
@@ -107,34 +107,21 @@ class Stem:
         return next((words[part] for part in self.path.split(".") if part in words), "")
 
 
-def find(shapes: Shapes, config: Config) -> tuple[Place, ...]:
-    """Locate the queries and keys of a model: a place for each attention module, by layer.
-
-    Leaves out modules without a layer number (pooling heads) where others have one, small networks between towers, and
-    linear attention. `UnsupportedArchitecture` for unknown attention, or shapes that do not fit the config.
-    """
-    pairs: list[tuple[Stem, Place]] = []
-    for stem, place in registered(shapes, config):
-        if isinstance(place, UnsupportedArchitecture):
-            raise place
-        pairs.append((stem, place))
-    if not pairs:
-        raise UnsupportedArchitecture(nothing_known(shapes, config))
-    return ordered(pairs)
+Pairs = list[tuple[Stem, Place | UnsupportedArchitecture]]
 
 
-def registered(
-    shapes: Shapes, config: Config, stated: Callable[[str], Config] = lambda _: {}
-) -> list[tuple[Stem, Place | UnsupportedArchitecture]]:
+def registered(shapes: Shapes, config: Config, stated: Callable[[str], Config] = lambda _: {}) -> Pairs:
     """Look up every attention-like name in the registry: its place, or why it is unknown.
 
-    `stated` gives a module's own head counts if there is no config. Refuses adapters on queries or keys.
+    Leaves out modules without a layer number (pooling heads) where others have one, small networks between towers, and
+    linear attention. `stated` gives a module's own head counts if there is no config. Refuses adapters on queries or
+    keys.
     """
     adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
     if adapted:
         raise UnsupportedArchitecture(f"it has adapters at queries or keys ({adapted[0]}): merge them into the model")
     stems = [stem for stem in _stems(shapes) if not stem.beside]
-    result: list[tuple[Stem, Place | UnsupportedArchitecture]] = []
+    result: Pairs = []
     for stem in [stem for stem in stems if stem.numbers] or stems:
         try:
             place = _place(stem, shapes, config or stated(stem.path))
@@ -198,7 +185,9 @@ def _separate(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage
         raise UnsupportedArchitecture(f"{query} has no key beside it: expected {key}")
     parts = 2 if model_type in GATED else 1
     bare = len(shapes[query]) == 3  # (in, heads, head_dim)
-    (rows, width), (key_rows, _) = (_turned(shapes[name]) if bare else shapes[name] for name in (query, key))
+    (rows, width), (key_rows, _) = (
+        (shapes[name][1] * shapes[name][2], shapes[name][0]) if bare else shapes[name] for name in (query, key)
+    )
     heads = stated.separate(query, stage, rows // parts, key_rows, None if model_type in KNOWN else width)
     return (
         blocks(query, heads.dim, parts, 0, 1, groups=heads.query)
@@ -207,10 +196,6 @@ def _separate(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage
         blocks(key, heads.dim, heads.key, 0, heads.key, transposed=bare),
         heads,
     )
-
-
-def _turned(shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[1] * shape[2], shape[0]
 
 
 def _beside_fused_key(stem: Stem, shapes: Shapes, stated: Stated, stage: int) -> _Layout:
@@ -278,18 +263,28 @@ def _config_of(root: Config, stem: Stem) -> Config:
     return root
 
 
-def ordered(pairs: Sequence[tuple[Stem, Place]]) -> tuple[Place, ...]:
-    """Name the towers, number the layers, and sort the places by both."""
+def ordered(pairs: Pairs, shapes: Shapes, config: Config) -> tuple[Place, ...]:
+    """Name the towers, number the layers, and sort the places by both.
+
+    `UnsupportedArchitecture` for unknown attention, shapes that do not fit the config, or no attention at all.
+    """
+    known: list[tuple[Stem, Place]] = []
+    for stem, place in pairs:
+        if isinstance(place, UnsupportedArchitecture):
+            raise place
+        known.append((stem, place))
+    if not known:
+        raise UnsupportedArchitecture(_nothing_known(shapes, config))
     sides: dict[str, set[str]] = {}
-    for stem, _ in pairs:
+    for stem, _ in known:
         sides.setdefault(stem.tower, set()).add(stem.side)
 
     def label(stem: Stem) -> str:
         several = len(sides[stem.tower]) > 1
         return " ".join(part for part in (stem.tower, stem.side if several else "") if part)
 
-    single = len({label(stem) for stem, _ in pairs}) == 1
-    named = [(stem, replace(place, tower="" if single else label(stem))) for stem, place in pairs]
+    single = len({label(stem) for stem, _ in known}) == 1
+    named = [(stem, replace(place, tower="" if single else label(stem))) for stem, place in known]
     named.sort(key=lambda pair: (pair[0].tower, pair[0].side == "decoder", pair[1].kind == "cross", _natural(pair[0])))
     result: list[Place] = []
     for _, group in groupby(named, key=lambda pair: (pair[1].tower, pair[1].kind)):
@@ -304,7 +299,7 @@ def _natural(stem: Stem) -> list[tuple[bool, int, str]]:
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in stem.path.split(".")]
 
 
-def nothing_known(shapes: Shapes, config: Config) -> str:
+def _nothing_known(shapes: Shapes, config: Config) -> str:
     """Explain why a model has no known queries and keys."""
     near = sorted({re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)})
     seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"

@@ -13,6 +13,12 @@ from torch import Tensor
 Read = Callable[[str, tuple[int, int] | None], Tensor]
 
 
+def run_of(index: Int[Tensor, " rows"]) -> slice | None:
+    """Return rows as a slice, if they are contiguous."""
+    run = slice(int(index[0]), int(index[0]) + len(index))
+    return run if torch.equal(index, torch.arange(run.start, run.stop, device="cpu")) else None
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Selected:
     """The rows of a stored weight that form the query heads, or the key heads, of one module."""
@@ -30,9 +36,7 @@ class Selected:
     @property
     def span(self) -> slice | None:
         """The rows as a slice, if they are contiguous."""
-        first = int(self.index[0])
-        run = torch.equal(self.index, torch.arange(first, first + len(self.index), device="cpu"))
-        return slice(first, first + len(self.index)) if run else None
+        return run_of(self.index)
 
     def load(self, read: Read) -> Tensor:
         """Read the heads as a weight [heads * head_dim, in]; contiguous rows are read alone."""

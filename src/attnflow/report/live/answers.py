@@ -15,7 +15,7 @@ import numpy.typing as npt
 from attnflow._core.checks import integer
 from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import plural
-from attnflow._core.mask_examples import EXAMPLES
+from attnflow._core.parameters import EXAMPLES
 from attnflow._core.plain import as_integer
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import named_masks

@@ -21,8 +21,7 @@ from attnflow.geometry.score import score
 from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model, sample_text
-from attnflow.models.inputs import text_inputs
-from attnflow.models.loaded import Loaded
+from attnflow.models.loaded import Loaded, text_inputs
 from attnflow.report.audit import strips_of
 from attnflow.report.geometry import chance_bands, head_grid, rows_of
 from attnflow.report.knowledge import active_shares, entry_name, entry_words

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 from attnflow._core.checks import index_array, integer, number
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.hf.selfcheck import check_stack
-from attnflow.models.inputs import accepts
+from attnflow.models.loaded import accepts
 from attnflow.models.sites import find_sites, mixers_beside
 from attnflow.tasks.embedding import additive, require_runnable
 

@@ -14,7 +14,6 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.catalogue import causal
 from attnflow.masks.hf.attach import attach
 from attnflow.models.evaluation import REFUSALS
-from attnflow.models.inputs import ordinary_tokens
 from attnflow.models.interception import (
     AttentionCall,
     Output,
@@ -22,6 +21,7 @@ from attnflow.models.interception import (
     base_implementation,
     check_implementation,
 )
+from attnflow.models.loaded import ordinary_tokens
 from attnflow.models.mask_request import MaskRequest
 from attnflow.models.sites import Site, find_sites
 from attnflow.models.trial import DoesNotRun, trial
