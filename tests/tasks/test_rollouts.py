@@ -49,11 +49,6 @@ def alone(learner: LlamaForCausalLM, prompt: list[int], response: list[int]) -> 
     return scores[torch.arange(len(response)), response]
 
 
-def old_logprobs() -> list[list[float]]:
-    generator = torch.Generator().manual_seed(3)
-    return [(-3 - torch.rand(len(each), generator=generator)).tolist() for each in RESPONSES]
-
-
 def gradients(learner: LlamaForCausalLM, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(learner.parameters()))])
 
@@ -128,58 +123,6 @@ def test_signed_weights_are_the_policy_gradient(learner):
     assert close(gradients(learner, merged), gradients(learner, stock))
 
 
-def test_a_clipped_ratio_is_the_one_of_stock_rollouts(learner):
-    """PPO's objective from public tensors, groups in two rows of a batch."""
-    old = old_logprobs()
-    sample = {"prompts": PROMPTS, "responses": RESPONSES, "advantages": ADVANTAGES, "old_logprobs": old}
-    parts = [{name: values[part] for name, values in sample.items()} for part in (slice(0, 2), slice(2, 4))]
-    for samples in ([sample], parts):
-        batch = Collator(tasks.rollouts, dtype=DOUBLE)(samples)
-        labels = tasks.Collator.label_tensors(batch)
-        logprobs = -tasks.loss(learner(**inputs(batch)), batch, reduction="none")
-        assert logprobs.shape == labels.targets.shape
-        assert labels.advantages is not None
-        assert labels.old_logprobs is not None
-        there = labels.targets != -100
-        assert int(there.sum()) == sum(map(len, RESPONSES))
-        assert not logprobs[~there].any()
-        merged = clipped(logprobs[there], labels.old_logprobs[there], labels.advantages[there])
-        rows = zip(PROMPTS, RESPONSES, old, ADVANTAGES, strict=True)
-        stock = sum(
-            clipped(alone(learner, p, r), torch.tensor(o, dtype=DOUBLE), torch.tensor(a, dtype=DOUBLE))
-            for p, r, o, a in rows
-        )
-        assert close(merged, stock)
-        assert close(gradients(learner, merged), gradients(learner, stock))
-
-
-def clipped(logprobs: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    ratio = (logprobs - old).exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
-
-
-def test_labels_with_advantages_are_not_summed_without_them():
-    sample = {"prompts": [1], "responses": [[2, 3]], "advantages": [1.0]}
-    batch = Collator(tasks.rollouts)([sample])
-    with pytest.raises(ValueError, match="these labels carry advantages, which this loss does not use"):
-        tasks.loss(torch.zeros(1, 2, 8), batch)
-    with pytest.raises(ValueError, match="carry advantages"):
-        tasks.loss(torch.zeros(1, 2, 8), batch, reduction="sum")
-    mixed = Collator(tasks.rollouts)([sample, {"prompts": [1], "responses": [[2, 3]]}])
-    advantages = tasks.Collator.label_tensors(mixed).advantages
-    assert advantages is not None
-    assert advantages[0].tolist() == [[1.0], [1.0]]
-    assert advantages[1].isnan().all()
-    only_old = Collator(tasks.rollouts)([{"prompts": [1], "responses": [[2, 3]], "old_logprobs": [[-1.0, -2.0]]}])
-    labels = tasks.Collator.label_tensors(only_old)
-    assert labels.advantages is None
-    assert labels.old_logprobs is not None
-    assert labels.old_logprobs.tolist() == [[[-1.0], [-2.0]]]
-    counted = only_old["labels"].ne(-100).sum()  # what Trainer counts
-    scores = torch.randn(1, 2, 8)
-    torch.testing.assert_close(tasks.loss(scores, only_old, num_items_in_batch=counted), tasks.loss(scores, only_old))
-
-
 def test_prompts_numbered_apart_are_told():
     """The same prompt with data numbers of its own in each rollout: nothing is shared, and merge says why."""
     prompt, length = list(range(1, 1025)), 512
@@ -203,34 +146,29 @@ def test_prompts_numbered_apart_are_told():
 
 
 def test_empty_responses_train_nothing():
-    family = tasks.rollouts([1, 2], [[], [3, 4], []], advantages=[5.0, 1.0, 2.0], old_logprobs=[[], [-1.0, -1.0], []])
+    family = tasks.rollouts([1, 2], [[], [3, 4], []], weights=[5.0, 1.0, 2.0])
     assert [task.size for task in family] == [0, 3, 0]
     assert [len(task.labels) for task in family] == [0, 2, 0]
     merged = tasks.merge(family)
     assert merged.task.size == 3
-    assert [(e.task, e.advantage, e.old_logprob) for e in merged.task.labels] == [(1, 1.0, -1.0)] * 2
+    assert [(e.task, e.weight) for e in merged.task.labels] == [(1, 1.0)] * 2
 
 
 def test_tensors_and_arrays_are_welcome():
-    plain = tasks.rollouts([1, 2], [[3, 4], [3, 5]], advantages=[1.0, [2.0, 3.0]])
+    plain = tasks.rollouts([1, 2], [[3, 4], [3, 5]], weights=[1.0, [2.0, 3.0]])
     made = tasks.rollouts(
         torch.tensor([1, 2]),
         [np.array([3, 4]), torch.tensor([3, 5])],
-        advantages=[torch.tensor(1.0), torch.tensor([2.0, 3.0], requires_grad=True)],
+        weights=[torch.tensor(1.0), torch.tensor([2.0, 3.0], requires_grad=True)],
     )
     assert made == plain
     assert tasks.rollouts(torch.tensor([[1, 2], [1, 2]]), torch.tensor([[3, 4], [3, 5]])) == tasks.rollouts(
         [1, 2], [[3, 4], [3, 5]]
     )
-    both = tasks.rollouts([1, 2], torch.tensor([[3, 4], [3, 5]]), old_logprobs=-torch.ones(2, 2))
-    assert [label.old_logprob for label in both[1].labels] == [-1.0, -1.0]
 
 
 def test_labels_keep_their_numbers_through_json_and_pickling():
-    family = tasks.rollouts(
-        [1, 2], [[3, 4], [3]], weights=[-1.0, 2.0], advantages=[0.5, 0.25], old_logprobs=[[-1, -2], [-3]]
-    )
-    merged = tasks.merge(family).task
+    merged = tasks.merge(tasks.rollouts([1, 2], [[3, 4], [3]], weights=[-1.0, 2.0])).task
     for made in (
         Task.from_dict(json.loads(json.dumps(merged.to_dict()))),
         pickle.loads(pickle.dumps(merged)),
@@ -239,6 +177,5 @@ def test_labels_keep_their_numbers_through_json_and_pickling():
     ):
         assert made == merged
         assert hash(made) == hash(merged)
-    assert "advantage" not in tasks.causal_lm([1, 2])[0].labels[0].to_dict()
     other = Task(merged.inputs, [*merged.labels[:-1], Label(2, merged.labels[-1].target)], merged.mask)
     assert other != merged

@@ -8,13 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow import masks, testing
-from attnflow.models.evaluation import precision
 from attnflow.tasks import Label, Task, Token
-from tests.tasks.training import arguments
 
 LAYERS = 3
 
@@ -129,97 +127,3 @@ def test_sparse_forms_keep_the_order(family, window, anchors):
     assert sparse.depth == testing.depth(sparse.mask.dense())
     assert af.tasks.check(sparse, sparse.depth).ok
     assert (sparse.inputs, sparse.labels) == (merged.task.inputs, merged.task.labels)
-    assert merged.task.sparsified(window, anchors, layers=sparse.depth) == sparse
-    if sparse.depth > 1:
-        with pytest.raises(
-            ValueError, match=rf"needs {sparse.depth} layers .* the model has {sparse.depth - 1}: allow"
-        ):
-            merged.task.sparsified(window, anchors, layers=sparse.depth - 1)
-
-
-def stacked(tokens):
-    """A causal sequence with another mask in each layer, and a last position that guesses in place of a token."""
-    n = len(tokens) - 1
-    data = [Token(id, place) for place, id in enumerate(tokens)]
-    guess = Token(63, n, provenance=())
-    layers = [masks.sliding_window(n, 3), masks.global_tokens(n, [0]) & masks.causal(n), masks.sliding_window(n, 3)]
-    labels = [Label(i, target=data[i + 1]) for i in range(n - 1)] + [Label(n - 1, target=data[n], weight=0.5)]
-    return Task([*data[: n - 1], guess], labels, layers)
-
-
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
-STACKED = [list(range(10)), list(range(3, 10)), [7, 5, 6, 1, 2]]
-
-
-def alone(model, tokens, backend=None):
-    """(summed loss, logits) of a sample by itself, under a mask for each layer."""
-    task = stacked(tokens)
-    ids = torch.tensor([[token.ids[0] for token in task.inputs]])
-    with masks.attach(model, per_layer=task.masks, backend=backend):
-        logits = model(ids, position_ids=task.position_ids[None], use_cache=False).logits[0]
-    places = torch.tensor([label.position for label in task.labels])
-    targets = torch.tensor([label.target_id for label in task.labels])
-    weights = torch.tensor([label.weight for label in task.labels], dtype=torch.float64)
-    return (torch.nn.functional.cross_entropy(logits[places], targets, reduction="none") * weights).sum(), logits
-
-
-def gradients_of(model, total):
-    model.zero_grad()
-    total.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("by_length", [True, False])
-def test_stacks_are_collated(by_length, backend):
-    """A padded batch computes what each sample computes under its own stack: losses, logits, gradients."""
-    model = tiny_llama()
-    collate = af.tasks.Collator(stacked, by_length, torch.float64, pad_to_multiple_of=8, masks="intervals")
-    batch = collate(STACKED)
-    assert batch["attention_mask"].shape == (3, LAYERS, 4, 16)
-    with precision(model, torch.float64):
-        with masks.attach(model, "batch", backend=backend):
-            output = model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
-        ours = gradients_of(model, total := af.tasks.loss(output, batch, reduction="sum"))
-        parts = [alone(model, tokens, backend) for tokens in STACKED]
-        gradients = gradients_of(model, sum(part for part, _ in parts))
-    torch.testing.assert_close(total, sum(part for part, _ in parts), **EXACT)
-    for row, (_, expected) in zip(output.logits, parts, strict=True):
-        torch.testing.assert_close(row[: len(expected)], expected, **EXACT)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, **EXACT)
-
-
-def test_a_task_with_one_mask_may_stand_beside_stacks():
-    model = tiny_llama()
-    window = af.tasks.merge(af.tasks.causal_lm([4, 5, 6, 7])).task
-    samples = {3: window, 10: stacked(list(range(10)))}
-    batch = af.tasks.Collator(lambda tokens: samples[len(tokens)], masks="intervals")([[0] * 3, [0] * 10])
-    with masks.attach(model, "batch"), torch.no_grad():
-        row = model(batch["input_ids"], batch["attention_mask"], batch["position_ids"], use_cache=False).logits[0]
-    with masks.attach(model, masks.causal(3)), torch.no_grad():
-        torch.testing.assert_close(row[:3], model(torch.tensor([[4, 5, 6]])).logits[0], rtol=1e-7, atol=1e-9)
-
-
-def test_trainer_trains_what_a_loop_trains(tmp_path):
-    """Three steps of `Trainer` are three steps of a loop over the samples one by one."""
-    samples = [{"input_ids": tokens} for tokens in [*STACKED, [1, 2, 3, 9, 8, 7], list(range(1, 10)), [2, 4, 6, 8]]]
-    model, stock = tiny_llama(), tiny_llama()
-    collate = af.tasks.Collator(stacked, by_length=True, dtype=torch.float64, masks="intervals")
-    with precision(model, torch.float64), masks.attach(model, "batch"):
-        guard = af.audit.GuardCallback(order="mask")
-        options = arguments(tmp_path, max_steps=3, per_device_train_batch_size=2)
-        more = {"data_collator": collate, "compute_loss_func": af.tasks.loss, "callbacks": [guard]}
-        Trainer(model, options, train_dataset=samples, **more).train()
-    optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
-    with precision(stock, torch.float64):
-        for step in range(3):
-            chosen = [sample["input_ids"] for sample in samples[2 * step : 2 * step + 2]]
-            labels = collate(chosen)["labels"][..., 0, 1:].ne(-100).sum()
-            optimizer.zero_grad()
-            (sum(alone(stock, tokens)[0] for tokens in chosen) / labels).backward()
-            optimizer.step()
-    before = dict(tiny_llama().named_parameters())
-    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, **EXACT)
-        assert not torch.equal(ours, before[name]), name

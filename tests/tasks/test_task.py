@@ -109,9 +109,3 @@ def test_a_spec_as_a_person_writes_it():
     assert task.labels == (Label(2, Token(7, 1)),)
     assert task.mask.dense().int().tolist() == spec["mask"]["dense"]
     assert Task.from_dict({**spec, "mask": task.mask}) == task
-
-
-def test_a_label_may_be_its_tuple():
-    tokens = [Token(5, 0), Token(7, 1)]
-    task = Task(tokens[:1], [(0, tokens[1], 3, 0.5)], af.masks.causal(1))
-    assert task.labels == (Label(0, tokens[1], task=3, weight=0.5),)

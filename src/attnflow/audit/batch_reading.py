@@ -15,7 +15,7 @@ from attnflow.audit.packing import allowed_pairs, as_tensor, integers, read_pack
 from attnflow.models.loaded import Loaded
 
 IGNORED: Final = -100
-_ROWS: Final = 4  # of an af.tasks.Collator's labels: target, weight, advantage, old log-probability
+_ROWS: Final = 2  # of an af.tasks.Collator's labels: target ids and weights
 ANSWERS: Final = ("completion_mask", "assistant_masks", "assistant_tokens_mask")
 # Decoders of sequence-to-sequence families take labels where they stand, although their names end in ForCausalLM.
 _UNSHIFTED: Final = frozenset(

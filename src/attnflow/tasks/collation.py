@@ -1,9 +1,8 @@
 """`Collator` makes padded batches of merged tasks; `loss` trains on them, in a `Trainer` or in a loop of your own.
 
-Labels travel as one int64 tensor [batch, n, 4, 1 + width], filled with -100: row 0 holds target ids, the others the
-bits of float64 weights, advantages and log-probabilities (NaN where a label has none). The first column is always -100.
-`Trainer` may move that tensor, cast floats, and count entries other than -100, with or without the first column.
-Nothing is shifted: a label stands at the position that predicts it.
+Labels travel as one int64 tensor [batch, n, 2, 1 + width], filled with -100: row 0 holds target ids, row 1 the bits of
+float64 weights. The first column is always -100. `Trainer` may move that tensor, cast floats, and count entries other
+than -100, with or without the first column. Nothing is shifted: a label stands at the position that predicts it.
 """
 
 from __future__ import annotations
@@ -19,41 +18,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
-from attnflow.masks.batches import MaskGrid, per_head
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
-from attnflow.masks.rows import LAYERED
-from attnflow.tasks.embedding import NO_ID, additive, id_table, warn_unprepared
+from attnflow.tasks.embedding import NO_ID, additive, id_table
 from attnflow.tasks.families import of_length_alone, unbound
 from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import group, rollouts
 from attnflow.tasks.task import Task
 
-_NUMBERS: Final = ("weight", "advantage", "old_logprob")  # of a label, in the order of the rows
-_ROWS: Final = 1 + len(_NUMBERS)
+_ROWS: Final = 2  # of the labels: target ids and weights
 _SYMBOL: Final = 1 << 40
 """Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
 
 Tasks = Task | Sequence[Task]
 MaskForm = Literal["dense", "intervals"]
-
-
-@dataclass(frozen=True, eq=False)
-class LabelTensors:
-    """What the positions of a batch predict, as tensors [batch, n, width]: up to `width` labels for each position.
-
-    Attributes:
-        targets: target ids, int64, -100 where there is no label.
-        weights: float64, 0 where there is no label.
-        advantages: float64, 0 where there is no label; None if no label of the batch has one, else NaN for one that
-            has none.
-        old_logprobs: log-probabilities in nats under the policy that sampled, as `advantages`.
-    """
-
-    targets: Int[Tensor, "*batch n width"]
-    weights: Float[Tensor, "*batch n width"]
-    advantages: Float[Tensor, "*batch n width"] | None
-    old_logprobs: Float[Tensor, "*batch n width"] | None
 
 
 class _Symbol(int):
@@ -76,8 +54,7 @@ class _Template:
     ids: Tensor  # [n, width]
     position_ids: Tensor  # [n]
     labels: Tensor  # [n, rows, labels]
-    masks: tuple[Mask, ...]
-    num_layers: int | None  # of a mask for each layer; None with one for all
+    mask: Mask
 
     @property
     def size(self) -> int:
@@ -85,7 +62,7 @@ class _Template:
 
     @classmethod
     def of(cls, task: Task) -> _Template:
-        return cls(id_table(task), task.position_ids, packed(task), task.masks, task.num_layers)
+        return cls(id_table(task), task.position_ids, _packed(task), task.mask)
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(ids, labels) with a sample's data tokens put in."""
@@ -102,8 +79,7 @@ class _Template:
         """Whether this template, filled with a sample's tokens, equals another template."""
         data = torch.tensor([*tokens, 0])
         pairs = [*zip(self.filled(data), other.filled(data), strict=True), (self.position_ids, other.position_ids)]
-        same = all(torch.equal(mine, others) for mine, others in pairs)
-        return same and (self.num_layers, self.masks) == (other.num_layers, other.masks)
+        return all(torch.equal(mine, others) for mine, others in pairs) and self.mask == other.mask
 
 
 class Collator:
@@ -114,8 +90,7 @@ class Collator:
       `af.tasks.average_embeddings(model)`;
     - `attention_mask`, by `masks`: "dense" [batch, 1, n, n], additive, of `dtype`, which any model takes; "intervals"
       int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`, for a model under
-      `af.masks.attach(model, "batch")` with any backend. Tasks with a mask per layer take "intervals": int64
-      [batch, layers, rows, n], for a model of that many layers under `attach(model, "batch")` alone;
+      `af.masks.attach(model, "batch")` with any backend;
     - `position_ids` int64 [batch, n];
     - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
 
@@ -189,37 +164,6 @@ class Collator:
             samples.append((template, *template.filled(torch.tensor([*tokens, 0]))))
         return self._padded(samples)
 
-    @staticmethod
-    def label_tensors(batch: object) -> LabelTensors:
-        """The labels of a batch as tensors, for a loss of your own; beside `loss(..., reduction="none")`.
-
-        Args:
-            batch: a batch of a `Collator`, or its "labels".
-
-        Raises:
-            ValueError: not the labels of a `Collator`.
-
-        >>> import attnflow as af
-        >>> batch = af.tasks.Collator(af.tasks.causal_lm)([[5, 6, 7]])
-        >>> af.tasks.Collator.label_tensors(batch).targets.tolist()
-        [[[6], [7]]]
-        """
-        tensor = cast(Mapping[str, object], batch).get("labels") if isinstance(batch, Mapping) else batch
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(tensor).__name__}")
-        if tensor.ndim < 3 or tensor.shape[-2] != _ROWS or tensor.shape[-1] < 2:
-            raise ValueError(
-                f"expected the labels of an af.tasks.Collator batch, [batch, n, {_ROWS}, 1 + width], got "
-                f"{tuple(tensor.shape)}: make the batch with af.tasks.Collator(family_fn), which says what each "
-                "position predicts; a plain tensor of token ids does not"
-            )
-        targets = tensor[..., 0, 1:]
-        numbers: list[Tensor | None] = []
-        for row in range(1, _ROWS):
-            values = torch.where(targets == NO_ID, 0.0, tensor[..., row, 1:].contiguous().view(torch.float64))
-            numbers.append(None if row > 1 and bool((values.isnan() | (targets == NO_ID)).all()) else values)
-        return LabelTensors(targets, cast(Tensor, numbers[0]), *numbers[1:])
-
     def tasks_of(self, feature: object) -> Tasks:
         """The tasks that `family_fn` gives for a sample."""
         return self.family_fn(**group(feature)) if self._of_groups else self.family_fn(_tokens(feature))
@@ -241,35 +185,22 @@ class Collator:
         longest = max(template.size for template, _, _ in samples)
         n = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         batch, width = len(samples), max(ids.shape[1] for _, ids, _ in samples)
-        if width > 1:
-            warn_unprepared(width)
         input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
         input_ids[:, :, 0] = 0  # at padded positions, which nothing reads
         position_ids = torch.zeros((batch, n), dtype=torch.int64)
-        layers = _common_layers([template.num_layers for template, _, _ in samples])
-        grid = masks_of([per_head(template.masks) for template, _, _ in samples], n)  # padding attends to itself
+        grid = masks_of([template.mask for template, _, _ in samples], n)  # padding attends to itself
         for row, (template, ids, _) in enumerate(samples):
             size = template.size
             input_ids[row, :size, : ids.shape[1]] = ids
             position_ids[row, :size] = template.position_ids
         return {
             "input_ids": input_ids.squeeze(-1) if width == 1 else input_ids,
-            "attention_mask": self._attention_mask(grid, layers is not None),
+            "attention_mask": (
+                additive(grid.dense(), self.dtype) if self.masks == "dense" else grid.row_intervals(self.min_width)
+            ),
             "position_ids": position_ids,
-            "labels": batched([labels for *_, labels in samples], n),
+            "labels": _batched([labels for *_, labels in samples], n),
         }
-
-    def _attention_mask(self, grid: MaskGrid, layered: bool) -> Tensor:
-        """The attention mask of a grid; with `layered`, the grid's heads are the layers."""
-        if self.masks == "dense":
-            if layered:
-                raise ValueError(
-                    "tasks with a mask per layer come as row intervals, for a model under masks.attach(model, "
-                    '"batch"): pass masks="intervals"'
-                )
-            return additive(grid.dense(), self.dtype)
-        rows = grid.row_intervals(self.min_width)
-        return rows.to(LAYERED) if layered else rows
 
 
 def loss(
@@ -285,28 +216,24 @@ def loss(
         labels: the "labels" of a `Collator` batch, or the batch itself.
         num_items_in_batch: what `Trainer` counts over accumulated batches; it counts each label once for each row.
         reduction: "mean" over labels, "sum", or "none": weight x cross-entropy of each label, [batch, n, width], 0
-            where there is none; `Collator.label_tensors` has the rest, in the same places. With weights of
-            1 it is the negative log-probability of the target.
+            where there is none. With weights of 1 it is the negative log-probability of the target.
 
     Returns:
         A scalar; 0 for a batch without labels. With "none" a tensor [batch, n, width].
 
     Raises:
-        ValueError: the labels carry advantages, which "mean" and "sum" would leave out.
+        ValueError: labels that no `Collator` made, or logits of other positions.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    logits, tensors = _logits(outputs), Collator.label_tensors(labels)
-    targets, weights = tensors.targets, tensors.weights
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"expected logits or a model output that has them, got {type(outputs).__name__}")
+    targets, weights = _unpacked(labels)
     if logits.shape[:-1] != targets.shape[:-1]:
         raise ValueError(
             f"expected logits {[*targets.shape[:-1]]} + [vocabulary], one row for each position of the batch's labels, "
             f"got {[*logits.shape]}: pass the outputs of the model on the same batch, with logits of every position"
-        )
-    if tensors.advantages is not None and reduction != "none":
-        raise ValueError(
-            'these labels carry advantages, which this loss does not use: take loss(..., reduction="none") and '
-            "af.tasks.Collator.label_tensors(batch) for a policy loss of your own, or give them to rollouts as weights="
         )
     places = (targets != NO_ID).nonzero(as_tuple=True)
     chosen = logits[places[:-1]]
@@ -321,47 +248,41 @@ def loss(
     return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
 
-def _logits(outputs: object) -> Tensor:
-    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"expected logits or a model output that has them, got {type(outputs).__name__}")
-    return logits
+def _unpacked(batch: object) -> tuple[Int[Tensor, "*batch n width"], Float[Tensor, "*batch n width"]]:
+    """(target ids, -100 where there is no label; float64 weights, 0 there) of a batch or its labels."""
+    tensor = cast(Mapping[str, object], batch).get("labels") if isinstance(batch, Mapping) else batch
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(tensor).__name__}")
+    if tensor.ndim < 3 or tensor.shape[-2] != _ROWS or tensor.shape[-1] < 2:
+        raise ValueError(
+            f"expected the labels of an af.tasks.Collator batch, [batch, n, {_ROWS}, 1 + width], got "
+            f"{tuple(tensor.shape)}: make the batch with af.tasks.Collator(family_fn), which says what each "
+            "position predicts; a plain tensor of token ids does not"
+        )
+    targets, weights = tensor[..., 1:].unbind(-2)
+    return targets, torch.where(targets == NO_ID, 0.0, weights.contiguous().view(torch.float64))
 
 
-def packed(task: Task) -> Int[Tensor, "n rows width"]:
-    """The labels of a task, filled with -100: target ids, then the bits of each number (NaN where missing)."""
+def _packed(task: Task) -> Int[Tensor, "n rows width"]:
+    """The labels of a task, filled with -100: target ids, then the bits of the weights."""
     labels, position = task.targets, task.targets.table["position"]
     count = np.bincount(position, minlength=task.size)
     order = np.argsort(position, kind="stable")
     place = position[order]
     slot = np.arange(len(order)) - (np.cumsum(count) - count)[place]  # among the labels of its position
-    names = ("target_id", *_NUMBERS)
-    table = torch.full((task.size, len(names), max(int(count.max(initial=0)), 1)), NO_ID, dtype=torch.int64)
-    for row, name in enumerate(names):
+    table = torch.full((task.size, _ROWS, max(int(count.max(initial=0)), 1)), NO_ID, dtype=torch.int64)
+    for row, name in enumerate(("target_id", "weight")):
         table[place, row, slot] = torch.from_numpy(labels.table[name][order].view(np.int64))
     return table
 
 
-def batched(labels: Sequence[Tensor], n: int) -> Int[Tensor, "batch n rows columns"]:
+def _batched(labels: Sequence[Tensor], n: int) -> Int[Tensor, "batch n rows columns"]:
     """The packed labels of several tasks, padded to n positions."""
     width = max(each.shape[2] for each in labels)
     table = torch.full((len(labels), n, _ROWS, 1 + width), NO_ID, dtype=torch.int64)
     for row, each in enumerate(labels):
         table[row, : len(each), :, 1 : 1 + each.shape[2]] = each
     return table
-
-
-def _common_layers(layers: Sequence[int | None]) -> int | None:
-    """The number of layers with masks of their own, None with one mask for all; `ValueError` if tasks differ."""
-    number = next((each for each in layers if each is not None), None)
-    for sample, each in enumerate(layers):
-        if each not in (None, number):
-            first = layers.index(number)
-            raise ValueError(
-                f"sample {sample} of the batch has a mask for each of {each} layers, sample {first} for each of "
-                f"{number}: a batch is for models of one depth"
-            )
-    return number
 
 
 def _one_task(tasks: Tasks) -> Task:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
-from typing import Any, Final, cast
-from weakref import WeakSet
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,8 +17,6 @@ from attnflow.tasks.task import Task
 
 NO_ID = -100
 """Fills the places of an id table that hold no id, as everywhere in training code."""
-
-_PREPARED: Final[WeakSet[nn.Module]] = WeakSet()  # models that take averaged tokens
 
 
 def id_table(task: Task) -> Int[Tensor, "n width"]:
@@ -115,11 +111,9 @@ class AveragedTokens(Handle):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._hook = model.register_forward_pre_hook(_average, with_kwargs=True)
-        _PREPARED.add(model)
 
     def _restore(self) -> None:
         self._hook.remove()
-        _PREPARED.discard(self.model)
 
     def _summary(self) -> str:
         return f"{type(self.model).__name__} takes input_ids [batch, n, width] as mean embeddings"
@@ -136,17 +130,6 @@ def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:
     if not callable(getattr(model, "get_input_embeddings", None)):
         raise TypeError(f"{type(model).__name__} has no get_input_embeddings(); expected a Hugging Face model")
     return AveragedTokens(model)
-
-
-def warn_unprepared(width: int) -> None:
-    """Warn that a model needs `average_embeddings` before it can take a batch of averaged tokens."""
-    if not _PREPARED and torch.utils.data.get_worker_info() is None:
-        warnings.warn(
-            f"this family averages tokens, so input_ids are [batch, n, {width}] (filled with -100), which no model of "
-            "this process takes yet: call af.tasks.average_embeddings(model) before the first batch; without it the "
-            "embedding fails with 'index out of range in self'",
-            stacklevel=3,
-        )
 
 
 def _average(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

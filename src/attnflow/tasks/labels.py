@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,6 @@ import numpy.typing as npt
 from attnflow._core.checks import IntArray, integer, number
 from attnflow._core.plain import as_integer, as_number, as_object, only_keys
 from attnflow.tasks.tokens import Token
-
-_OPTIONAL: Final = ("advantage", "old_logprob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +24,12 @@ class Label:
             A target that is no data token (a class label) has an empty provenance and cannot leak.
         task: the subtask that it belongs to; `merge` numbers them by their place in the family.
         weight: its factor in the loss, finite; a negative one makes the target less likely.
-        advantage: how much better than expected the target was, for a policy gradient.
-        old_logprob: log-probability of the target, in nats, under the policy that sampled it.
     """
 
     position: int
     target: Token
     task: int = 0
     weight: float | int = 1.0
-    advantage: float | None = None
-    old_logprob: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, Token):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -45,9 +39,6 @@ class Label:
         object.__setattr__(self, "position", integer("position of a label", self.position))
         object.__setattr__(self, "task", integer("task of a label", self.task))
         object.__setattr__(self, "weight", number("weight of a label", self.weight))
-        for name in _OPTIONAL:
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else number(f"{name} of a label", value))
 
     @property
     def target_id(self) -> int:
@@ -60,22 +51,20 @@ class Label:
         return next(iter(self.target.provenance), None)
 
     def to_dict(self) -> dict[str, object]:
-        """The label as plain data; advantage and old log-probability only where there are any."""
-        optional = {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
+        """The label as plain data."""
         target = self.target.to_dict()
-        return {"position": self.position, "target": target, "task": self.task, "weight": self.weight, **optional}
+        return {"position": self.position, "target": target, "task": self.task, "weight": self.weight}
 
     @classmethod
     def from_dict(cls, spec: object, where: str = "label") -> Label:
         """The label of plain data; without `task` and `weight` they are 0 and 1."""
         values = as_object(spec, where)
-        only_keys(values, where, ("position", "target"), ("task", "weight", *_OPTIONAL))
+        only_keys(values, where, ("position", "target"), ("task", "weight"))
         return cls(
             as_integer(values["position"], f"{where}.position"),
             Token.from_dict(values["target"], f"{where}.target"),
             as_integer(values.get("task", 0), f"{where}.task"),
             as_number(values.get("weight", 1.0), f"{where}.weight"),
-            *(None if values.get(name) is None else as_number(values[name], f"{where}.{name}") for name in _OPTIONAL),
         )
 
 
@@ -87,8 +76,6 @@ _ROW: Final = np.dtype(
         ("data_index", np.int64),  # -1 without one
         ("task", np.int64),
         ("weight", np.float64),
-        ("advantage", np.float64),  # NaN without one, as is
-        ("old_logprob", np.float64),
     ]
 )
 
@@ -100,26 +87,41 @@ class Labels:
     table: npt.NDArray[Any]
 
     @classmethod
-    def of(cls, labels: Iterable[Label | tuple[int, Token, int, float]]) -> Labels:
-        """Make the array from labels, or from tuples (position, target token, task, weight)."""
+    def of(cls, labels: Iterable[Label]) -> Labels:
+        """Make the array from labels."""
         if isinstance(labels, Labels):
             return labels
-        listed = [Label(*label) if isinstance(label, tuple) else label for label in labels]
+        listed = list(labels)
         for label in listed:
             if not isinstance(label, Label):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"expected a Label, got {label!r} of type {type(label).__name__}")
-        return cls(np.array([_row(label) for label in listed], dtype=_ROW))
+        rows = [
+            (
+                label.position,
+                label.target_id,
+                label.target.position,
+                -1 if label.data_index is None else label.data_index,
+                label.task,
+                label.weight,
+            )
+            for label in listed
+        ]
+        return cls(np.array(rows, dtype=_ROW))
 
     @classmethod
     def columns(
-        cls, position: object, target_id: IntArray, target_position: object, data_index: object, **others: object
+        cls,
+        position: object,
+        target_id: IntArray,
+        target_position: object,
+        data_index: object,
+        task: object = 0,
+        weight: object = 1.0,
     ) -> Labels:
-        """Make the array from columns, each broadcast to the targets; task and weight default to 0 and 1."""
+        """Make the array from columns, each broadcast to the targets."""
         table = np.empty(len(target_id), dtype=_ROW)
-        values = {"task": 0, "weight": 1.0, "advantage": np.nan, "old_logprob": np.nan, **others}
-        values |= {"position": position, "target_id": target_id}
-        values |= {"target_position": target_position, "data_index": data_index}
-        for name, column in values.items():
+        columns = (position, target_id, target_position, data_index, task, weight)
+        for name, column in zip(_ROW.names or (), columns, strict=True):
             table[name] = column
         return cls(table)
 
@@ -127,9 +129,8 @@ class Labels:
         return len(self.table)
 
     def __iter__(self) -> Iterator[Label]:
-        for position, id, place, index, task, weight, *optional in cast(list[tuple[Any, ...]], self.table.tolist()):
-            target = Token(id, place, () if index < 0 else (index,))
-            yield Label(position, target, task, weight, *(None if value != value else value for value in optional))
+        for position, id, place, index, task, weight in self.table.tolist():
+            yield Label(position, Token(id, place, () if index < 0 else (index,)), task, weight)
 
     def part(self, first: int, last: int) -> Labels:
         """A view of labels `first` to `last - 1`."""
@@ -137,13 +138,4 @@ class Labels:
 
     def equals(self, other: Labels) -> bool:
         """Whether both are the same labels in the same order."""
-        return len(self) == len(other) and all(
-            np.array_equal(self.table[name], other.table[name], equal_nan=name in _OPTIONAL)
-            for name in _ROW.names or ()
-        )
-
-
-def _row(label: Label) -> tuple[object, ...]:
-    index = -1 if label.data_index is None else label.data_index
-    optional = (np.nan if value is None else value for value in (label.advantage, label.old_logprob))
-    return (label.position, label.target_id, label.target.position, index, label.task, label.weight, *optional)
+        return np.array_equal(self.table, other.table)

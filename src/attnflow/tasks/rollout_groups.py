@@ -1,4 +1,4 @@
-"""`rollouts`: prompts with their sampled responses as a family of tasks, weighted or with advantages."""
+"""`rollouts`: prompts with their sampled responses as a family of weighted tasks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ def rollouts(
     prompts: TokenIds | Several,
     responses: Several,
     weights: Numbers | None = None,
-    advantages: Numbers | None = None,
-    old_logprobs: Numbers | None = None,
 ) -> Family:
     """Train on sampled responses: task i reads prompt i and response i, causally, and predicts the response's tokens.
 
@@ -45,11 +43,6 @@ def rollouts(
         responses: token ids of each response. An empty one is a task without positions and labels, as in stock losses.
         weights: of the labels in `af.tasks.loss`, of either sign, 1 by default; with advantages here it is the policy
             gradient of REINFORCE. One number for each response, or one for each of its tokens.
-        advantages: how much better than expected each response was, or each of its tokens. They go along with the
-            labels, for a loss of your own (`af.tasks.Collator.label_tensors`); `af.tasks.loss` refuses to sum such
-            labels.
-        old_logprobs: for each response the log-probability, in nats, that the sampling policy gave to each of its
-            tokens. They go along with the labels in the same way.
 
     Raises:
         ValueError: no response, or none with a token; an empty prompt; numbers of another length than the responses;
@@ -69,28 +62,19 @@ def rollouts(
     lowest = min(int(sequence.min()) for sequence in sequences)
     if lowest < 0:
         raise ValueError(f"token ids must be at least 0, got {lowest}: leave padding out, each task has its own length")
-    columns = {
-        name: _by_token(name, values, answers)
-        for name, values in (("weight", weights), ("advantage", advantages))
-        if values is not None
-    }
-    if old_logprobs is not None:
-        if any(np.ndim(cast(Any, each)) == 0 for each in _several("old_logprobs", old_logprobs)):
-            raise ValueError("old_logprobs must hold one number for each token of each response, got one a response")
-        columns["old_logprob"] = _by_token("old_logprob", old_logprobs, answers)
+    factors = _by_token([1.0] * len(answers) if weights is None else weights, answers)
     trie = Trie.of_sequences(sequences)
     ids = np.concatenate(sequences)[trie.source]
     table = TokenTable.data(ids, trie.depth)
     rows = causal(max(map(len, sequences)) - 1).intervals()
     masks = {size: beginning(rows, "causal", n=size) for size in {0, *(len(sequence) - 1 for sequence in sequences)}}
     tasks: list[Task] = []
-    for number, (start, answer) in enumerate(zip(starts, answers, strict=True)):
+    for number, (start, answer, weight) in enumerate(zip(starts, answers, factors, strict=True)):
         path = trie.node_of[trie.offsets[number] : trie.offsets[number + 1]]
         size = len(path) - 1 if len(answer) else 0
         target = path[len(start) :]
-        own = {name: values[number] for name, values in columns.items()}
         place = np.arange(len(start) - 1, len(start) - 1 + len(answer))
-        labels = Labels.columns(place, ids[target], trie.depth[target], target, task=number, **own)
+        labels = Labels.columns(place, ids[target], trie.depth[target], target, number, weight)
         tasks.append(Task(Inputs(table, path[:size]), labels, masks[size]))
     return tuple(tasks)
 
@@ -100,7 +84,7 @@ def group(sample: object) -> dict[str, object]:
     if not isinstance(sample, Mapping):
         raise TypeError(f"a group of rollouts is a mapping with prompts and responses, got {type(sample).__name__}")
     values = cast(Mapping[str, object], sample)
-    only_keys(values, "a group of rollouts", ("prompts", "responses"), ("weights", "advantages", "old_logprobs"))
+    only_keys(values, "a group of rollouts", ("prompts", "responses"), ("weights",))
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -129,14 +113,14 @@ def _prompts(prompts: object, count: int) -> list[IntArray]:
     return arrays
 
 
-def _by_token(name: str, values: object, answers: list[IntArray]) -> list[npt.NDArray[np.float64]]:
+def _by_token(weights: object, answers: list[IntArray]) -> list[npt.NDArray[np.float64]]:
     """One number for each token of each response."""
-    listed = _several(f"{name}s", values)
+    listed = _several("weights", weights)
     if len(listed) != len(answers):
-        raise ValueError(f"{name}s must have an entry for each of the {len(answers)} responses, got {len(listed)}")
+        raise ValueError(f"weights must have an entry for each of the {len(answers)} responses, got {len(listed)}")
     columns: list[npt.NDArray[np.float64]] = []
     for number, (value, answer) in enumerate(zip(listed, answers, strict=True)):
-        place = f"{name}s[{number}]"
+        place = f"weights[{number}]"
         if np.ndim(cast(Any, value)) == 0:
             columns.append(np.full(len(answer), finite(place, value)))
             continue

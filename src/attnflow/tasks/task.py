@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnflow._core.checks import integer
 from attnflow._core.plain import as_integer, as_list, as_object, only_keys
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
@@ -56,11 +55,10 @@ class Task:
     def __init__(
         self,
         inputs: Iterable[Token],
-        labels: Iterable[Label | tuple[int, Token, int, float]],
+        labels: Iterable[Label],
         mask: Mask | Sequence[Mask],
     ) -> None:
-        """Make a task; a label may be given as (position, target token, task, weight), and `mask` as a list of one per
-        layer.
+        """Make a task; `mask` may be a list of one mask per layer.
 
         Raises:
             TypeError: the mask is no `Mask`, or an input no `Token`, or a label no `Label`.
@@ -173,9 +171,7 @@ class Task:
             self.sequence, self.targets, Mask(IntervalRows.stack(parts, self.size), f"densified({self.mask!r})")
         )
 
-    def sparsified(
-        self, window: int | None = None, anchors: int | Sequence[int] | None = None, layers: int | None = None
-    ) -> Task:
+    def sparsified(self, window: int | None = None, anchors: int | Sequence[int] | None = None) -> Task:
         """The same task under a sparser mask of the same order (`Flow.sparsify`; hasse, def. 3.8); see its `depth`.
 
         No label can leak that did not. But information takes up to `depth` layers where it took one, and is mixed on
@@ -184,10 +180,9 @@ class Task:
         Args:
             window: also keep the original pairs with |q - k| < window, of positions in the task's sequence.
             anchors: also keep the original pairs whose key is an anchor: positions, or how many to spread evenly.
-            layers: of the model it is for.
 
         Raises:
-            ValueError: the result needs more layers than there are; the task has a mask per layer.
+            ValueError: the task has a mask per layer.
 
         >>> import attnflow as af
         >>> task = af.tasks.merge(af.tasks.causal_lm(range(64))).task
@@ -199,14 +194,7 @@ class Task:
                 f"a task with a mask per layer ({self.num_layers}) is sparse as its masks are: no single mask has the "
                 "flow of their product"
             )
-        sparse = self.flow.sparsify(window=window, anchors=anchors)
-        available = None if layers is None else integer("layers", layers, 1)
-        if available is not None and sparse.depth > available:
-            raise ValueError(
-                f"this sparse form needs {sparse.depth} layers until all information has flowed, and the model has "
-                f"{available}: allow a wider window or more anchors"
-            )
-        return Task(self.sequence, self.targets, sparse.mask)
+        return Task(self.sequence, self.targets, self.flow.sparsify(window=window, anchors=anchors).mask)
 
     def to_dict(self) -> dict[str, object]:
         """The task as plain data for JSON; `from_dict` reads it back."""

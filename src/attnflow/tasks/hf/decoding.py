@@ -1,30 +1,28 @@
-"""`generate_blocks` writes text block by block, `infill` the tokens of a gap: models trained on merged tasks decode."""
+"""`generate_blocks` writes text block by block, `infill` the tokens of a gap: models trained on merged tasks decode.
+
+Both make forward passes with a cache under a mask of their own, and fill masked places from the logits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
 
-from attnflow._core.checks import integer
+from attnflow._core.checks import index_array, integer, number
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.results import Result
+from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, accepts, split
+from attnflow.models.sites import find_sites, mixers_beside
+from attnflow.tasks.embedding import additive, require_runnable
 from attnflow.tasks.families import MASK_TOKEN
-from attnflow.tasks.hf.passes import (
-    CachedPasses,
-    Choice,
-    Fill,
-    decodable,
-    end_tokens,
-    prompts,
-    require_in_vocabulary,
-    schedule,
-    until_end,
-)
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
 
@@ -70,8 +68,6 @@ def generate_blocks(
     per_pass: int | None = None,
     threshold: float | None = None,
     temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
     seed: int = 0,
     eos_token: int | Sequence[int] | None = None,
 ) -> Decoded:
@@ -94,9 +90,7 @@ def generate_blocks(
         mask_token: id of [MASK], as in training.
         per_pass: places that a pass fills at least; by default all of the block (one shot).
         threshold: with `per_pass`, fill also all places whose token has at least this probability.
-        temperature: to draw tokens; greedy without `temperature`, `top_k` and `top_p`.
-        top_k: draw from the best so many.
-        top_p: draw from the best that make up this probability.
+        temperature: to draw tokens, above 0; by default the best token is taken.
         seed: of the drawing.
         eos_token: id or ids that end a text; by default those of the model's generation config, -1 for none.
 
@@ -115,17 +109,14 @@ def generate_blocks(
     >>> written.passes, [len(tokens) for tokens in written.tokens]
     (3, [6, 6])
     """
-    model = split(model)[0]
     block, most = integer("block", block, 1), integer("max_new_tokens", max_new_tokens)
-    per_pass, threshold = schedule(per_pass, threshold, block)
-    texts = prompts("ids", ids)
+    choice = _Choice(block, per_pass, threshold, temperature, seed)
+    texts = _prompts("ids", ids)
     longest = max(map(len, texts))
-    model = decodable(model, -(-(longest + most) // block) * block)
-    require_in_vocabulary(model, "ids", texts)
-    require_in_vocabulary(model, "mask_token", [[mask_token := integer("mask_token", mask_token)]])
-    run = CachedPasses(model)
-    choice = Choice(temperature, top_k, top_p, seed)
-    ends = end_tokens(model, eos_token)
+    run = _CachedPasses(split(model)[0], -(-(longest + most) // block) * block)
+    run.require_in_vocabulary("ids", texts)
+    run.require_in_vocabulary("mask_token", [[mask_token := integer("mask_token", mask_token)]])
+    ends = _end_tokens(run.model, eos_token)
     whole = [len(text) // block * block for text in texts]  # the clean tokens of each, all of its whole blocks
     slots = max(whole)
     pads = torch.tensor([slots - own for own in whole])
@@ -133,27 +124,23 @@ def generate_blocks(
     clean = clean.reshape(len(texts), slots).to(torch.int64)
     begun = [text[own:] for text, own in zip(texts, whole, strict=True)]
     written: list[list[int]] = [[] for _ in texts]
-    with evaluating(model):
-        while not all(_ended(new, ends, most) for new in written):
+    with evaluating(run.model):
+        while not all(len(new) >= most or not ends.isdisjoint(new) for new in written):
             held = torch.tensor([len(tokens) for tokens in begun])[:, None]
             start = torch.tensor([tokens + [mask_token] * (block - len(tokens)) for tokens in begun])
-            fill = Fill(start, torch.arange(block) >= held)
+            fill = _Fill(start, torch.arange(block) >= held)
             while not fill.done:
                 rows = torch.cat([clean, fill.tokens], dim=1)
                 place = run.past + torch.arange(rows.shape[1]) - pads[:, None]
                 logits = run.run(rows, place.clamp(min=0), _block_rows(pads, run.past, rows.shape[1], block), block)
                 run.drop(block)
                 clean = clean[:, :0]
-                fill.reveal(logits.cpu(), choice, per_pass, threshold)
+                fill.reveal(logits.cpu(), choice)
             clean = fill.tokens
             for new, tokens, known in zip(written, clean.tolist(), begun, strict=True):
                 new += tokens[len(known) :]
             begun = [[] for _ in texts]
-    return Decoded(tuple(until_end(new, ends, most) for new in written), run.passes)
-
-
-def _ended(tokens: list[int], ends: frozenset[int], most: int) -> bool:
-    return len(tokens) >= most or not ends.isdisjoint(tokens)
+    return Decoded(tuple(_until_end(new, ends, most) for new in written), run.passes)
 
 
 def _block_rows(pads: Tensor, past: int, rows: int, block: int) -> Bool[Tensor, "batch q k"]:
@@ -175,8 +162,6 @@ def infill(
     per_pass: int | None = None,
     threshold: float | None = None,
     temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
     seed: int = 0,
 ) -> Decoded:
     """Fill a gap of `length` tokens between `left` and `right`, by a model trained on `butterfly(..., block=length)`.
@@ -191,7 +176,7 @@ def infill(
         right: token ids after it, in the same form.
         length: tokens to write, as many as were masked in training.
         mask_token: id of [MASK], as in training.
-        per_pass, threshold, temperature, top_k, top_p, seed: as in `generate_blocks`.
+        per_pass, threshold, temperature, seed: as in `generate_blocks`.
 
     Raises:
         UnsupportedArchitecture: as in `generate_blocks`.
@@ -208,32 +193,29 @@ def infill(
     >>> written.passes, len(written.tokens[0])
     (2, 4)
     """
-    model = split(model)[0]
     length = integer("length", length, 1)
-    per_pass, threshold = schedule(per_pass, threshold, length)
-    before, after = prompts("left", left), prompts("right", right)
+    choice = _Choice(length, per_pass, threshold, temperature, seed)
+    before, after = _prompts("left", left), _prompts("right", right)
     if len(before) != len(after):
         raise ValueError(f"left and right must be as many, got {len(before)} left and {len(after)} right sides")
     sides = list(zip(before, after, strict=True))
     if not all(one or other for one, other in sides):
         raise ValueError("a gap needs tokens on at least one side, got none on both")
-    model = decodable(model, max(len(one) + len(other) for one, other in sides) + length)
-    require_in_vocabulary(model, "left and right", [*before, *after])
-    require_in_vocabulary(model, "mask_token", [[mask_token := integer("mask_token", mask_token)]])
-    run = CachedPasses(model)
-    choice = Choice(temperature, top_k, top_p, seed)
+    run = _CachedPasses(split(model)[0], max(len(one) + len(other) for one, other in sides) + length)
+    run.require_in_vocabulary("left and right", [*before, *after])
+    run.require_in_vocabulary("mask_token", [[mask_token := integer("mask_token", mask_token)]])
     ids, places = _context(sides, length)
     gap = torch.tensor([len(one) for one in before])[:, None] + torch.arange(length)
-    fill = Fill(torch.full(gap.shape, mask_token), torch.ones(gap.shape, dtype=torch.bool))
+    fill = _Fill(torch.full(gap.shape, mask_token), torch.ones(gap.shape, dtype=torch.bool))
     first = max(map(len, before))
-    with evaluating(model):
+    with evaluating(run.model):
         while not fill.done:
             fresh = run.past == 0
             rows = torch.cat([ids, fill.tokens], dim=1) if fresh else fill.tokens
             positions = torch.cat([places.clamp(min=0), gap], dim=1) if fresh else gap
             logits = run.run(rows, positions, _gap_rows(places, first, length)[:, -rows.shape[1] :], length)
             run.drop(length)
-            fill.reveal(logits.cpu(), choice, per_pass, threshold)
+            fill.reveal(logits.cpu(), choice)
     return Decoded(tuple(tuple(tokens) for tokens in fill.tokens.tolist()), run.passes)
 
 
@@ -259,3 +241,156 @@ def _gap_rows(places: Tensor, first: int, length: int) -> Bool[Tensor, "batch n 
     same = kind[:, None] == kind
     flows = (same & (kind == 0) & (key <= query)) | (same & (kind == 1) & (key >= query)) | (kind == 2)[:, None]
     return (flows & real[:, None, :] & real[:, :, None]) | (query == key)
+
+
+class _CachedPasses:
+    """A model and its cache of all that it has read, without a window: a pass's mask alone says what is read."""
+
+    def __init__(self, model: nn.Module, positions: int) -> None:
+        self.model = _decodable(model, positions)
+        self.passes = 0
+        self.past = 0
+        weight = next(self.model.get_input_embeddings().parameters())
+        self._device, self._dtype, self._vocabulary = weight.device, weight.dtype, len(weight)
+        self._cache = DynamicCache()
+        self._keeps = accepts(self.model, "logits_to_keep")
+
+    def require_in_vocabulary(self, name: str, texts: Iterable[Iterable[int]]) -> None:
+        """Raise `ValueError` unless the model has an embedding for every id."""
+        wrong = next((token for text in texts for token in text if not 0 <= token < self._vocabulary), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{name} must hold ids of the {self._vocabulary} entries of the model's vocabulary, got {wrong}"
+            )
+
+    def run(
+        self,
+        ids: Int[Tensor, "batch q"],
+        positions: Int[Tensor, "batch q"],
+        allow: Bool[Tensor, "batch q k"],
+        rows: int,
+    ) -> Float[Tensor, "batch rows vocabulary"]:
+        """Logits of the last `rows` rows of a pass; `allow` is over the rows of the cache, then those of the pass."""
+        arguments: dict[str, Any] = {
+            "input_ids": ids.to(self._device),
+            "position_ids": positions.to(self._device),
+            "attention_mask": additive(allow.to(self._device), self._dtype)[:, None],
+            "past_key_values": self._cache,
+            "use_cache": True,
+        }
+        if self._keeps:
+            arguments["logits_to_keep"] = rows
+        logits = cast(Tensor, self.model(**arguments).logits)
+        self.passes += 1
+        self.past += ids.shape[1]
+        return logits[:, -rows:]
+
+    def drop(self, rows: int) -> None:
+        """Remove the last rows from the cache."""
+        self._cache.crop(-rows)
+        self.past -= rows
+
+
+class _Choice:
+    """How many places a pass fills, and their tokens: the best ones, or tokens drawn on the CPU at a temperature."""
+
+    def __init__(
+        self, places: int, per_pass: int | None, threshold: float | None, temperature: float | None, seed: int
+    ) -> None:
+        self.per_pass = places if per_pass is None else integer("per_pass", per_pass, 1, places)
+        self.threshold = None if threshold is None else number("threshold", threshold, 0.0)
+        if threshold is not None and per_pass is None:
+            raise ValueError(
+                "threshold goes with per_pass, the number of places to fill at least; all are filled at once"
+            )
+        self._temperature = None if temperature is None else number("temperature", temperature)
+        if self._temperature is not None and self._temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}; leave it out to take the best token")
+        self._generator = torch.Generator().manual_seed(integer("seed", seed))
+
+    def draw(
+        self, logits: Float[Tensor, "batch places vocabulary"]
+    ) -> tuple[Int[Tensor, "batch places"], Float[Tensor, "batch places vocabulary"]]:
+        """(a token for each row, the probabilities that it was drawn from)."""
+        flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+        warm = flat if self._temperature is None else flat / self._temperature
+        chances = warm.softmax(dim=-1)
+        if self._temperature is None:
+            drawn = flat.argmax(dim=-1)
+        else:
+            drawn = torch.multinomial(chances, 1, generator=self._generator)
+        return drawn.reshape(logits.shape[:-1]), chances.reshape(logits.shape)
+
+
+class _Fill:
+    """The partly masked places of each sequence during decoding (MaskGIT's schedule, arXiv:2202.04200)."""
+
+    def __init__(self, tokens: Int[Tensor, "batch places"], hidden: Bool[Tensor, "batch places"]) -> None:
+        self.tokens, self.hidden = tokens, hidden
+
+    @property
+    def done(self) -> bool:
+        """Whether every place holds a token."""
+        return not bool(self.hidden.any())
+
+    def reveal(self, logits: Float[Tensor, "batch places vocabulary"], choice: _Choice) -> None:
+        """Fill the surest hidden places of each sequence, and all that are as sure as the threshold."""
+        drawn, chances = choice.draw(logits)
+        sure = chances.gather(-1, drawn[..., None])[..., 0].masked_fill(~self.hidden, -1.0)
+        rank = sure.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        now = rank < choice.per_pass
+        if choice.threshold is not None:
+            now |= sure >= choice.threshold
+        now &= self.hidden
+        self.tokens = torch.where(now, drawn, self.tokens)
+        self.hidden = self.hidden & ~now
+
+
+def _decodable(model: nn.Module, positions: int) -> PreTrainedModel:
+    """`model`, if cached passes give what its merged tasks do; refused otherwise, or for too many positions."""
+    require_runnable(model)
+    name = type(model).__name__
+    sites = find_sites(model)
+    if not isinstance(model, PreTrainedModel) or not accepts(model, "past_key_values"):
+        raise UnsupportedArchitecture(f"{name} takes no cache of keys and values, which decoding goes on from")
+    mixers = mixers_beside(model, sites)
+    moved = next((site for site in sites if check_stack(model, site.owner, sites).moved), None)
+    if mixers or moved is not None:
+        where = ", ".join(mixers[:4]) or type(cast(Any, moved).owner).__name__
+        raise UnsupportedArchitecture(
+            f"{name} carries information between positions beside its attention ({where}): no mask keeps masked rows "
+            "from what follows, and such a state cannot be cut back as a cache can. Decode with a model of attention "
+            "alone, or by generate"
+        )
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < positions:
+        raise ValueError(f"{name} has {most} positions, but the text would take {positions}; ask for fewer tokens")
+    return model
+
+
+def _prompts(name: str, ids: object) -> list[list[int]]:
+    """The token ids of each sequence, from [n] or [batch, n] ids or from a list of sequences."""
+    if isinstance(ids, Tensor):
+        rows = list(ids.unbind()) if ids.ndim == 2 else [ids]
+    elif isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor):
+        rows = list(cast("Sequence[object]", ids))
+    else:
+        rows = [ids]
+    return [index_array(name, row).tolist() for row in rows]
+
+
+def _end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -> frozenset[int]:
+    """The ids that end a text, by default those of the model's generation config; -1 means none."""
+    value = eos_token
+    if value is None:
+        value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if value is None:
+        return frozenset()
+    several = cast("Sequence[object]", value if isinstance(value, list | tuple) else [value])
+    return frozenset(integer("eos_token", one, -1) for one in several) - {-1}
+
+
+def _until_end(tokens: Sequence[int], ends: frozenset[int], most: int) -> tuple[int, ...]:
+    """The tokens up to the first that ends the text, and at most `most`."""
+    last = next((number for number, token in enumerate(tokens) if token in ends), len(tokens))
+    return tuple(tokens[: min(last + 1, most)])

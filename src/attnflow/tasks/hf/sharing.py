@@ -1,27 +1,44 @@
-"""`share_prefixes`: rows that begin alike run once, in any trainer."""
+"""`share_prefixes`: rows that begin alike run once, in any trainer; read it first.
+
+A model is refused where rows with a common prefix have other states than the prefix has once: `Backbone` finds how far
+back its layers read, and `check_sharing` runs a small batch in both forms.
+"""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
+from attnflow.masks.catalogue import causal
+from attnflow.masks.hf.attach import attach
 from attnflow.models.evaluation import REFUSALS, refusal
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.trial import trial
-from attnflow.tasks.hf.prefix_check import Backbone, compare
+from attnflow.models.interception import (
+    AttentionCall,
+    Output,
+    Proceed,
+    base_implementation,
+    check_implementation,
+)
+from attnflow.models.loaded import Loaded, ordinary_tokens, split
+from attnflow.models.mask_request import MaskRequest
+from attnflow.models.sites import Site, find_sites
+from attnflow.models.trial import DoesNotRun, trial
 from attnflow.tasks.hf.shared_calls import Calls, SharingReport
+from attnflow.tasks.prefixes import Cost
 
 _log: Final = logging.getLogger("attnflow.tasks")
-_SHUFFLE: Final = "shuffle_sequence_dict"  # of trl
+_LENGTH: Final = 7
+_FAR: Final = (1 << 17) + 77, 3 * (1 << 17) + 5  # queries so far on that every window is shorter
+_GROWING: Final = ("dynamic", "longrope")  # rotary embeddings that look at the largest position of a call
 
 
 class SharedPrefixes(Handle):
@@ -32,19 +49,11 @@ class SharedPrefixes(Handle):
         no_copies: why calls with labels run their head for every token of the rows; "" if once for a token.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        calls: Calls,
-        no_copies: str,
-        hooks: list[RemovableHandle],
-        restore_shuffle: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, calls: Calls, no_copies: str, hooks: list[RemovableHandle]) -> None:
         super().__init__(model)
         self.no_copies = no_copies
         self._calls = calls
         self._hooks = hooks
-        self._restore_shuffle = restore_shuffle
 
     @property
     def report(self) -> SharingReport:
@@ -54,22 +63,20 @@ class SharedPrefixes(Handle):
     def _restore(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self._restore_shuffle is not None:
-            self._restore_shuffle()
 
     def _summary(self) -> str:
         head = f" (its head for each of them: {self.no_copies})" if self.no_copies else ""
         return f"{type(self.model).__name__} runs common beginnings of rows once{head}: {self.report}"
 
 
-def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
+def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
     """Let a causal model run the common prefixes of the sequences of a batch once: same outputs, same gradients.
 
     The sequences [B, S] of a call become prefix trees (G rollouts of one prompt of P tokens are P + sum of completions
     in place of G x P + sum of completions), which run under the mask of ancestors at the positions of the call; the
     states are read back to [B, S, hidden], and their gradients add up. trl's trainers (GRPO, RLOO, DPO, KTO, SFT),
-    `Trainer` or a loop of your own stay the same. `share_prefixes(trainer)` shares the model that the trainer calls,
-    and lets GRPO and RLOO shuffle whole groups of rollouts, which they take apart otherwise.
+    `Trainer` or a loop of your own stay the same: `share_prefixes(trainer.model)`. With GRPO and RLOO set
+    `steps_per_generation=1`, so that a group of rollouts stays in one batch.
 
     - A call with `labels` is replaced as a whole where that is less work, so that its head, too, runs once for a token:
       a token that predicts c labels takes c slots. No label is dropped, not even the first of a completion.
@@ -80,8 +87,8 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
       packed sequences). `handle.report` counts these by reason, and the log names each once.
 
     Args:
-        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, what `load_model` returns,
-            or a transformers or trl trainer of one. A reference model is another: `share_prefixes(trainer.ref_model)`.
+        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, or what `load_model` returns.
+            A trainer's reference model is another: `share_prefixes(trainer.ref_model)`.
 
     Returns:
         A handle: `.report` has the tokens before and after, `.remove()` restores the model.
@@ -90,7 +97,7 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
         UnsupportedArchitecture: a model that `masks.attach` refuses (layers with a state), one of several stacks, one
             whose attention is not causal or in chunks, or whose states came out different when both forms were run.
         RuntimeError: it shares prefixes already.
-        ValueError: a trainer of groups that trl 1.16 does not have; at a call, while dropout is active.
+        ValueError: at a call, while dropout is active.
 
     Cost: when it is put on, a few runs of 4 x 7 tokens. In a call: O(tokens) on the CPU for the trees, and for sdpa
     and eager a dense mask, width x width bytes a tree; for flex_attention blocks, never dense.
@@ -105,15 +112,12 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
     >>> handle.report.last_before, handle.report.last_after, bool(torch.allclose(stock, shared, atol=1e-5))
     (18, 10, True)
     """
-    trainer = model if isinstance(model, Trainer) else None
-    module = cast(nn.Module, model.model) if isinstance(model, Trainer) else split(model)[0]
-    outer, backbone, calls, in_force = prepared(module)
+    outer, backbone, calls, in_force = prepared(split(model)[0])
     if in_force:
         raise RuntimeError(f"{type(outer).__name__} shares prefixes already: remove that handle first, or use it")
     no_copies = check_sharing(outer, backbone, calls)
     calls.with_labels = not no_copies
-    restore = None if trainer is None else _shuffle_groups(trainer)
-    handle = SharedPrefixes(outer, calls, no_copies, _hooked(outer, backbone.module, calls), restore)
+    handle = SharedPrefixes(outer, calls, no_copies, _hooked(outer, backbone.module, calls))
     _log.info("%s", str(handle))
     return handle
 
@@ -201,53 +205,146 @@ def _hooked(model: nn.Module, backbone: nn.Module, calls: Calls) -> list[Removab
     return hooks
 
 
-def _shuffle_groups(trainer: Trainer) -> Callable[[], None] | None:
-    """Let trl's GRPO and RLOO shuffle whole groups of rollouts; returns what restores the trainer, None without groups.
+@dataclass(frozen=True, eq=False)
+class Backbone:
+    """The stack of layers that runs on trees: the module from token ids to states, and its attention modules."""
 
-    A step over all of `steps_per_generation` batches keeps its rows. A process with parts of groups shuffles rows. A
-    trainer that shuffles groups in another way than trl 1.16 is a `ValueError`.
-    """
-    groups = getattr(trainer, "num_generations", None)
-    if not isinstance(groups, int) or groups < 2:
-        return None
-    prepare: Any = trainer._prepare_inputs
-    home = next((scope for scope in _scopes(trainer) if _SHUFFLE in scope), None)
-    if home is None:
-        raise ValueError(
-            f"{type(trainer).__name__} shuffles its rows in another way than trl 1.16; share its model alone: "
-            "tasks.share_prefixes(trainer.model)"
+    module: PreTrainedModel
+    sites: tuple[Site, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Backbone:
+        """The one stack of a model; refuses several stacks, and stacks without the attention interface."""
+        sites = find_sites(model)
+        owners = list({id(site.owner): site.owner for site in sites}.values())
+        if len(owners) != 1 or any(site.kind == "cross" for site in sites):
+            names = ", ".join(type(owner).__name__ for owner in owners)
+            raise UnsupportedArchitecture(
+                f"share_prefixes takes a model of one causal stack, got {names}; pass the part that reads token ids"
+            )
+        return cls(owners[0], sites)
+
+    def check(self) -> None:
+        """Refuse modules beside attention that mix positions, and attention that takes no mask."""
+        owner = self.module
+        check_implementation(
+            owner, base_implementation(owner.config), f"the attention of {type(owner).__name__}", "mask"
         )
-    rows = home[_SHUFFLE]
+        attach(owner, causal(_LENGTH)).remove()
 
-    def whole(batch: Mapping[str, Sequence[object] | Tensor | None]) -> object:
-        size = len(next(value for value in batch.values() if value is not None))
-        if size % groups:
-            return rows(batch)
-        first = torch.randperm(size // groups) * groups
-        order = (first[:, None] + torch.arange(groups)).flatten()
-        return {name: _ordered(value, order) for name, value in batch.items()}
+    @property
+    def long_positions(self) -> bool:
+        """Whether the rotary embedding of a token depends on the largest position of its batch."""
+        parts = [getattr(self.module.config, name, None) for name in ("rope_parameters", "rope_scaling")]
+        return any(kind in str(part) for part in parts for kind in _GROWING)
 
-    def prepared(*args: Any, **kwargs: Any) -> object:
-        home[_SHUFFLE] = whole  # for this call alone: other trainers use the same function
+    def cost(self, head: nn.Module | None) -> Cost:
+        """The multiplications for a token, a query-key pair and a row of logits."""
+        table = self.module.get_input_embeddings()
+        fixed = {id(parameter) for parameter in table.parameters()}
+        weights = sum(p.numel() for p in self.module.parameters() if id(p) not in fixed)
+        width = int(cast(Any, self.module.config).get_text_config().hidden_size)
+        logits = 0 if head is None else sum(p.numel() for p in head.parameters())
+        return Cost(float(weights), 2.0 * width * len(self.sites), float(logits))
+
+    def windows(self) -> dict[str, int | None]:
+        """How far back each kind of attention layer reads (`Calls.windows`); refuses all but causal windows."""
+        requests = self._requests()
+        by_request = {id(request): request for request in requests.values()}
+        if len(by_request) == 1:
+            return {"": _window(next(iter(by_request.values())), self.sites[0].name)}
+        types = getattr(self.module.config, "layer_types", None)
+        windows: dict[str, int | None] = {}
+        for number, site in enumerate(self.sites):
+            layer = getattr(site.module, "layer_idx", number)
+            if not isinstance(types, Sequence) or not isinstance(layer, int) or layer >= len(types):
+                raise UnsupportedArchitecture(
+                    f"{type(self.module).__name__} has attention layers of several kinds without layer_types in its "
+                    "config, so that they cannot be given their masks"
+                )
+            window = _window(requests[site.name], site.name)
+            if windows.setdefault(str(types[layer]), window) != window:
+                raise UnsupportedArchitecture(f"layers of the kind {types[layer]!r} read differently far back")
+        return windows
+
+    def _requests(self) -> dict[str, MaskRequest]:
+        """The mask that the model requests for each attention module."""
+        seen: dict[str, MaskRequest] = {}
+        names = {site.module: site.name for site in self.sites}
+
+        def record(call: AttentionCall, proceed: Proceed) -> Output:
+            if call.request is None:
+                raise UnsupportedArchitecture(f"{names[call.module]} makes its own mask, which cannot be replaced")
+            seen[names[call.module]] = call.request
+            return proceed(call.replace(mask=call.request.own(call.implementation)))
+
+        ids, _ = self.probe()
+        self.intercepted(record, lambda: self.module(input_ids=ids[:1], use_cache=False))
+        missing = sorted(set(names.values()) - set(seen))
+        if missing:
+            raise UnsupportedArchitecture(f"{missing[0]} is not called when the model reads text")
+        return seen
+
+    def intercepted(self, interceptor: Callable[[AttentionCall, Proceed], Output], run: Callable[[], object]) -> None:
+        """Run with an interceptor at every attention module, each of which then gets a mask."""
         try:
-            return prepare(*args, **kwargs)
-        finally:
-            home[_SHUFFLE] = rows
+            with trial(self.module, dict.fromkeys(self.sites, interceptor), role="mask", replaces_mask=True):
+                run()
+        except DoesNotRun as error:
+            raise UnsupportedArchitecture(
+                f"{type(self.module).__name__} does not run on token ids alone ({error.why})"
+            ) from error
 
-    def restore() -> None:
-        vars(trainer).pop("_prepare_inputs", None)
+    def masked_as_meant(self, call: AttentionCall, proceed: Proceed, masks: Mapping[str, object]) -> Output:
+        """An interceptor that refuses a layer whose mask is not the one meant for its kind."""
+        kind = next(iter(masks)) if len(masks) == 1 else str(self.module.config.layer_types[call.module.layer_idx])
+        if call.mask is not masks[kind]:
+            name = next(site.name for site in self.sites if site.module is call.module)
+            raise UnsupportedArchitecture(f"{name} does not take the mask that its model is given as attention_mask")
+        return proceed(call)
 
-    cast(Any, trainer)._prepare_inputs = prepared
-    return restore
+    def probe(self) -> tuple[Tensor, Tensor]:
+        """(ids, attention_mask) of rows with common prefixes and pads. None leads a row: some models give NaN there."""
+        tokens = ordinary_tokens(self.module, 2)
+        device = next(self.module.parameters()).device
+        a, b = tokens[0], tokens[-1]
+        ids = [[a, a, b, b, a, a, b], [a, a, b, a, a, b, a], [a, a, b, a, b, a, a], [a, b, b, b, a, a, a]]
+        real = [[1, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
+        return torch.tensor(ids, device=device), torch.tensor(real, device=device)
 
 
-def _scopes(trainer: Trainer) -> list[dict[str, Any]]:
-    """The global names that the `_prepare_inputs` of each of the trainer's classes sees."""
-    own = [vars(kind)["_prepare_inputs"] for kind in type(trainer).__mro__ if "_prepare_inputs" in vars(kind)]
-    return [inspect.unwrap(function).__globals__ for function in own]
+def compare(stock: Tensor, shared: Tensor, real: Tensor, name: str) -> None:
+    """Refuse a model whose states on trees differ from its own by more than rounding."""
+    before, after = stock[real.bool()].double(), shared[real.bool()].double()
+    rounding = min(1e3 * torch.finfo(stock.dtype).eps, 0.05) * max(float(before.abs().max()), 1.0)
+    difference = float((before - after).abs().max())
+    if not difference <= rounding:
+        raise UnsupportedArchitecture(
+            f"{name} gives rows that begin alike other states than their shared prefixes have (they differ by "
+            f"{difference:.2g}, rounding is {rounding:.2g}): its tokens depend on more than their ids, their positions "
+            "and their attention"
+        )
 
 
-def _ordered(value: Sequence[object] | Tensor | None, order: Tensor) -> object:
-    if value is None or (isinstance(value, Tensor) and value.ndim == 0):
-        return value
-    return value[order.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in order.tolist()]
+def _window(request: MaskRequest, name: str) -> int | None:
+    """How many tokens a layer reads, itself included; None for all before it."""
+    function = request.arguments.get("mask_function")
+    if not callable(function):
+        raise UnsupportedArchitecture(f"{name} has a mask of unknown kind")
+    zero, windows = torch.zeros((), dtype=torch.int64), set[int | None]()
+    for query in _FAR:
+        key = torch.arange(query + 3)
+        try:
+            answer = cast(Tensor, function(zero, zero, torch.tensor(query), key))
+            allowed = answer.expand(len(key)).numpy()
+        except REFUSALS as error:
+            raise UnsupportedArchitecture(f"{name} has a mask that depends on more than positions") from error
+        count = int(allowed.sum())
+        if not allowed[query] or allowed[query + 1 :].any() or not allowed[query + 1 - count : query + 1].all():
+            raise UnsupportedArchitecture(f"{name} is not causal, so that a token depends on those after it")
+        windows.add(None if count == query + 1 else count)
+    if len(windows) > 1:
+        raise UnsupportedArchitecture(
+            f"{name} attends in chunks of the sequence, whose borders are at columns of the batch"
+        )
+    return windows.pop()
