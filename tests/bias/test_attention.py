@@ -10,9 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnflow import masks
 from attnflow.bias import attention
 from attnflow.bias.attention import choose
-from attnflow.bias.call import Allow, make_call
-from attnflow.bias.terms import Additive, Dense, Product
-from tests.bias.cases import MASKS, TERMS, Case, cast, outcome
+from attnflow.bias.call import Allow
+from tests.bias.cases import MASKS, TERMS, Additive, Case, Dense, Product, cast, make_call, outcome
 
 BACKENDS = ["reference", "tiled"]
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache, Gemma3nForCausalLM, Gemma3nTextConfig
 
 import attnflow as af
 from attnflow.bias.hf.saving import config_from_dict
-from attnflow.bias.terms import Additive
+from tests.bias.cases import Additive
 from tests.bias.hf.common import GUIDANCE, biased, disabled, disturb, family, handle_of, outputs, same_state, tokens
 from tests.bias.test_map import make
 from tests.models import WITHOUT_INTERFACE

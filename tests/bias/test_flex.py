@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnflow.bias import flex
-from attnflow.bias.attention import attention, reference
+from attnflow.bias import attention, flex
 from attnflow.bias.terms import per_head
 from attnflow.testing import tolerance
-from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, plain
+from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, plain, reference
 
 
 def test_refuses_what_it_cannot_compute():

@@ -21,11 +21,10 @@ from attnflow.bias import (
     attention,
 )
 from attnflow.bias.config import BiasConfig, LayerShape, Vectors
-from attnflow.bias.hf.saving import KINDS, config_from_dict
+from attnflow.bias.hf.saving import config_from_dict
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.positions import buckets, slopes
-from attnflow.bias.terms import Additive, Dense
-from tests.bias.cases import config_of
+from tests.bias.cases import KINDS, Additive, Dense, config_of
 
 SHAPE = LayerShape(index=0, num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=20, is_causal=True)
 BOTH_WAYS = LayerShape(index=0, num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=20, is_causal=False)

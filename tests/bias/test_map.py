@@ -12,12 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnflow.bias import BiasMap
-from attnflow.bias.attention import bias_of, weights_of
+from attnflow.bias.attention import weights_of
 from attnflow.bias.graph import Edge
 from attnflow.bias.hf.capture import observe
 from attnflow.bias.map import LayerMap, energy
-from attnflow.bias.terms import Guidance
-from tests.bias.cases import MASKS, Case
+from tests.bias.cases import MASKS, Case, Guidance, bias_of
 
 TERMS = [
     (("guidance", "one"),),

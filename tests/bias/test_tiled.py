@@ -9,11 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from attnflow import masks
 from attnflow.bias import attention, tiled
-from attnflow.bias.attention import compute
 from attnflow.bias.term_tiles import GuidanceTiles
-from attnflow.bias.terms import Guidance
 from attnflow.bias.tiled import blocks_of
-from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, outcome
+from tests.bias.cases import MASKS, TERMS, Case, Guidance, cast, check_against_float64, compute, outcome
 from tests.memory import PEAK
 
 TWO = (("guidance", "one"), ("additive", "kv"))
@@ -193,7 +191,7 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square():
 import torch
 from attnflow import masks
 from attnflow.bias import attention
-from attnflow.bias.terms import Guidance
+from tests.bias.cases import Guidance
 def step(n):
     q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(3))
     a, c = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(2))

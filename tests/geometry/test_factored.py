@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnflow.geometry import directionality, scores, symmetry
+from attnflow.geometry import scores
 from attnflow.geometry.scores import full_scores, full_symmetry, head_scores, head_symmetry
 from tests.geometry import oracle
 
@@ -116,32 +116,6 @@ def test_heads_that_share_a_key_head_are_neighbours(case):
             torch.testing.assert_close(getattr(shared, name), getattr(own, name), rtol=1e-9, atol=1e-11)
 
 
-@given(cases(), st.integers(0, 2**31))
-def test_rotations_inside_a_head_change_nothing(case, seed):
-    query, key, heads, kv_heads = case
-    size = len(key) // kv_heads
-    random = torch.randn(kv_heads, size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    rotations, _ = torch.linalg.qr(random)
-    turned_query = rotations.repeat_interleave(heads // kv_heads, 0) @ query.unflatten(0, (heads, -1))
-    turned_key = rotations @ key.unflatten(0, (kv_heads, -1))
-    for function in (head_scores, full_scores):
-        before = function(query, key, heads, kv_heads)
-        after = function(turned_query.flatten(0, 1), turned_key.flatten(0, 1), heads, kv_heads)
-        torch.testing.assert_close(after.symmetry, before.symmetry, rtol=0, atol=1e-9)
-        torch.testing.assert_close(after.directionality, before.directionality, rtol=0, atol=1e-7)
-
-
-@given(cases())
-def test_exchanging_query_and_key_transposes(case):
-    query, key, heads, _ = case
-    key = query.flip(0) if len(key) != len(query) else key
-    for function in (head_scores, full_scores):
-        one, other = function(query, key, heads, heads), function(key, query, heads, heads)
-        torch.testing.assert_close(one.symmetry, other.symmetry, rtol=0, atol=1e-10)
-        torch.testing.assert_close(one.directionality, -other.directionality, rtol=0, atol=1e-8)
-        assert torch.equal(one.outlier_rows, other.outlier_columns)
-
-
 @pytest.mark.parametrize("factor", [1e-25, 1e-12, 1e12])
 def test_scaling_changes_only_the_norm(factor):
     query, key = (w.float() for w in weights(6, 2, 8, 60))
@@ -226,11 +200,3 @@ def test_no_matrix_of_width_squared_is_made():
     with Largest() as gradients:
         head_symmetry(query, key, 4, 4)
     assert gradients.numel <= query.numel()
-
-
-def test_scores_of_matrices_and_of_weights_are_the_same_functions():
-    query, key = weights(4, 4, 8, 60)
-    matrices = torch.stack([q.T @ k for q, k in zip(query.chunk(4), key.chunk(4), strict=True)])
-    found = head_scores(query, key, 4, 4, 1.5, "norm")
-    torch.testing.assert_close(found.symmetry, symmetry(matrices))
-    torch.testing.assert_close(found.directionality, directionality(matrices, 1.5, "norm"))

@@ -10,6 +10,7 @@ from transformers import TrainingArguments as Arguments
 
 import attnflow as af
 from attnflow.models.attention import attention_layers
+from tests.geometry.test_monitor import Tokens
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 50}
 MODELS = {
@@ -159,15 +160,6 @@ def test_descent_reaches_the_target(target, per_head):
         optimizer.step()
     assert first > 2.5
     assert loss.item() < 0.2
-
-
-class Tokens(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        ids = torch.randint(1, 50, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
 
 
 class Penalised(Trainer):

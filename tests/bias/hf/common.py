@@ -96,4 +96,4 @@ def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return not ours and now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
 
 
-__all__ = ["disturb", "family", "handle_of", "outputs", "tokens"]
+__all__ = ["disturb", "family", "handle_of", "layer_biases", "outputs", "read_addon", "tokens"]

@@ -9,9 +9,8 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
 import attnflow as af
-from attnflow.bias.kind import layer_biases
 from attnflow.models import Loaded
-from tests.bias.hf.common import disabled
+from tests.bias.hf.common import disabled, layer_biases
 from tests.models import tiny
 
 PROMPT = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="

@@ -7,7 +7,7 @@ import torch
 from transformers import StaticCache
 
 import attnflow as af
-from attnflow.bias.terms import Additive
+from tests.bias.cases import Additive
 from tests.bias.hf.common import EVERY_OTHER_KIND, GUIDANCE, ROTATED, biased, disabled, family, outputs, tokens
 
 pytestmark = [

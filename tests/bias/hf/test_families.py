@@ -5,7 +5,6 @@ import torch
 from transformers import ViTConfig, ViTModel
 
 import attnflow as af
-from attnflow.bias.kind import LayerBias
 from tests.bias.hf.common import (
     DECODERS,
     ENCODERS,
@@ -16,6 +15,7 @@ from tests.bias.hf.common import (
     disturb,
     family,
     handle_of,
+    layer_biases,
     outputs,
     same_state,
     tokens,
@@ -91,7 +91,7 @@ def test_a_causal_model_stays_causal(name):
 def test_an_encoder_gets_a_dense_asymmetric_map(name):
     """daa, sec. 7: B is not triangular there, and B_ij is not B_ji."""
     model, seen = biased(name), []
-    bias = next(module for module in model.modules() if isinstance(module, LayerBias))
+    bias = next(bias for _, bias in layer_biases(model))
     bias.observer = seen.append
     with torch.no_grad():
         outputs(model, input_ids=tokens(1, 7))
@@ -168,7 +168,7 @@ def test_t5_keeps_its_own_buckets_beside_the_bias():
             af.bias.attach(part, af.bias.KeyConfig(layers="every", hidden_dim=4), backend="reference")
             same = outputs(model, input_ids=ids, decoder_input_ids=targets)
             assert torch.equal(same, plain)
-            for bias in (module for module in part.modules() if isinstance(module, LayerBias)):
+            for _, bias in layer_biases(part):
                 bias._trained = True  # the path of a trained bias, whose B is still 0
             torch.testing.assert_close(outputs(model, input_ids=ids, decoder_input_ids=targets), plain)
             disturb(part)

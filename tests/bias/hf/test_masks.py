@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.bias.kind import LayerBias
-from attnflow.bias.terms import Dense
+from tests.bias.cases import Dense
 from tests.bias.hf.common import (
     EVERY_OTHER_KIND,
     GUIDANCE,
@@ -16,6 +15,7 @@ from tests.bias.hf.common import (
     disturb,
     family,
     handle_of,
+    layer_biases,
     outputs,
     padded,
     tokens,
@@ -30,7 +30,7 @@ class Watch:
     """Sees the attention calls of the first biased layer, and what its attention module makes of them."""
 
     def __init__(self, model):
-        self.bias = next(module for module in model.modules() if isinstance(module, LayerBias))
+        self.bias = next(bias for _, bias in layer_biases(model))
         owner = next(module for module in model.modules() if getattr(module, "score_terms", None) is self.bias)
         self.calls, self.outputs, self.weights = [], [], []
         self.bias.observer = self.calls.append

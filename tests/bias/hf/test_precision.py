@@ -7,7 +7,6 @@ import torch
 from transformers.utils import logging
 
 import attnflow as af
-from attnflow.bias.kind import LayerBias
 from tests.bias.hf.common import (
     EVERY_OTHER_KIND,
     GUIDANCE,
@@ -15,6 +14,7 @@ from tests.bias.hf.common import (
     disabled,
     disturb,
     family,
+    layer_biases,
     outputs,
     tokens,
 )
@@ -115,7 +115,7 @@ def test_output_attentions_are_the_weights_with_the_bias(name):
     model.set_attn_implementation("eager")
     af.bias.attach(model, GUIDANCE)
     disturb(model)
-    first = next(module for module in model.modules() if isinstance(module, LayerBias))
+    first = next(bias for _, bias in layer_biases(model))
     first.observer = calls.append
     with torch.no_grad():
         weights = model(ids, output_attentions=True).attentions

@@ -5,8 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import attnflow as af
-from attnflow.bias.kind import layer_biases
-from tests.bias.hf.common import disturb, outputs, same_state
+from tests.bias.hf.common import disturb, layer_biases, outputs, same_state
 from tests.bias.hf.test_caches import pieces
 from tests.conformance.inputs import HIGHEST, ids
 from tests.conformance.miniature import Architecture, build

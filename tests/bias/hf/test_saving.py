@@ -14,11 +14,20 @@ from torch.distributed.tensor import distribute_tensor
 
 import attnflow as af
 from attnflow._core.errors import WrongBase
-from attnflow.bias.hf.saving import KINDS
-from attnflow.bias.kind import layer_biases
-from attnflow.models.addons import read_addon
-from tests.bias.cases import config_of
-from tests.bias.hf.common import BIASES, biased, disturb, family, handle_of, outputs, rewrite, same_state, tokens
+from tests.bias.cases import KINDS, config_of
+from tests.bias.hf.common import (
+    BIASES,
+    biased,
+    disturb,
+    family,
+    handle_of,
+    layer_biases,
+    outputs,
+    read_addon,
+    rewrite,
+    same_state,
+    tokens,
+)
 
 WEIGHTS, CONFIG = "bias.safetensors", "bias_config.json"
 
