@@ -176,7 +176,7 @@ def test_auto_on_cuda_is_flex_attention_where_that_can_compute_the_call(needs_gr
 
 def test_whether_a_gradient_may_be_asked_for():
     plain = Case().build()
-    learned, leaves = cast(plain)
+    learned, _ = cast(plain)
     assert not plain.needs_grad()
     assert learned.needs_grad()
     only_a_term = cast(plain, requires_grad=False)[0]
@@ -184,11 +184,6 @@ def test_whether_a_gradient_may_be_asked_for():
     assert only_a_term.needs_grad()
     with torch.no_grad():
         assert not learned.needs_grad()
-    sinks = cast(Case(sinks=True).build(), requires_grad=False)[0]
-    assert not sinks.needs_grad()
-    sinks.sinks.requires_grad_()
-    assert sinks.needs_grad()
-    assert set(leaves) >= {"query", "key", "value", "terms[0].rows", "terms[0].offset"}
 
 
 @pytest.mark.parametrize("n", [1, 5, 700])

@@ -1,8 +1,7 @@
 """Every kind: the identity at initialisation, and afterwards what its definition says of each pair."""
 
-import json
 import math
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +14,10 @@ from attnflow.bias import (
     CustomConfig,
     DenseConfig,
     GuidanceConfig,
-    KeyConfig,
-    LowRankConfig,
     RelativeConfig,
     attention,
 )
 from attnflow.bias.config import BiasConfig, LayerShape, Vectors
-from attnflow.bias.hf.saving import config_from_dict
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.positions import buckets, slopes
 from tests.bias.cases import KINDS, Additive, Dense, config_of
@@ -243,22 +239,6 @@ def test_kaiming_is_hes_initialisation_of_the_last_layer(kind, name, fan_in):
         assert float(module.query.weight.detach().abs().max()) == pytest.approx(bound, rel=1e-3)
 
 
-def test_what_is_cached_of_a_key_does_not_depend_on_when_it_came():
-    """Columns of a prefix, extended by those of the next tokens, are the columns of all: a cache may be filled so."""
-    _, keys = vectors()
-    for kind in KINDS:
-        module = module_of(config_of(kind, start=True, max_length=12))
-        parts = [
-            Vectors(
-                *(x[:, s] for x in (keys.unrotated, keys.rotated, keys.hidden)),
-                keys.positions[:, s],
-            )
-            for s in (slice(0, 4), slice(4, TOKENS))
-        ]
-        found = torch.cat([module.columns(part) for part in parts], dim=1)
-        torch.testing.assert_close(found, module.columns(keys), atol=1e-14, rtol=1e-14)
-
-
 def test_the_parameter_count_of_the_paper():
     """8,392,720 for every other of LLaMA-2-7B's 32 layers; the same for a low-rank bias up to norms and biases."""
     llama = LayerShape(0, num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096, is_causal=True)
@@ -345,26 +325,6 @@ def test_a_users_module():
     outputs[1].sum().backward()
     assert shaped.slope.grad is not None
     assert CustomConfig(Distance).layer_indices(3) == [0, 2]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(kind() for kind in KINDS.values()),
-        LowRankConfig(layers=[3, 0], rank=4),
-        AlibiConfig(layers="every_other", rope="keep", gain=0.0),
-        GuidanceConfig(reference="per_head", share_heads="kv", hidden_dim=8),
-        KeyConfig(share_heads=False),
-    ],
-    ids=str,
-)
-def test_json_there_and_back(config):
-    again = config_from_dict(json.loads(json.dumps(config.to_dict())))
-    assert again == config
-    assert type(again) is type(config)
-    assert hash(again) == hash(config)
-    with pytest.raises(FrozenInstanceError):
-        config.layers = "every"
 
 
 def test_placement():

@@ -269,10 +269,7 @@ def _split(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tup
             f"{list(key.shape)} for {num_kv_heads}"
         )
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
-    return (
-        query.to(dtype).unflatten(0, (num_heads, -1)),
-        key.to(dtype).unflatten(0, (num_kv_heads, -1)),
-    )
+    return (query.to(dtype).unflatten(0, (num_heads, -1)), key.to(dtype).unflatten(0, (num_kv_heads, -1)))
 
 
 def _summed(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:

@@ -8,17 +8,7 @@ from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, Stat
 from transformers.cache_utils import DynamicLayer
 
 import attnflow as af
-from tests.bias.hf.common import (
-    BIASES,
-    GUIDANCE,
-    biased,
-    disabled,
-    disturb,
-    family,
-    handle_of,
-    outputs,
-    tokens,
-)
+from tests.bias.hf.common import BIASES, GUIDANCE, biased, disabled, disturb, family, handle_of, outputs, tokens
 
 
 def pieces(model, ids, sizes, cache, **inputs):

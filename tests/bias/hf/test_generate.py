@@ -10,17 +10,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import attnflow as af
-from tests.bias.hf.common import (
-    BIASES,
-    biased,
-    disabled,
-    disturb,
-    family,
-    handle_of,
-    outputs,
-    padded,
-    tokens,
-)
+from tests.bias.hf.common import BIASES, biased, disabled, disturb, family, handle_of, outputs, padded, tokens
 
 FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBartDecoder"]
 OTHERS = [(name, "others") for name in ("Llama", "GPT2", "Mistral", "OPT")] + [
@@ -79,26 +69,6 @@ def test_a_padded_row_gives_what_it_gives_alone(name):
     together = generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
     for index, row in enumerate(rows):
         assert torch.equal(together[index, -NEW:], generate(model, row)[0, -NEW:])
-
-
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
-@pytest.mark.parametrize("kind", BIASES)
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_caches_of_every_shape_give_the_same_tokens(name, kind, cache):
-    """Mistral keeps a window of 4 keys, Gemma 3 does in one layer of two; the static cache is used twice."""
-    model, ids = biased(name, BIASES[kind], eos_token_id=None), tokens(2, 6)
-    expected = generate(model, ids, use_cache=False)
-    for _ in range(2):
-        assert torch.equal(generate(model, ids, cache_implementation=cache), expected)
-
-
-@pytest.mark.parametrize("kind", BIASES)
-def test_generation_continues_from_a_cache(kind):
-    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(1, 5)
-    first = generate(model, ids, return_dict_in_generate=True)
-    more = torch.cat([first.sequences, tokens(1, 3)], dim=1)
-    again = generate(model, more, past_key_values=first.past_key_values)
-    assert torch.equal(again, generate(model, more))
 
 
 @pytest.mark.parametrize("kind", BIASES)
