@@ -166,7 +166,7 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
     real = real if allow is None else real & ~_isolated(allow)
     positions = _positions(batch.get(f"{prefix}position_ids"), size)
     counted = positions if targets is None else None  # else several stand for one token, where no document begins
-    packing = read_packing(batch, real, mask, counted, from_lowest=allow is not None)
+    starts, problems = read_packing(batch, real, mask, counted, from_lowest=allow is not None)
     unread: list[tuple[str, str]] = []
     if positions is not None and positions.ndim == 3:
         unread.append(("position_ids", f"they have {len(positions)} axes: all but where time goes back"))
@@ -180,11 +180,11 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
         mask=mask,
         positions=positions,
         allow=allow,
-        starts=packing.starts,
-        documents=next(iter(packing.starts.values()), torch.zeros_like(real)).cumsum(-1),
+        starts=starts,
+        documents=next(iter(starts.values()), torch.zeros_like(real)).cumsum(-1),
         blocks=_blocks(batch, size, family),
         answers=_answers(batch, size),
-        problems=packing.problems,
+        problems=problems,
         unread=unread,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -21,16 +20,6 @@ BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlen
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
 
 
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """Where documents begin, by argument."""
-
-    # {argument: bool [batch, n], where it begins a document of a sequence, but for the first one}, the most explicit
-    # argument first; only of arguments that speak of documents
-    starts: Mapping[str, Tensor]
-    problems: tuple[str, ...]  # why boundaries cannot be believed
-
-
 def read_packing(
     arguments: Mapping[str, Any],
     real: Tensor,
@@ -38,8 +27,10 @@ def read_packing(
     positions: Tensor | None,
     *,
     from_lowest: bool = False,
-) -> Packing:
-    """Where documents begin, from boundaries, document numbers, a counting 2D mask and position ids that go back.
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """({argument: bool [batch, n], where a document begins, but for the first one}, why boundaries are not believed).
+
+    Boundaries, document numbers, a counting 2D mask and position ids that go back say it, the most explicit one first.
 
     A document is a run of positions: a number that returns is another document. Of `positions` [axes, batch, n] the
     first axis is time. With `from_lowest` a document starts at its sequence's lowest position, as masks of pairs need.
@@ -70,17 +61,17 @@ def read_packing(
     back = None if positions is None else _back(positions, real, from_lowest)
     if back is not None and back.any():
         starts["position_ids"] = back
-    return Packing(starts, tuple(problems))
+    return starts, tuple(problems)
 
 
 def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
     """(pairs within a document by any argument, bool [1 or batch, n, n]; documents in words, "" for one)."""
     mask, positions = _of_slot(inputs, slot, "attention_mask"), _of_slot(inputs, slot, "position_ids")
     real = real_positions(inputs, slot).expand(inputs.batch, -1)
-    packing = read_packing(inputs.kwargs, real, mask, positions)
-    if packing.problems:
-        raise ValueError(packing.problems[0])
-    starts = [each for each in packing.starts.values() if each.any()]
+    begins, problems = read_packing(inputs.kwargs, real, mask, positions)
+    if problems:
+        raise ValueError(problems[0])
+    starts = [each for each in begins.values() if each.any()]
     if not starts:
         return torch.ones(1, slot.length, slot.length, dtype=torch.bool), ""
     numbers = torch.stack(starts).any(0).cumsum(-1)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from attnflow.bias import flex, tiled
 from attnflow.bias.call import Call, make_call
 from attnflow.bias.terms import Term, per_head, wide
 
@@ -126,11 +127,7 @@ def compute(call: Call, backend: str, need_weights: bool = False) -> tuple[Tenso
     if name == "reference":
         output, weights = reference(call)
         return output, weights if need_weights else None
-    if name == "tiled":  # imported by statements, which a compiler can follow
-        from attnflow.bias.tiled import run
-    else:
-        from attnflow.bias.flex import run
-    return run(call), None
+    return (tiled if name == "tiled" else flex).run(call), None
 
 
 def choose(call: Call, backend: str, need_weights: bool = False) -> str:
@@ -159,13 +156,7 @@ def choose(call: Call, backend: str, need_weights: bool = False) -> str:
 
 def refusal(call: Call, name: str) -> str | None:
     """Why a backend cannot compute a call, or None; the reference computes every call."""
-    if name == "reference":
-        return None
-    if name == "tiled":
-        from attnflow.bias.tiled import refuses
-    else:
-        from attnflow.bias.flex import refuses
-    return refuses(call)
+    return None if name == "reference" else (tiled if name == "tiled" else flex).refuses(call)
 
 
 def _preferred(call: Call, need_weights: bool) -> tuple[str, ...]:

@@ -215,7 +215,7 @@ class Monitor(Handle):
     def __getattr__(self, name: str) -> Callable[..., None]:
         """The other events of a Trainer, of this version of transformers or the next, do nothing."""
         if name.startswith("on_"):
-            return _nothing
+            return lambda *_, **__: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _restore(self) -> None:
@@ -232,10 +232,6 @@ def _first_process() -> bool:
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
-def _nothing(*_: object, **__: object) -> None:
-    return None
-
-
 class RecordFile:
     """Scores by step, in the columns of `COLUMNS`; it survives a crash and can be read at any time.
 
@@ -246,22 +242,17 @@ class RecordFile:
     def __init__(self, path: Path, rows: int, step: int) -> None:
         self._path = path
         self._rows = rows
-        earlier: list[tuple[int, str]] = []
-        if path.exists():
-            text = path.read_bytes().decode(errors="replace")
-            records = list(self._records(text))
-            earlier = [(at, record) for at, record in records if at <= step]
-            whole = _HEADER + "".join(record for _, record in earlier)
-            if len(earlier) < len(records):
-                old = path.with_name(path.name + ".old")
-                shutil.copy2(path, old)
-                _LOG.warning(
-                    "%s held steps after %d, which are recorded again; it was kept as %s", path, step, old.name
-                )
-            if whole != text:
-                _replace(path, whole)
-        else:
-            _replace(path, _HEADER)
+        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+        records = list(self._records(text))
+        earlier = [(at, record) for at, record in records if at <= step]
+        whole = _HEADER + "".join(record for _, record in earlier)
+        if len(earlier) < len(records):
+            old = path.with_name(path.name + ".old")
+            shutil.copy2(path, old)
+            _LOG.warning("%s held steps after %d, which are recorded again; it was kept as %s", path, step, old.name)
+        if whole != text:
+            with write_atomically(path) as file:
+                file.write(whole.encode())
         self.last = earlier[-1][0] if earlier else None
 
     def append(self, step: int, rows: Sequence[MatrixScores]) -> None:
@@ -301,11 +292,6 @@ class RecordFile:
         if not step.isdecimal():
             raise ValueError(f"{self._path} is damaged: a line starts with {step[:20]!r} rather than a step")
         return int(step)
-
-
-def _replace(path: Path, text: str) -> None:
-    with write_atomically(path) as file:
-        file.write(text.encode())
 
 
 def log_to(target: object) -> Log:
