@@ -27,6 +27,8 @@ from attnflow.cli._output import (
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
+    from attnflow.masks.diagnosis import Diagnosis
+    from attnflow.tasks.leaks import LeakReport
 
 app = typer.Typer(help="Look at masks, check and merge tasks, export and debug.", rich_markup_mode=None)
 
@@ -120,11 +122,7 @@ def mask_check(
     if json_output:
         print_result(report)
     else:
-        verdict, *rest = str(report).splitlines()
-        screen = console()
-        say(screen, verdict, style(report.ok))
-        for line in rest:
-            say(screen, line)
+        _say_verdict(report)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -232,26 +230,21 @@ def mask_debug(
     """Say what a mask is and what looks wrong with it.
 
     Tensors are [queries, keys], with one or two more axes before them; True or 1 allows, and of floats 0. JSON is what
-    `mask export` writes, or a mask as the guide has it. Exits with 1 if something looks wrong: queries without keys,
-    values that are no mask, a mask upside down, a few pairs that a well-known mask does not have. --set belongs to
-    --against.
+    `mask export` writes, or a mask as the guide has it. Exits with 1 if something looks wrong: queries without keys, a
+    mask upside down, a few pairs that a well-known mask does not have. --set belongs to --against.
     """
     from attnflow.masks.diagnosis import diagnose, read_mask
 
     if settings and against is None:
         raise BadUsage("--set belongs to the mask of --against")
     with working(f"reading {file}"):
-        mask, findings = read_mask(file, masked_true)
+        mask = read_mask(file, masked_true)
         other = None if against is None else _other(against, mask.num_queries, settings or [])
-        diagnosis = diagnose(mask, Path(file).name, findings, other)
+        diagnosis = diagnose(mask, other)
     if json_output:
         print_result(diagnosis)
     else:
-        screen = console()
-        verdict = "nothing looks wrong" if diagnosis.ok else _wrong(len(diagnosis.findings))
-        say(screen, verdict, style(diagnosis.ok))
-        for label, value in diagnosis.lines():
-            say(screen, f"{label:<16}{value}")
+        _say_verdict(diagnosis)
     raise typer.Exit(0 if diagnosis.ok else 1)
 
 
@@ -265,8 +258,13 @@ def _other(against: str, num_queries: int, settings: list[str]) -> Mask:
     return mask_argument(against, num_queries if sized and not has_n else None, settings)
 
 
-def _wrong(count: int) -> str:
-    return f"{plural(count, 'thing')} {'looks' if count == 1 else 'look'} wrong"
+def _say_verdict(result: Diagnosis | LeakReport) -> None:
+    """Prints a result that judges, its verdict in colour."""
+    verdict, *rest = str(result).splitlines()
+    screen = console()
+    say(screen, verdict, style(result.ok))
+    for line in rest:
+        say(screen, line)
 
 
 def _short(value: object, limit: int = 100) -> str:

@@ -1,8 +1,8 @@
-"""Masks by sequence and by head: `batch` and `per_head`, in the algebra and for attention kernels."""
+"""Masks by sequence and by head: `batch` and `per_head`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -31,7 +31,6 @@ class MaskGrid(Priced):
 
     Sequences may differ in length. A shorter one is padded at its end: in `dense()` and for attention kernels a pad
     attends to itself alone (to nothing, where queries and keys are different sequences), and nothing attends to it.
-    Padding is no part of the relation: `~`, `&`, `|` act on each sequence's own positions.
 
     Attributes:
         masks: the mask of each sequence and head, `masks[b][h]`; one row, or one column, stands for all.
@@ -42,8 +41,6 @@ class MaskGrid(Priced):
     masks: tuple[tuple[Mask, ...], ...]
     num_queries: int
     num_keys: int
-
-    holds_masks = True  # by which a Mask leaves `mask & grid` to the grid
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -124,20 +121,6 @@ class MaskGrid(Priced):
     def __hash__(self) -> int:
         return hash((self.shape, self.masks))
 
-    def __and__(self, other: object) -> MaskGrid:
-        """Pairs that both allow; a single mask counts for every sequence and head."""
-        return self._combined(other, Mask.__and__)
-
-    def __or__(self, other: object) -> MaskGrid:
-        """Pairs that either allows; a single mask counts for every sequence and head."""
-        return self._combined(other, Mask.__or__)
-
-    __rand__, __ror__ = __and__, __or__
-
-    def __invert__(self) -> MaskGrid:
-        """Pairs that are forbidden, padding apart."""
-        return MaskGrid(tuple(tuple(~mask for mask in row) for row in self.masks), self.num_queries, self.num_keys)
-
     def __repr__(self) -> str:
         batch, heads, queries, keys = self.shape
         shown = [repr(mask) for row in self.masks for mask in row]
@@ -145,25 +128,6 @@ class MaskGrid(Priced):
         text = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         size = f"{queries} positions" if queries == keys else f"{queries} queries x {keys} keys"
         return f"<masks of {plural(batch, 'sequence')} x {plural(heads, 'head')}, {size}: {text}>"
-
-    def _combined(self, other: object, join: Callable[[Mask, Mask], Mask]) -> MaskGrid:
-        if isinstance(other, Mask):
-            other = MaskGrid(((other,),), *other.shape)
-        if not isinstance(other, MaskGrid):
-            raise not_a_mask(other)
-        sizes = (self.num_queries, self.num_keys), (other.num_queries, other.num_keys)
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"cannot combine masks of different sizes: {sizes[0]} and {sizes[1]} queries and keys")
-        cut = tuple(grid.lengths == (sizes[0],) for grid in (self, other))
-        batch, heads = (self._common(other, axis, name) for axis, name in ((0, "sequences"), (1, "heads")))
-        rows = [tuple(join(*_same_length(b, self[b, h], other[b, h], cut)) for h in range(heads)) for b in range(batch)]
-        return MaskGrid(tuple(rows), *sizes[0])
-
-    def _common(self, other: MaskGrid, axis: int, name: str) -> int:
-        a, b = self.shape[axis], other.shape[axis]
-        if 1 not in (a, b) and a != b:
-            raise ValueError(f"cannot combine masks for {a} {name} with masks for {b}")
-        return b if a == 1 else a
 
     @property
     def nnz(self) -> int:
@@ -215,8 +179,6 @@ def batch(masks: Iterable[Mask | MaskGrid], size: int | None = None) -> MaskGrid
     >>> packed = af.masks.batch([af.masks.document([3, 2]), af.masks.causal(4)])
     >>> packed.shape
     (2, 1, 5, 5)
-    >>> packed == packed & af.masks.causal(5)
-    True
     """
     rows = [_row(mask, number) for number, mask in enumerate(masks)]
     if not rows:
@@ -269,18 +231,6 @@ def _row(mask: object, number: int) -> tuple[Mask, ...]:
     if not isinstance(mask, Mask):
         raise not_a_mask(mask)
     return (mask,)
-
-
-def _same_length(number: int, a: Mask, b: Mask, cut: tuple[bool, ...]) -> tuple[Mask, Mask]:
-    """Cuts a mask that stands for all sequences (`cut`) to the other's length; other differences raise ValueError."""
-    if a.shape != b.shape:
-        if cut[0]:
-            a = a[: b.num_queries, : b.num_keys]
-        elif cut[1]:
-            b = b[: a.num_queries, : a.num_keys]
-        else:
-            raise ValueError(f"cannot combine masks over {a.shape} and {b.shape} positions for sequence {number}")
-    return a, b
 
 
 def _padded(mask: Mask, num_queries: int, num_keys: int) -> Mask:

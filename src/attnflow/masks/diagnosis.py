@@ -1,4 +1,4 @@
-"""What a mask that somebody brings says, and what looks wrong with it."""
+"""What a mask that somebody brings is, and what looks wrong with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from attnflow.masks.export.bands import bands_of
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 
-SUFFIXES: Final = (".json", ".npy", ".pt", ".safetensors")
 _CLOSE: Final = 0.02  # share of all pairs up to which a mask is taken for another one with mistakes
 _MASKED: Final = -1e4  # additive values from here down forbid; what lies between them and 0 is a bias
 _SHOWN: Final = 3
@@ -32,7 +31,7 @@ class Finding:
     """One thing that looks wrong.
 
     Attributes:
-        kind: "values", "sequences", "empty", "diagonal", "inverted", "transposed", "nearly" or "against".
+        kind: "empty", "diagonal", "inverted", "transposed", "nearly" or "against".
         message: what it is, and what it does.
         pairs: the first pairs (query, key) that show it.
     """
@@ -47,24 +46,20 @@ class Diagnosis(Result):
     """A mask that somebody brings: what it is, what looks wrong, and which kernels can take it.
 
     Attributes:
-        source: where it comes from.
         num_queries: rows.
         num_keys: columns.
         allowed_pairs: number of pairs that are allowed.
         same_as: the mask of the catalogue that it equals, or None.
         findings: what looks wrong.
         formats: names of `masks.export` that can say it.
-        refusals: why the others cannot, by name.
     """
 
-    source: str
     num_queries: int
     num_keys: int
     allowed_pairs: int
     same_as: str | None
     findings: tuple[Finding, ...]
     formats: tuple[str, ...]
-    refusals: dict[str, str]
 
     @property
     def ok(self) -> bool:
@@ -75,71 +70,60 @@ class Diagnosis(Result):
         """One row for each finding."""
         return [{"kind": each.kind, "message": each.message, "pairs": str(each.pairs)} for each in self.findings]
 
-    def lines(self) -> list[tuple[str, str]]:
-        """(label, text) pairs for a terminal."""
-        return [
+    def __str__(self) -> str:
+        count = len(self.findings)
+        verdict = (
+            f"{plural(count, 'thing')} {'looks' if count == 1 else 'look'} wrong" if count else "nothing looks wrong"
+        )
+        lines = [
             ("queries x keys", f"{self.num_queries:,} x {self.num_keys:,}"),
             ("allowed pairs", f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,}"),
             ("is", self.same_as or "no mask of the catalogue"),
             ("can be said by", ", ".join(self.formats) or "none"),
             *((each.kind, each.message) for each in self.findings),
         ]
-
-    def __str__(self) -> str:
-        head = f"{self.source}: {plural(len(self.findings), 'finding')}"
-        return "\n".join([head, *(f"{label:<16}{text}" for label, text in self.lines())])[:2000]
+        return "\n".join([verdict, *(f"{label:<16}{text}" for label, text in lines)])
 
     __repr__ = __str__
 
 
-def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> tuple[Mask, list[Finding]]:
-    """Reads a mask from a file, with findings about its values; raises ValueError if there is no mask.
+def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
+    """Reads a mask from a file; raises ValueError if there is none.
 
     Args:
         path: `.json` as of `Mask.from_json`, or "-"; `.npy`, `.pt`, `.safetensors`: one tensor [queries, keys], also
-            after one or two leading axes, of bools or of 0 and 1 (true allows), or additive (0 allows).
+            after one or two leading axes, of bools or of 0 and 1 (true allows), or additive floats (0 allows).
         masked_true: true, or 1, forbids.
     """
     if str(path) == "-" or Path(path).suffix == ".json":
         spec = read_json(path)
-        return mask_from_dict(spec.get("mask", spec), str(path)), []
+        return mask_from_dict(spec.get("mask", spec), str(path))
     tensor = _tensor(Path(path))
-    if not 2 <= tensor.ndim <= 4:
-        raise ValueError(f"{path}: expected a tensor [..., queries, keys] of 2 to 4 axes, got {tuple(tensor.shape)}")
-    tables, findings = _allowed(tensor, masked_true)
-    tables = tables.reshape(-1, *tables.shape[-2:])
-    if not len(tables):
-        raise ValueError(f"{path}: expected at least one sequence and head, got {tuple(tensor.shape)}")
-    first = from_dense(tables[0], Path(path).name)
-    for number, table in enumerate(tables[1:], 1):
-        if not torch.equal(table, tables[0]):
-            query, key = (int(i) for i in (table != tables[0]).nonzero()[0])
-            message = f"number {number} of {len(tables)} differs from the first, of which the rest is said"
-            findings.append(Finding("sequences", f"{message}, at query {query}, key {key}", ((query, key),)))
-            break
-    return first, findings
+    try:
+        return from_dense(_allowed(tensor, masked_true), Path(path).name)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def diagnose(
-    mask: Mask, source: str = "mask", findings: list[Finding] | None = None, against: Mask | None = None
-) -> Diagnosis:
-    """Tells what a mask is and what looks wrong with it; `findings` are those of its file."""
-    everything = (*(findings or ()), *_findings(mask, against))
-    refusals: dict[str, str] = {}
-    for name, make in export.FORMATS.items():
-        try:
-            make(mask)
-        except ValueError as error:
-            refusals[name] = str(error)
-    formats = tuple(name for name in export.FORMATS if name not in refusals)
+def diagnose(mask: Mask, against: Mask | None = None) -> Diagnosis:
+    """Tells what a mask is and what looks wrong with it; `against` is what it should be."""
     equal = equal_to(mask)
+    formats = tuple(name for name in export.FORMATS if _can_say(name, mask))
     same_as = None if equal is None else repr(equal)
-    return Diagnosis(source, *mask.shape, mask.nnz, same_as, everything, formats, refusals)
+    return Diagnosis(*mask.shape, mask.nnz, same_as, tuple(_findings(mask, against)), formats)
 
 
 def equal_to(mask: Mask) -> Mask | None:
     """Finds the mask of the catalogue, or documents with a window, that equals a mask."""
     return next((candidate for candidate in _candidates(mask) if candidate == mask), None)
+
+
+def _can_say(name: str, mask: Mask) -> bool:
+    try:
+        export.FORMATS[name](mask)
+    except ValueError:  # the format cannot, or it takes too many intervals
+        return False
+    return True
 
 
 def _findings(mask: Mask, against: Mask | None) -> Iterator[Finding]:
@@ -219,8 +203,8 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
 
 
 def _tensor(path: Path) -> Tensor:
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"cannot read {path}: the name must end in {', '.join(SUFFIXES)}, got {path.suffix!r}")
+    if path.suffix not in (".npy", ".pt", ".safetensors"):
+        raise ValueError(f"{path}: the name must end in .json, .npy, .pt or .safetensors, got {path.suffix!r}")
     try:
         if path.suffix == ".npy":
             return torch.from_numpy(np.load(path, allow_pickle=False))
@@ -240,31 +224,26 @@ def _tensor(path: Path) -> Tensor:
     return tensors[0]
 
 
-def _allowed(tensor: Tensor, masked_true: bool) -> tuple[Tensor, list[Finding]]:
-    """Converts values to bool, True = allowed, with findings about them."""
-    findings: list[Finding] = []
+def _allowed(tensor: Tensor, masked_true: bool) -> Tensor:
+    """Converts values to bool, True = allowed; raises ValueError if they are no mask."""
     if tensor.dtype == torch.bool:
-        return tensor ^ masked_true, findings
+        return tensor ^ masked_true
+    zero_one = (tensor == 0) | (tensor == 1)
     if not tensor.is_floating_point():
-        strange = (tensor != 0) & (tensor != 1)
-        if strange.any():
-            findings.append(_strange(tensor, strange, "neither 0 nor 1"))
-        return (tensor != 0) ^ masked_true, findings
-    if bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any()):
-        message = "floats of 0 and 1: a kernel that adds them masks nothing; true, or 1, is read as allowed"
-        findings.append(Finding("values", message))
-        return (tensor == 1) ^ masked_true, findings
-    strange = (tensor != 0) & ~(tensor <= _MASKED)
+        _refuse(tensor, ~zero_one, "neither 0 nor 1")
+        return (tensor != 0) ^ masked_true
+    if zero_one.all() and (tensor == 1).any():
+        raise ValueError("floats of 0 and 1: a kernel that adds them masks nothing; save tensor.bool()")
+    _refuse(
+        tensor, (tensor != 0) & ~(tensor <= _MASKED), f"neither 0 nor below {_MASKED:g}, so a bias and no mask; or NaN"
+    )
+    return tensor > _MASKED
+
+
+def _refuse(tensor: Tensor, strange: Tensor, what: str) -> None:
     if strange.any():
-        findings.append(_strange(tensor, strange, f"neither 0 nor below {_MASKED:g}, so a bias and no mask; or NaN"))
-    return (tensor > _MASKED), findings
-
-
-def _strange(tensor: Tensor, strange: Tensor, what: str) -> Finding:
-    place = strange.nonzero()[0].tolist()
-    (query, key), value = place[-2:], tensor[tuple(place)].item()
-    message = f"{int(strange.sum()):,} values are {what}: {value} at query {query}, key {key}"
-    return Finding("values", message, ((query, key),))
+        place = strange.nonzero()[0].tolist()
+        raise ValueError(f"{int(strange.sum()):,} values are {what}: {tensor[tuple(place)].item()} at {place}")
 
 
 def _some(queries: list[int]) -> str:

@@ -221,11 +221,11 @@ class Mask(Priced, Planned):
 
     def __and__(self, other: Mask) -> Mask:
         """Pairs that both allow."""
-        return NotImplemented if _holds_masks(other) else self._combined(other, "&")
+        return self._combined(other, "&")
 
     def __or__(self, other: Mask) -> Mask:
         """Pairs that either allows."""
-        return NotImplemented if _holds_masks(other) else self._combined(other, "|")
+        return self._combined(other, "|")
 
     def __invert__(self) -> Mask:
         """Pairs that this mask forbids."""
@@ -370,11 +370,6 @@ class Mask(Priced, Planned):
     @property
     def _numbered(self) -> Numbered:
         return Numbered(self._rows, self._query_rank, self._key_rank)
-
-
-def _holds_masks(value: object) -> bool:
-    """Whether the value is a `MaskGrid`, whose operators take a single mask."""
-    return bool(getattr(type(value), "holds_masks", False))
 
 
 def _short(value: object) -> str:
