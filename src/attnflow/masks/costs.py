@@ -21,35 +21,6 @@ _SOFTMAX_BYTES: Final = 4  # transformers' eager attention takes the softmax in 
 
 
 @dataclass(frozen=True)
-class CostModel:
-    """The model whose attention is priced.
-
-    Attributes:
-        num_layers: layers with this mask.
-        num_heads: query heads per layer.
-        head_dim: channels per head.
-        bytes_per_score: bytes of a stored score; 2 for bfloat16.
-    """
-
-    num_layers: int = 1
-    num_heads: int = 1
-    head_dim: int = 64
-    bytes_per_score: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_heads", "head_dim", "bytes_per_score"):
-            checks.integer(name, getattr(self, name), 1)
-
-    def flops(self, pairs: int) -> int:
-        """Forward pass of attention: 2 x head_dim for a score, 2 x head_dim for its value, per pair, head and layer."""
-        return 4 * self.head_dim * self.num_heads * self.num_layers * pairs
-
-    def score_bytes(self, pairs: int) -> int:
-        """One layer's scores if they are stored (a fused kernel keeps none)."""
-        return self.bytes_per_score * self.num_heads * pairs
-
-
-@dataclass(frozen=True)
 class BlockSparsity:
     """The blocks of a mask at one block size, as FlexAttention sees them.
 
@@ -217,17 +188,21 @@ class Priced(Blocked):
         """
         if backend not in _BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
-        block = checks.integer("block_size", block_size, 1)
+        block, num_heads = checks.integer("block_size", block_size, 1), checks.integer("num_heads", num_heads, 1)
+        head_dim, bytes_per_value = (
+            checks.integer(name, value, 1)
+            for name, value in (("head_dim", head_dim), ("bytes_per_value", bytes_per_value))
+        )
         table = self.padded()
         tables, heads = [each for row in table for each in row], len(table[0])
         if heads > 1 and num_heads not in (1, heads):
             raise ValueError(f"these masks are for {heads} heads, one each, got num_heads={num_heads}")
-        alike = CostModel(1, num_heads if heads == 1 else 1, head_dim, bytes_per_value)  # heads that share each table
+        alike = num_heads if heads == 1 else 1  # heads that share each table
         (queries, keys), area = tables[0].shape, tables[0].shape[0] * tables[0].shape[1]
         every = area * len(tables)
         parts = [block_sparsity(each, block) for each in tables]
         memory = {
-            "eager": alike.num_heads * every * (bytes_per_value + _SOFTMAX_BYTES) + every * bytes_per_value,
+            "eager": alike * every * (bytes_per_value + _SOFTMAX_BYTES) + every * bytes_per_value,
             "sdpa": every * (1 + bytes_per_value),
             "flex": sum(block_bytes(each, block) for each in tables) + self._captured(),
         }
@@ -236,6 +211,5 @@ class Priced(Blocked):
         full, partial, empty = (sum(getattr(part, name) for part in parts) for name in ("full", "partial", "empty"))
         used = self.nnz / ((full + partial) * block * block) if full + partial else 0.0
         blocks = BlockSparsity(block, full, partial, empty, used)
-        costs = tuple(BackendCost(b, pairs[b], alike.flops(pairs[b]), memory[b]) for b in _BACKENDS)
-        num_heads = heads * alike.num_heads
-        return Cost(repr(self), backend, queries, keys, self.nnz, num_heads, blocks, costs, num_sequences=len(table))
+        costs = tuple(BackendCost(b, pairs[b], 4 * head_dim * alike * pairs[b], memory[b]) for b in _BACKENDS)
+        return Cost(repr(self), backend, queries, keys, self.nnz, heads * alike, blocks, costs, len(table))
