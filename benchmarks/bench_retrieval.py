@@ -1,8 +1,7 @@
 """Reading the k best entries: quality against time. `--figure FILE` draws what results.csv holds and says who wins.
 
-Speeds are compared at equal quality alone. Of SmolLM2-135M with its feed-forward layers opened, quality is the mean KL
-divergence of the next token from the model that reads all its entries, over 512 tokens of text; of one layer with
-65,536 clustered entries, of which 0.4 % are active, the relative error of its output.
+Speeds are compared at equal quality alone. Of one layer with 65,536 clustered entries, of which 0.4 % are active,
+quality is the relative error of its output.
 """
 
 from __future__ import annotations
@@ -18,20 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import attnflow as af
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval, Store
-from attnflow.knowledge.layered import readers
 from attnflow.knowledge.reader import KnowledgeReader
 from attnflow.knowledge.source import EntrySource
 from benchmarks.harness import OURS, RESULTS, ROOT, Case, main
 
 HERE = "benchmarks.bench_retrieval"
-MODEL = "SmolLM2-135M reads its entries"
 LAYER = "a layer reads 65,536 entries"
-CONTEXT, WINDOWS = 128, 4
-MODEL_K, LAYER_K = (16, 32, 64, 128, 256, 512, 1024), (16, 64, 128, 256, 1024)
+LAYER_K = (16, 64, 128, 256, 1024)
 LEVELS = (1e-1, 1e-2, 1e-3, 1e-4)
-_QUALITY = re.compile(r"(?:KL|error) ([\d.e+-]+)")
+_QUALITY = re.compile(r"error ([\d.e+-]+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,49 +38,6 @@ class Timed:
 
     def __call__(self) -> object:
         return self.run()
-
-
-@torch.no_grad()
-def model(k: int | None, tokens: int) -> Timed:
-    """One forward pass of `tokens` tokens; a single one after a context that is cached."""
-    torch.set_num_threads(1)
-    loaded = af.models.load_model("smollm2-135m", dtype=torch.float32)
-    converted, tokenizer = af.knowledge.from_ffn(loaded.model), loaded.tokenizer
-    assert tokenizer is not None
-    ids = tokenizer(af.models.sample_text(characters=8000), return_tensors="pt")["input_ids"]
-    windows = ids[0, : WINDOWS * CONTEXT].view(WINDOWS, CONTEXT)
-    dense = [log_probabilities(converted, row) for row in windows]
-    for reader in readers(converted):
-        reader.retrieval = None if k is None else Retrieval(k=k, search="exact")
-    found = [log_probabilities(converted, row) for row in windows]
-    divergence = torch.cat(
-        [functional.kl_div(b, a, reduction="none", log_target=True).sum(-1) for a, b in zip(dense, found, strict=True)]
-    )
-    losses = [
-        torch.cat([loss(one, row) for one, row in zip(made, windows, strict=True)]).mean() for made in (dense, found)
-    ]
-    note = f"KL {divergence.mean():.3g}; perplexity {losses[1].exp():.2f}, all entries {losses[0].exp():.2f}"
-    row = windows[:1]
-    if tokens == 1:
-        cache = converted(input_ids=row, use_cache=True).past_key_values
-        return Timed(lambda: decode(converted, cache, row[:, :1]), note)
-    return Timed(torch.no_grad()(lambda: converted(input_ids=row, use_cache=False)), note)
-
-
-@torch.no_grad()
-def decode(converted: torch.nn.Module, cache: object, token: Tensor) -> object:
-    """One token more; the cache is as long as before."""
-    output = converted(input_ids=token, past_key_values=cache, use_cache=True)
-    cache.crop(-1)  # type: ignore[attr-defined]
-    return output
-
-
-def log_probabilities(converted: torch.nn.Module, row: Tensor) -> Tensor:
-    return converted(input_ids=row[None], use_cache=False).logits[0].log_softmax(-1)
-
-
-def loss(logs: Tensor, row: Tensor) -> Tensor:
-    return -logs[:-1].gather(-1, row[1:, None])[:, 0]
 
 
 def clustered(dim: int = 512, centres: int = 256, each: int = 256) -> tuple[KnowledgeReader, Tensor, Tensor]:
@@ -124,9 +76,6 @@ def cases(device: str) -> Sequence[Case]:
     if device != "cpu":
         return []
     listed = []
-    for tokens in (1, CONTEXT):
-        listed.append(Case(MODEL, OURS, tokens, HERE, "model", (None, tokens), repeats=21))
-        listed += [Case(MODEL, f"k = {k}", tokens, HERE, "model", (k, tokens), repeats=21) for k in MODEL_K]
     ways = (("exact", "k = {}"), ("index", "exact index, k = {}"), ("approximate", "approximate, k = {}"))
     for tokens in (1, 128):
         listed.append(Case(LAYER, OURS, tokens, HERE, "layer", ("dense", None, tokens), repeats=21))
@@ -143,7 +92,7 @@ def newest() -> dict[tuple[str, int], dict[str, tuple[float, float]]]:
     with (ROOT / RESULTS).open(newline="") as file:
         for row in csv.DictReader(file):
             quality = _QUALITY.search(row["note"])
-            if row["what"] in (MODEL, LAYER) and quality and row["p50"]:
+            if row["what"] == LAYER and quality and row["p50"]:
                 one = found.setdefault((row["what"], int(row["size"])), {})
                 one[row["provider"]] = float(quality[1]), float(row["p50"])
     return found
@@ -161,7 +110,7 @@ def verdicts(points: dict[str, tuple[float, float]]) -> list[str]:
 
 
 def draw(path: Path) -> None:
-    """One panel for each model or layer and number of tokens; every point is labelled with its k."""
+    """One panel for each number of tokens; every point is labelled with its k."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,7 +132,7 @@ def draw(path: Path) -> None:
                 for k, q, seconds in zip(chosen, x, y, strict=True):
                     axis.annotate(k, (q, seconds), color=color, fontsize=7, textcoords="offset points", xytext=(3, 4))
         axis.set(xscale="log", yscale="log", ylabel="ms", title=f"{what}\n{tokens} token{'s' * (tokens > 1)} at once")
-        axis.set_xlabel("KL divergence from all entries" if what == MODEL else "relative error of the output")
+        axis.set_xlabel("relative error of the output")
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         for part in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
             part(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
@@ -204,4 +153,4 @@ if __name__ == "__main__":
     if "--figure" in sys.argv:
         draw(Path(sys.argv[sys.argv.index("--figure") + 1]))
     else:
-        main(cases, ["torch", "transformers", "faiss-cpu"], time_limit=300)
+        main(cases, ["torch", "faiss-cpu"], time_limit=300)

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from attnflow.knowledge import Retrieval
-from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
-from attnflow.knowledge.layered import EntryValues
 from attnflow.knowledge.retrieval import (
     best,
     certify,
@@ -118,61 +116,3 @@ def test_straight_through_is_bitwise_the_value_with_the_other_gradient():
     made.sum().backward()
     assert value.grad is None
     assert torch.equal(other.grad, torch.ones(50))
-
-
-def converted(retrieval, dtype=torch.float64, bias=True):
-    """Values of the second layer of a base, with retrieval, and weights for them."""
-    torch.manual_seed(0)
-    base = LayeredKnowledge(torch.randn(4 + 40, 7, dtype=dtype), [4, 40], EntryLayout(3, gated=False))
-    made = EntryValues(base, 1, torch.randn(3, dtype=dtype) if bias else None)
-    made.retrieval = retrieval
-    return made, torch.randn(2, 5, 40, dtype=dtype)
-
-
-RETRIEVALS = [Retrieval(k=6, search="exact"), Retrieval(k=1), Retrieval(threshold=0.8), Retrieval(threshold=9.0)]
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("retrieval", RETRIEVALS, ids=str)
-def test_a_converted_layer_reads_its_largest_weights(retrieval, bias):
-    layer, weights = converted(retrieval, bias=bias)
-    sizes = weights.abs()
-    if retrieval.k:
-        last = sizes.sort(descending=True).values[..., retrieval.k - 1 : retrieval.k]
-        sparse = weights * (sizes >= last)
-    else:
-        sparse = weights * (sizes > retrieval.threshold)
-    expected = functional.linear(sparse, layer.weight, layer.bias)
-    for training in (False, True):
-        torch.testing.assert_close(layer.train(training)(weights), expected)
-    certificate = layer.reading(None, weights[None], weights, reads_all=False).certificate
-    dense = functional.linear(weights, layer.weight, layer.bias)
-    bound = certificate.error_bound(layer.weight.detach().norm(dim=0).max())
-    assert bool(((dense - expected).norm(dim=-1).flatten() <= bound + 1e-12).all())
-
-
-@pytest.mark.parametrize("retrieval", RETRIEVALS, ids=str)
-def test_gradients_of_a_converted_layer(retrieval):
-    layer, weights = converted(retrieval)
-    base, direction = layer.base, torch.randn(2, 5, 3, dtype=torch.float64)
-    mask = chosen(weights.abs(), retrieval).double()
-    for training in (False, True):
-        base.entries.grad, given = None, weights.clone().requires_grad_()
-        (layer.train(training)(given) * direction).sum().backward()
-        through = direction @ layer.weight  # of the product with all values
-        torch.testing.assert_close(given.grad, through if training else through * mask)
-        value = torch.einsum("ijn,ijd->nd", weights * mask, direction)
-        torch.testing.assert_close(base.entries.grad[4:, 3:6], value)
-        assert not base.entries.grad[:4].any()
-
-
-def test_a_converted_layer_falls_back_to_all_where_that_is_no_slower():
-    layer, weights = converted(Retrieval(k=6))
-    dense = functional.linear(weights, layer.weight, layer.bias)
-    assert torch.equal(layer.eval()(weights), dense)  # 6 x 16 >= 40
-    assert layer.reads_all(weights)
-    few = weights[0, :1]
-    assert not torch.allclose(layer(few), dense[0, :1])  # 6 x 4 < 40
-    layer.retrieval = Retrieval(k=6, search="approximate")
-    with pytest.raises(ValueError, match='search must be "exact" or "auto", got "approximate"'):
-        layer(weights)

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.reader import KnowledgeReader, Observer, Reading
-from attnflow.knowledge.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
+from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
 from attnflow.models.feed_forward import PackedExperts, by_expert
 
@@ -26,7 +26,7 @@ class LayerReader(ABC):
 
     Attributes:
         layer: its number, from 0.
-        retrieval: which entries are read (of a converted layer, those of the largest weights); None: all.
+        retrieval: which entries are read; None: all, as a converted layer always reads them.
         observer: called with each `Reading`, which it must not change; or None.
     """
 
@@ -64,13 +64,13 @@ class LayerReader(ABC):
         """Return what the layer adds to each token, from the output of the module that reads its entries."""
         return output
 
-    @abstractmethod
     def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
         """How far this layer's output of each token can be from that of reading all entries, in Euclidean norm.
 
         0 where all were read, infinite after an approximate search. A ValueError for cross-attention that is gated or
         has an activation without a bound.
         """
+        return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
 
 
 def reads_entries(model: nn.Module) -> bool:
@@ -159,7 +159,19 @@ class LayerEntries(nn.Module, LayerReader):
         # Not a child: the base is registered once, at the model, and its parameter must not appear once a layer.
         object.__setattr__(self, "base", base)
         self.layer = layer
-        self.retrieval = self.observer = None
+        self.observer = None
+
+    @property
+    def retrieval(self) -> Retrieval | None:
+        """None: a converted layer computes the scores of all its entries, and reading the best saved nothing."""
+        return None
+
+    @retrieval.setter
+    def retrieval(self, wanted: Retrieval | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if wanted is not None:
+            raise ValueError(
+                "a converted layer reads all its entries: a retrieval is for modular models and for readers of a store"
+            )
 
     @property
     def entries(self) -> Float[Tensor, "entries entry_dim"]:
@@ -195,45 +207,14 @@ class LayerEntries(nn.Module, LayerReader):
         layout = self.layout
         return torch.stack([self.entries[positions, layout.threshold(part)] for part in layout.parts]).unsqueeze(1)
 
-    def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
-        """Bound the error by the left-out weights times the largest value norm; valid for any activation."""
-        if reading.certificate is None:
-            return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
-        return reading.certificate.error_bound(self.weight.detach().norm(dim=0).amax())
-
-    def reads_all(self, weights: Float[Tensor, "*tokens entries"]) -> bool:
-        """Whether a layer with these weights reads all entries; a ValueError for an approximate search."""
-        if self.retrieval is None:
-            return True
-        training = self.training and torch.is_grad_enabled()
-        if self.retrieval.reads_all(weights.shape[-1], weights.shape[:-1].numel(), training):
-            return True
-        if self.retrieval.search == "approximate":
-            raise ValueError(
-                'a converted layer has computed all scores when it retrieves: search must be "exact" or "auto", got '
-                '"approximate"'
-            )
-        return False
-
-    def reading(self, ids: Tensor | None, scores: Tensor, weights: Tensor, reads_all: bool) -> Reading:
-        """Build the `Reading` of tables [*tokens, entries].
-
-        The certificate is about |weight|, not the score, so its bound holds for any activation.
-        """
-        certificate = None
-        if not reads_all:
-            sizes, retrieval = weights.abs(), cast(Retrieval, self.retrieval)
-            rows = best(sizes, retrieval)
-            certificate, at = certify(sizes, rows, retrieval), rows.clamp(min=0)
-            ids = rows if ids is None else ids.gather(-1, at).masked_fill(rows < 0, -1)
-            scores = scores.gather(-1, at.expand(len(scores), *at.shape))
-            weights = weights.gather(-1, at).masked_fill(ids < 0, 0)
+    def observe(self, ids: Tensor | None, scores: Tensor, weights: Tensor) -> None:
+        """Give the observer the `Reading` of tables [*tokens, entries]."""
         ids = None if ids is None else ids.unsqueeze(-2)
-        return Reading(self.layer, ids, scores.unsqueeze(-2), weights.unsqueeze(-2), certificate)
+        cast(Observer, self.observer)(Reading(self.layer, ids, scores.unsqueeze(-2), weights.unsqueeze(-2)))
 
 
 class EntryValues(LayerEntries):
-    """Replaces the last linear map: sum of weight x value, plus b2. `retrieval` saves only this product."""
+    """Replaces the last linear map: sum of weight x value, plus b2."""
 
     def __init__(self, base: LayeredKnowledge, layer: int, bias: Float[Tensor, " model_dim"] | None) -> None:
         super().__init__(base, layer)
@@ -247,21 +228,10 @@ class EntryValues(LayerEntries):
 
     def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
         """Return sum of weight_e value_e + b2, without a copy of the entries."""
-        reads_all, retrieval = self.reads_all(weights), self.retrieval
         if self.observer is not None:
             scores = torch.stack([self.scored.pop(part) for part in self.layout.parts])
-            self.observer(self.reading(None, scores, weights.detach(), reads_all))
-        if retrieval is None or reads_all:
-            return functional.linear(weights, self.weight, self.bias)
-        training = self.training and torch.is_grad_enabled()
-        if training or retrieval.threshold is not None:
-            sparse = weights.masked_fill(~chosen(weights.detach().abs(), retrieval), 0)
-            return functional.linear(straight_through(sparse, weights) if training else sparse, self.weight, self.bias)
-        rows = best(weights.detach().abs(), retrieval)
-        # Whole entries, of which the value is taken: rows of a part alone would have to be copied together first.
-        whole = sum_of_rows(weights.gather(-1, rows), rows + self.base.rows(self.layer).start, self.base.entries)
-        written = whole[..., self.layout.value]
-        return written if self.bias is None else written + self.bias
+            self.observe(None, scores, weights.detach())
+        return functional.linear(weights, self.weight, self.bias)
 
 
 class EntryScores(nn.Module):
@@ -324,13 +294,13 @@ class ExpertEntries(LayerEntries):
         return output.unflatten(0, (self.form.num_experts, -1)).sum(dim=0) if self.form.sorted else output
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "*tokens model_dim"]:
-        """Compute the replaced module's output from the entries; retrieval saves nothing here."""
+        """Compute the replaced module's output from the entries."""
         given = self._bound(*args, **kwargs) if kwargs else args
         hidden = given[0]
         routed = list(self._sorted(hidden) if self.form.sorted else self._chosen(hidden, given[1], given[2]))
-        if self.observer is not None or self.retrieval is not None:
+        if self.observer is not None:
             places = self.form.num_experts if self.form.sorted else given[1].shape[-1]
-            routed = self._watched(routed, hidden.shape[:-1].numel() // (places if self.form.sorted else 1), places)
+            self._observe(routed, hidden.shape[:-1].numel() // (places if self.form.sorted else 1), places)
         if self.form.sorted:
             return torch.cat([self._written(one) for one in routed]).view(hidden.shape)
         written = torch.zeros_like(hidden).flatten(0, -2)
@@ -366,30 +336,16 @@ class ExpertEntries(LayerEntries):
         bias = self.form.output_bias(self.own)
         return functional.linear(one.weights, values.T, None if bias is None else bias[one.expert])
 
-    def _watched(self, routed: list[_Routed], tokens: int, places: int) -> list[_Routed]:
-        """Report the reading to the observer, and keep only the weights that `retrieval` selects."""
-        counts = [one.weights.shape[1] for one in routed]
+    def _observe(self, routed: list[_Routed], tokens: int, places: int) -> None:
+        """Give the observer a table [tokens, places * entries of an expert], with -1 where an expert has fewer."""
         like = routed[0].weights if routed else self.base.entries
-        parts, width = len(self.layout.parts), max(counts, default=0)
-        shape = (tokens, places, width)
+        shape = (tokens, places, max((one.weights.shape[1] for one in routed), default=0))
         rows = torch.full(shape, -1, device=like.device)
-        weights, scores = like.new_zeros(shape), like.new_zeros(parts, *shape)
-        for one, count in zip(routed, counts, strict=True):
-            mine = self.base.rows(self.layer, one.expert)
-            first = mine.start - self.base.rows(self.layer).start
+        weights, scores = like.new_zeros(shape), like.new_zeros(len(self.layout.parts), *shape)
+        for one in routed:
+            count = one.weights.shape[1]
+            first = self.base.rows(self.layer, one.expert).start - self.base.rows(self.layer).start
             rows[one.tokens, one.places, :count] = torch.arange(first, first + count, device=like.device)
             weights[one.tokens, one.places, :count] = (one.weights * one.routing).detach().to(like)
             scores[:, one.tokens, one.places, :count] = torch.stack(one.scores).detach().to(like)
-        flat = weights.flatten(1)
-        reads_all = self.reads_all(flat)
-        if self.observer is not None:
-            self.observer(self.reading(rows.flatten(1), scores.flatten(2), flat, reads_all))
-        if reads_all or self.retrieval is None:
-            return routed
-        left = chosen(flat.abs(), self.retrieval).view(shape)
-        training = self.training and torch.is_grad_enabled()
-        read: list[_Routed] = []
-        for one, count in zip(routed, counts, strict=True):
-            sparse = one.weights.masked_fill(~left[one.tokens, one.places, :count], 0)
-            read.append(replace(one, weights=straight_through(sparse, one.weights) if training else sparse))
-        return read
+        self.observe(rows.flatten(1), scores.flatten(2), weights.flatten(1))

@@ -200,13 +200,12 @@ def test_a_second_store_is_refused():
 
 
 def test_a_retrieval_is_set_and_taken_back():
-    model, store = converted()
-    ids = tokens(2, 5)
-    own = outputs(model, input_ids=ids)
-    with af.knowledge.attach(model, store, retrieval=Retrieval(k=3, search="exact")) as handle:
+    model = modular()
+    store, own = store_of(model), logits(model)
+    with af.knowledge.attach(model, store, write=True, retrieval=Retrieval(k=3, search="exact")) as handle:
         assert all(reader.retrieval == Retrieval(k=3, search="exact") for reader in handle.readers)
-        assert not torch.equal(outputs(model, input_ids=ids), own)
-    assert torch.equal(outputs(model, input_ids=ids), own)
+        assert not torch.equal(logits(model), own)
+    assert torch.equal(logits(model), own)
     assert not any(reader.retrieval for reader in readers(model))
 
 

@@ -11,7 +11,6 @@ import attnflow as af
 from attnflow.knowledge.hf.convert import verify
 from attnflow.knowledge.hf.stored_layers import layer_thresholds, load_entries, save_entries
 from attnflow.knowledge.layered import ExpertEntries, readers
-from attnflow.knowledge.retrieval import Retrieval
 from attnflow.models.evaluation import precision
 from tests.models import deep, outputs, tiny
 from tests.models.table import in_double
@@ -217,31 +216,6 @@ def test_activity_counts_what_the_router_chose():
     there.scatter_(1, readings[0].ids[:, 0], positive.to(there))
     fired = there[real.flatten().bool()].sum(dim=0).long()
     assert torch.equal(seen.fired(0)[1], fired)
-
-
-@pytest.mark.parametrize("name", ["Mixtral", "Llama4"])
-def test_the_best_entries_alone(name):
-    model = af.knowledge.from_ffn(made(name))
-    whole = logits(model)
-    reader = expert_readers(model)[0]
-    readings, written = [], []
-    reader.observer = readings.append
-    reader.register_forward_hook(lambda _, __, output: written.append(reader.added(output).detach()))
-    logits(model)
-    reader.retrieval = Retrieval(k=4, search="exact")
-    assert not torch.allclose(logits(model), whole)
-    every, best = readings
-    weights = every.weights[:, 0]
-    order = weights.abs().topk(4, dim=-1).indices
-    values = reader.values(every.ids[:, 0].gather(-1, order).flatten())[0].view(*order.shape, -1)
-    expected = torch.einsum("tk,tkd->td", weights.gather(-1, order), values)
-    torch.testing.assert_close(written[1].view(expected.shape), expected, rtol=1e-9, atol=1e-12)
-    assert best.ids.shape[-1] == 4
-    bound = reader.error_bound(best)
-    assert bool(((written[0] - written[1]).view(expected.shape).norm(dim=-1) <= bound + 1e-9).all())
-    reader.retrieval = Retrieval(k=4, search="approximate")
-    with pytest.raises(ValueError, match="search must be"):
-        logits(model)
 
 
 def test_a_store_holds_experts_and_what_is_edited_there_acts():

@@ -51,7 +51,8 @@ def attach(
         store: for readers, one of texts. For a modular model, one of width entry_dim with
             `config.threshold_columns` threshold columns. For a converted model, one of width
             `model.knowledge.entry_dim` with `model.knowledge.num_thresholds` columns.
-        retrieval: which entries each layer reads, found by the store's own search; by default all, or as before.
+        retrieval: which entries each layer reads, found by the store's own search; by default all, or as before. Of a
+            converted model they are always all.
         write: write to the store what it lacks of this model. For a converted model these are its entries, in place
             of what the store holds; for a modular one the thresholds that are not its own.
         reader: the folder of a saved reader; by default a new one, which has learned nothing yet.
@@ -87,7 +88,9 @@ def attach(
         return AddedReaders(module, store, retrieval, reader, layers, key_dim, num_heads)
     if (modular := _modular(module)) is not None:
         return ModularReaders(module, modular, store, retrieval, write)
-    return StoredLayers(module, store, retrieval, write)
+    if retrieval is not None:
+        raise ValueError("a model that from_ffn converted reads all its entries: leave the retrieval out")
+    return StoredLayers(module, store, write)
 
 
 class ModularReaders(Attached):

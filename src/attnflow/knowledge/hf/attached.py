@@ -32,7 +32,7 @@ class Attached(Handle):
     source: EntrySource | None = None  # None where each layer reads entries of its own
     encoder = ""  # that made the entries, "" if unknown
 
-    def __init__(self, model: nn.Module, store: Store, retrieval: Retrieval | None) -> None:
+    def __init__(self, model: nn.Module, store: Store, retrieval: Retrieval | None = None) -> None:
         super().__init__(model)
         self.store, self.readers = store, readers(model)
         self._retrievals = [reader.retrieval for reader in self.readers]

@@ -14,7 +14,6 @@ from attnflow._core.checks import integer, preview
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.attached import Attached
-from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store
 
 MADE_BY: Final = "from_ffn"  # where an entry of a store says which encoder made it
@@ -26,7 +25,7 @@ _FOLLOWED: Final = "followed"  # of a base, the store that it follows
 class StoredLayers(Attached):
     """A converted model that copies the entries of a store before each forward pass that follows an edit."""
 
-    def __init__(self, model: nn.Module, store: Store, retrieval: Retrieval | None, write: bool) -> None:
+    def __init__(self, model: nn.Module, store: Store, write: bool) -> None:
         base = self._base = _base(model)
         if followed(base) is not None:
             raise ValueError(f"{type(model).__name__} reads a store already: remove that one first")
@@ -42,7 +41,7 @@ class StoredLayers(Attached):
             raise
         base.__dict__[_FOLLOWED] = self
         self._hook = model.register_forward_pre_hook(self._follow)
-        super().__init__(model, store, retrieval)
+        super().__init__(model, store)
 
     def stop(self) -> None:
         """Stop following the store; the entries stay as they are."""
