@@ -34,9 +34,9 @@ def test_json(run, tiny_model):
     assert found.model == tiny_model
     assert list(found.tokens) == TEXT.split()
     assert set(found.targets) == {"my"}
-    assert [one.layer for one in found] == [1]
+    assert [one.layer for one in found] == [0, 1]
     assert found.layer(1).num_entries == 48
-    entries = found.fired(2, count=4)
+    entries = found.fired(2, layer=1, count=4)
     effects = [one.effect for one in entries]
     assert effects == sorted(effects, key=abs, reverse=True)
     assert all(one.layer == 1 and 48 <= one.entry < 96 for one in entries)

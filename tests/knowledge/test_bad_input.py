@@ -50,12 +50,10 @@ calls |= {
     "heads": lambda: config(num_attention_heads=4, num_key_value_heads=3),
     "rope": lambda: config(head_dim=3),
     "kind": lambda: config(threshold="constant"),
-    "nothing": lambda: af.knowledge.attach(model),
-    "empty": lambda: af.knowledge.attach(model, layers=[0]),
+    "no store": lambda: af.knowledge.attach(model, "facts"),
     "fact": lambda: af.knowledge.edit(model, {"prompt": "a"}),
     "one target": lambda: af.knowledge.trace(model, [1, 2], targets=[1]),
     "positions": lambda: af.knowledge.trace(model, [1, 2], positions=2),
-    "layers": lambda: af.knowledge.trace(model, [1, 2], layers=[1]),
     "not converted": lambda: af.knowledge.to_ffn(model),
 }
 said = {}
@@ -97,12 +95,10 @@ EXPECTED = {
     "heads": "ValueError: num_attention_heads (4) must be a multiple of num_key_value_heads (3)",
     "rope": "ValueError: RoPE turns pairs of coordinates: head_dim must be even, got 3",
     "kind": "ValueError: threshold must be one of 'mlp', 'coordinate', got 'constant'",
-    "nothing": "ValueError: give a store to read, or a retrieval of the best entries of a model that has some",
-    "empty": "ValueError: give a store to read, or a retrieval of the best entries of a model that has some",
+    "no store": "TypeError: store must be an open one, af.knowledge.Store.open(uri), got str",
     "fact": "ValueError: a fact needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...",
     "one target": "ValueError: expected one target, or one for each of 2 positions, got 1",
     "positions": "ValueError: positions must be of 2 tokens, -2 to 1, got [2]",
-    "layers": "ValueError: layers must list some of the layers with entries, 0 to 0, got [1]",
     "not converted": "ValueError: ModularForCausalLM reads no knowledge base; from_ffn(model) makes one that does",
 }
 

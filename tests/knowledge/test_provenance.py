@@ -11,7 +11,7 @@ import torch
 from attnflow.knowledge.provenance import LayerTrace, Promoted, Trace
 
 
-def layer(number, positions=3, kept=4, parts=2, effects=True, seed=0, dtype=torch.float32):
+def layer(number, positions=3, kept=4, effects=True, seed=0, dtype=torch.float32):
     """Random numbers, of which the last kept entry of the first position did not fire."""
     draw = torch.Generator().manual_seed(seed + number)
     ids = torch.stack([torch.randperm(20, generator=draw)[:kept] + 20 * number for _ in range(positions)])
@@ -23,8 +23,8 @@ def layer(number, positions=3, kept=4, parts=2, effects=True, seed=0, dtype=torc
         return torch.randn(*shape, generator=draw, dtype=dtype)
 
     return LayerTrace(
-        number, f"layers.{number}.mlp.down_proj", 20, ids, heads, random(parts, positions, kept),
-        random(parts, positions, kept), random(positions, kept), random(positions, kept).abs().sort(descending=True)[0],
+        number, f"layers.{number}.mlp.down_proj", 20, ids, heads, random(positions, kept),
+        random(positions, kept), random(positions, kept), random(positions, kept).abs().sort(descending=True)[0],
         random(positions, kept) if effects else None, torch.randint(0, 20, (positions,), generator=draw),
         random(positions).abs(), random(positions).abs() / 9,
         random(positions) if effects else None, random(positions) if effects else None,
@@ -37,7 +37,7 @@ def made(effects=True, dtype=torch.float32, **options):
         return Trace(
             "tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, without="norms lie between", by="norm"
         )
-    numbers = [torch.randn(3, generator=torch.Generator().manual_seed(i), dtype=dtype) for i in range(4)]
+    numbers = [torch.randn(3, generator=torch.Generator().manual_seed(i), dtype=dtype) for i in range(3)]
     entry = int(layers[1].ids[2, 0])
     return Trace(
         "tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, (" capital", " of", "\n"), (5, 6, 7), *numbers,
@@ -55,10 +55,9 @@ def same(one, other):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("effects", [True, False])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_json_reads_back_number_for_number(effects, parts, dtype):
-    found = made(effects, parts=parts, dtype=dtype)
-    found.layers[0].thresholds[0, 1, 1] = float("nan")
+def test_json_reads_back_number_for_number(effects, dtype):
+    found = made(effects, dtype=dtype)
+    found.layers[0].thresholds[1, 1] = float("nan")
     again = Trace.from_json(found.to_json())
     assert same(again, found)
     assert all(same(x, y) for x, y in zip(again, found, strict=True))
@@ -77,13 +76,13 @@ def test_csv_has_a_line_for_each_entry_that_fired(tmp_path):
     mine = [row for row in rows if row["layer"] == "2" and row["position"] == "3"]
     assert [int(row["entry"]) for row in mine] == one.ids[2].tolist()
     for place, row in enumerate(mine):
-        for name, table in (("score", one.scores[0]), ("up_score", one.scores[1]), ("weight", one.weights)):
+        for name, table in (("score", one.scores), ("weight", one.weights)):
             assert torch.tensor(float(row[name])) == table[2, place]
         assert float(row["effect"]) == pytest.approx(float(one.effects[2, place]), rel=1e-8)
     assert mine[0]["text"] == 'Paris | is,↵"big"'
     assert mine[0]["target"] == "↵"
-    plain = list(csv.DictReader(io.StringIO(made(False, parts=1).to_csv())))
-    assert {row["effect"] + row["up_score"] for row in plain} == {""}
+    plain = list(csv.DictReader(io.StringIO(made(False).to_csv())))
+    assert {row["effect"] for row in plain} == {""}
 
 
 def test_fired_is_ordered_and_leaves_out_what_did_not_fire():
@@ -115,7 +114,7 @@ def test_table_and_summary_say_what_fired():
     assert lines[0].split()[:3] == ["layer", "token", "entry"]
     assert len(lines) == 1 + 8
     assert any('Paris | is,↵"big"' in line for line in lines)
-    promoted = next(one for one in found.fired() if one.promotes)
+    promoted, lines = next(one for one in found.fired() if one.promotes), found.table(None, count=40).split("\n")
     assert any(line.endswith(("+" if promoted.weight > 0 else "−") + " city town") for line in lines)
     assert "effect" in lines[0]
     text = repr(found)

@@ -66,7 +66,6 @@ def knowledge_trace(
     with ExitStack() as stack:
         held = None if store is None else stack.enter_context(opened(store))
         spinner = stack.enter_context(working(f"loading {model}"))
-        layers = None if layer is None else [layer]
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
         loaded = _models.load(model, ids is None, _WITHOUT)
         if not reads_entries(loaded.model):
@@ -76,8 +75,10 @@ def knowledge_trace(
             attach(loaded, held)
         spinner.stage("tracing")
         wanted = max(16, count) if top is None else top
-        result = replace(trace(loaded, inputs, layers=layers, top=wanted, targets=targets), model=model)
+        result = replace(trace(loaded, inputs, top=wanted, targets=targets), model=model)
         result.row(position)
+        if layer is not None:
+            result.layer(layer)
         if path is not None:
             spinner.stage(f"writing {output}")
             write(result, path, {} if store is None else {"Store": store}, position=position)
@@ -87,7 +88,7 @@ def knowledge_trace(
     screen = console()
     say(screen, model if store is None else f"{model} on {store}", "bold")
     say(screen, f"{result.summary(position)}\n")
-    say(screen, result.table(position, count=min(count, result.top)))
+    say(screen, result.table(position, layer, min(count, result.top)))
     if output is not None:
         say(screen, f"written: {output}")
 

@@ -30,8 +30,6 @@ class Fired:
     head: int  # of the cross-attention that read it
     score: float  # with the threshold, before the activation; of gated layers, that of the gate
     threshold: float  # what the score contains of the entry alone; NaN where it is not known
-    up_score: float | None  # of gated layers, what the activated score is multiplied by; None of others
-    up_threshold: float | None  # likewise
     weight: float  # with which its value is added
     norm: float  # Euclidean norm of its contribution, |weight| * |value|
     effect: float | None  # direct effect on the logit of the target, or None
@@ -44,7 +42,7 @@ class Fired:
 class LayerTrace:
     """One layer. Of all entries the kept ones, those with the largest contributions first; ids are -1 after the last.
 
-    Scores, thresholds, weights, norms and effects are as in `Fired`, scores of each part: "up", or "gate" and "up".
+    Scores, thresholds, weights, norms and effects are as in `Fired`.
     """
 
     layer: int  # its number
@@ -52,8 +50,8 @@ class LayerTrace:
     num_entries: int  # entries that it could read, counted once for each head
     ids: Int[Tensor, "positions kept"]
     heads: Int[Tensor, "positions kept"]
-    scores: Float[Tensor, "parts positions kept"]
-    thresholds: Float[Tensor, "parts positions kept"]
+    scores: Float[Tensor, "positions kept"]
+    thresholds: Float[Tensor, "positions kept"]
     weights: Float[Tensor, "positions kept"]
     norms: Float[Tensor, "positions kept"]
     effects: Float[Tensor, "positions kept"] | None
@@ -95,7 +93,6 @@ class Trace(Result):
         logits: of the targets, less the mean over the vocabulary; or None.
         embedding_effect: direct effect of what enters the first block, or None.
         constant_effect: what the biases of the final norm and of the unembedding add, or None.
-        rest_effect: direct effect of all layers' entries and attentions that were not traced; or None.
         without: why there are no effects; "" if there are.
         texts: id -> text, of kept entries that have one.
         promoted: of the strongest entries, the tokens that they promote.
@@ -111,7 +108,6 @@ class Trace(Result):
     logits: Float[Tensor, " positions"] | None = None
     embedding_effect: Float[Tensor, " positions"] | None = None
     constant_effect: Float[Tensor, " positions"] | None = None
-    rest_effect: Float[Tensor, " positions"] | None = None
     without: str = ""
     texts: Mapping[int, str] = field(default_factory=dict[int, str])
     promoted: tuple[Promoted, ...] = ()
@@ -221,8 +217,7 @@ class Trace(Result):
         def column(table: Tensor | None) -> list[Any]:
             return [None] * count if table is None else table[row, :count].tolist()
 
-        up, up_thresholds = (one.scores[1], one.thresholds[1]) if len(one.scores) > 1 else (None, None)
-        numbers = (one.scores[0], one.thresholds[0], up, up_thresholds, one.weights, one.norms, one.effects)
+        numbers = (one.scores, one.thresholds, one.weights, one.norms, one.effects)
         return [
             Fired(
                 *(one.layer, position, self.tokens[position], target, entry, head, *rest),

@@ -150,11 +150,7 @@ def _sum(trace: Trace) -> str:
         ("entries", math.fsum(float(one.effect[-1]) for one in trace if one.effect is not None)),
         ("attention", math.fsum(float(one.attention_effect[-1]) for one in trace if one.attention_effect is not None)),
     ]
-    for name, value in (
-        ("embedding", trace.embedding_effect),
-        ("constants", trace.constant_effect),
-        ("layers not traced", trace.rest_effect),
-    ):
+    for name, value in (("embedding", trace.embedding_effect), ("constants", trace.constant_effect)):
         if value is not None and float(value[-1]):
             terms.append((name, float(value[-1])))
     logit = 0.0 if trace.logits is None else float(trace.logits[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,9 +21,10 @@ from attnflow.knowledge.conditions import conditions
 from attnflow.knowledge.hf.layer_forms import LayerForm, form_of
 from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import ExpertEntries, LayerReader
-from attnflow.models.evaluation import evaluating, seed_all
+from attnflow.models.evaluation import seed_all
 from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, uncovered
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, accepts, split
+from attnflow.models.trial import DoesNotRun, trial
 from attnflow.models.watching import Arguments, Call, Watch
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
@@ -227,10 +227,9 @@ def verify(
     choices = _Choices(model, opened, [path for path in paths if isinstance(opened.get_submodule(path), ExpertEntries)])
     try:
         before = choices.noted(model, named)
-    except Exception as error:
-        words = f"{type(error).__name__}: {error}".splitlines()[0]
+    except DoesNotRun as error:
         raise ValueError(
-            f"{type(model).__name__} does not run on {', '.join(named)} of the check ({words}); {hint}"
+            f"{type(model).__name__} does not run on {', '.join(named)} of the check ({error.why}); {hint}"
         ) from error
     if not any(bool(value.isfinite().any()) for value in before):
         raise ValueError(f"{type(model).__name__} says nothing finite on the tokens of the check; {hint}")
@@ -245,7 +244,7 @@ def verify(
             hidden = torch.randn(1, _TOKENS, base.layouts[layer].model_dim, generator=draw).to(base.entries)
             try:
                 before = _outputs(model.get_submodule(path), hidden)
-            except Exception:  # it takes more than tokens
+            except DoesNotRun:  # it takes more than tokens
                 continue
             run = bound(_outputs, opened.get_submodule(path), hidden)
             _compare(f"{type(model).__name__}, {path},", before, run, values, base)
@@ -319,7 +318,7 @@ class _Choices:
 
 def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
     """Return the floating-point tensors at the top level of a model's output."""
-    with evaluating(model):
+    with trial(model):
         seed_all(0)
         result: Any = model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
     values = (result,) if isinstance(result, Tensor) else result.values() if isinstance(result, Mapping) else result
@@ -338,7 +337,6 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
         ids[-1] = end
     device = next(model.parameters()).device
     named = {"input_ids": torch.tensor([ids], device=device)}
-    accepted = inspect.signature(model.forward).parameters
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and accepts(model, "decoder_input_ids"):
         named["decoder_input_ids"] = named["input_ids"]
     return named

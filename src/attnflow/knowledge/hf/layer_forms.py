@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,34 +15,16 @@ from attnflow.models.feed_forward import FeedForward, PackedExperts, stored
 
 
 @dataclass(frozen=True)
-class LayerForm(ABC):
-    """How one layer looked before conversion, so that it can be opened and closed."""
+class LinearLayer:
+    """A layer of linear maps into the neurons and one map out of them, as it was before conversion."""
 
     name: str  # its path
     layout: EntryLayout  # of the entries that it needs
-    neurons: int  # of the layer, or of each of its experts
-    num_experts: int  # 0: no choice
-
-    @abstractmethod
-    def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
-        """Return the layer's neurons as entries, ordered by expert."""
-
-    @abstractmethod
-    def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Replace the layer's modules by readers of the base."""
-
-    @abstractmethod
-    def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Replace the readers by the layer's modules."""
-
-
-@dataclass(frozen=True)
-class LinearLayer(LayerForm):
-    """A layer of linear maps into the neurons and one map out of them."""
-
+    neurons: int
     site: FeedForward
     biased: tuple[bool, ...]  # which maps into the neurons have a bias
     transposed: bool  # weights are (in, out)
+    num_experts: int = 0
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
         """Return the layer's neurons as entries."""
@@ -93,11 +74,15 @@ class LinearLayer(LayerForm):
 
 
 @dataclass(frozen=True)
-class ExpertLayer(LayerForm):
-    """A layer of experts whose parameters are packed in one module."""
+class ExpertLayer:
+    """A layer of experts whose parameters are packed in one module, as it was before conversion."""
 
+    name: str  # its path
+    layout: EntryLayout  # of the entries that it needs
+    neurons: int  # of each expert
     site: PackedExperts
     biased: bool  # whether the map into the neurons has a bias
+    num_experts: int
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
         """Return the neurons as entries, ordered by expert."""
@@ -137,16 +122,19 @@ class ExpertLayer(LayerForm):
         return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
 
 
+LayerForm = LinearLayer | ExpertLayer  # each gives its `entries`, and can `open` and `close` its layer
+
+
 def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
     """Describe the layer at a site."""
     part = model.get_submodule(site.name)
     if isinstance(site, PackedExperts):
         layout = EntryLayout(site.width, site.gated)
-        return ExpertLayer(site.name, layout, site.neurons, site.num_experts, site, site.thresholds(part) is not None)
+        return ExpertLayer(site.name, layout, site.neurons, site, site.thresholds(part) is not None, site.num_experts)
     out = part.get_submodule(site.last)
     width, neurons = stored(out).shape
     biased = tuple(_bias(part.get_submodule(path)) is not None for path in site.first)
-    return LinearLayer(site.name, EntryLayout(width, site.gated), neurons, 0, site, biased, isinstance(out, Conv1D))
+    return LinearLayer(site.name, EntryLayout(width, site.gated), neurons, site, biased, isinstance(out, Conv1D))
 
 
 def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:

@@ -33,12 +33,10 @@ def trace(
     model: nn.Module | Loaded,
     inputs: Text,
     *,
-    layers: Sequence[int] | None = None,
     positions: int | Sequence[int] | None = None,
     top: int = 16,
     by: By | None = None,
     targets: str | int | Sequence[str | int] | None = None,
-    texts: Mapping[int, str] | Store | None = None,
     promoted: int = 128,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Trace:
@@ -48,23 +46,22 @@ def trace(
         model: any model, or what `af.load_model` returned. The feed-forward layers of one that was not converted by
             `from_ffn` are opened as entries in a copy.
         inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name, of one sequence.
-        layers: numbers of layers; by default all that run. The experts of a layer are one, and shared ones another.
         positions: of the tokens, negative ones from the end; by default all.
         top: how many entries are kept for each token and layer.
         by: which, of all entries: those with the largest direct "effect" in size, or with the largest contribution
             ("norm"); by default the effect where there is one.
         targets: tokens whose logits the effects are about, one for all positions or one each; by default the next
             token of the text, and at its end the token that the model deems most likely.
-        texts: id -> text of entries, or a store; by default the store that is attached to the model.
         promoted: for how many entries to find the tokens that they promote most, the strongest of each position first.
         tokenizer: needed for a text unless `model` brings one; else it names the tokens.
 
     Returns:
-        The trace, on the CPU, in float32 (float64 for a model in float64). Without direct effects where a
-        contribution has none in closed form; `.without` then says why.
+        The trace, on the CPU, in float32 (float64 for a model in float64), of all layers that run; the experts of a
+        layer are one, and shared ones another. Entries of a store that is attached have their texts. Without direct
+        effects where a contribution has none in closed form; `.without` then says why.
 
     Raises:
-        ValueError: layers or positions that do not exist, a target that is not one token.
+        ValueError: positions that do not exist, a target that is not one token.
         UnsupportedArchitecture: an encoder-decoder model, or one whose feed-forward layers are not known.
 
     Cost: two forward passes (the first finds the scale of the final norm), and for each layer as much again as its
@@ -92,8 +89,6 @@ def trace(
     if not reads_entries(model):
         model = from_ffn(model)
     every = readers(model)
-    numbers = _chosen([reader.layer for reader in every], layers)
-    chosen = [reader for reader in every if reader.layer in numbers]
     arguments = model_inputs(model, inputs, tokenizer, 0)
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"a trace is of one sequence, got {len(arguments['input_ids'])}: take one row of the inputs")
@@ -108,7 +103,7 @@ def trace(
             raise ValueError(f"there are no direct effects: {towards}")
         frozen = towards if isinstance(towards, Directions) else None
         order: By = by or ("norm" if frozen is None else "effect")
-        watched = [LayerWatch(reader, stream, frozen, top, order) for reader in chosen]
+        watched = [LayerWatch(reader, stream, frozen, top, order) for reader in every]
 
         def add(kind: Kind, layer: int, value: Tensor) -> None:
             if frozen is not None:
@@ -117,41 +112,28 @@ def trace(
 
         with observed([(one.reader, one.see) for one in watched]), stream.watching(add):
             run()
-        if layers is None:  # those of another stack, of images, do not run on a text
-            watched = [one for one in watched if one.pieces] or watched
+        watched = [one for one in watched if one.pieces] or watched  # those of another stack, of images, do not run
         traced = tuple(one.finish(effects) for one in watched)
         words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
-    named = attached_store(model) if texts is None else texts
     result = Trace(
         model_name(model),
         _names(tokenizer, ids),
         tuple(rows),
         traced,
-        texts={} if named is None else _texts(named, traced),
+        texts=_texts(attached_store(model), traced),
         promoted=words,
         by=order,
     )
     if frozen is None:
         return replace(result, without=cast(str, towards))
-    logits = frozen.logits.cpu()
-    rest = [effect for (kind, layer), effect in effects.items() if kind != "embedding" and layer not in numbers]
     return replace(
         result,
         targets=_names(tokenizer, frozen.targets.tolist()),
         target_ids=tuple(frozen.targets.tolist()),
-        logits=logits,
+        logits=frozen.logits.cpu(),
         embedding_effect=next(effect for (kind, _), effect in effects.items() if kind == "embedding"),
         constant_effect=frozen.constant.cpu(),
-        rest_effect=torch.stack([torch.zeros_like(logits), *rest]).sum(dim=0),
     )
-
-
-def _chosen(every: Sequence[int], layers: Sequence[int] | None) -> set[int]:
-    if layers is None:
-        return set(every)
-    if not layers or not set(layers) <= set(every):
-        raise ValueError(f"layers must list some of the layers with entries, 0 to {max(every)}, got {list(layers)}")
-    return set(layers)
 
 
 def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
@@ -215,12 +197,10 @@ def _promoted(
     return tuple(words)
 
 
-def _texts(names: Mapping[int, str] | Store, layers: Sequence[LayerTrace]) -> dict[int, str]:
-    ids = torch.cat([one.ids.flatten() for one in layers]).unique().tolist()
-    named = [entry for entry in ids if entry >= 0 and entry in names]
-    if isinstance(names, Mapping):
-        return {entry: names[entry] for entry in named}
-    return {one.id: one.text for one in names.get(named) if one.text}
+def _texts(store: Store | None, layers: Sequence[LayerTrace]) -> dict[int, str]:
+    ids = torch.cat([one.ids[one.ids >= 0] for one in layers]).unique().tolist()
+    named = [] if store is None else store.get([entry for entry in ids if entry in store])
+    return {one.id: one.text for one in named if one.text}
 
 
 def _names(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:
@@ -242,7 +222,7 @@ class LayerWatch:
     def see(self, reading: Reading) -> None:
         """Keep the strongest entries of a reading; a second call of the layer replaces the first."""
         read = reading.scores.shape[-2:]  # heads, entries
-        scores = reading.scores.flatten(1, -3)  # some families flatten a batch
+        scores = reading.scores[0].flatten(0, -3)  # some families flatten a batch
         weights = reading.weights.flatten(0, -3)
         ids = None if reading.ids is None else reading.ids.flatten(0, -3)
         self._heads, self.pieces = read[0], []
@@ -251,12 +231,12 @@ class LayerWatch:
             rows = self._stream.positions[start : start + step]
             towards = None if self._frozen is None else self._frozen.rows[start : start + step]
             kind = wide(weights.dtype)
-            table = self._tabled(scores[:, rows].to(kind), weights[rows].to(kind), None if ids is None else ids[rows])
+            table = self._tabled(scores[rows].to(kind), weights[rows].to(kind), None if ids is None else ids[rows])
             self.pieces.append(self._strongest(*table, towards))
 
     def joined(self, name: str) -> Tensor:
         """Concatenate a column over all positions."""
-        return torch.cat([piece[name] for piece in self.pieces], dim=-2 if name == "scores" else 0)
+        return torch.cat([piece[name] for piece in self.pieces])
 
     def finish(self, effects: Mapping[tuple[Kind, int], Tensor]) -> LayerTrace:
         """Build the layer's trace, with the direct effects of its entries and attention."""
@@ -267,7 +247,7 @@ class LayerWatch:
         distinct, column = _distinct(places)
         thresholds = torch.zeros_like(scores)
         if len(distinct):
-            thresholds = self.reader.thresholds(distinct).detach()[:, heads.clamp(min=0), column].to(scores)
+            thresholds = self.reader.thresholds(distinct).detach()[0, heads.clamp(min=0), column].to(scores)
         hide = partial(torch.masked_fill, mask=places < 0, value=0)
         return LayerTrace(
             layer,
@@ -299,9 +279,8 @@ class LayerWatch:
         table = spread.new_zeros(shape).scatter_add(-1, column, spread)
         # What was not read has no score; it is below every score that was.
         absent = torch.finfo(scores.dtype).min
-        every = scores.new_full((len(scores), *shape), absent)
         read_scores = torch.where(ids >= 0, scores, absent)
-        return every.scatter_reduce(-1, column.expand_as(read_scores), read_scores, "amax"), table, places
+        return scores.new_full(shape, absent).scatter_reduce(-1, column, read_scores, "amax"), table, places
 
     def _strongest(self, scores: Tensor, weights: Tensor, places: Tensor, rows: Tensor | None) -> dict[str, Tensor]:
         norms = weights.new_empty(weights.shape[1:])
@@ -331,7 +310,7 @@ class LayerWatch:
             "weights": _pick(weights, order),
             "norms": _pick(weights.abs() * norms, order),
             "effects": _pick(effects, order),
-            "active": (scores[0] > 0).flatten(1).sum(dim=-1),
+            "active": (scores > 0).flatten(1).sum(dim=-1),
             "output_norm": output_norm,
             "explained": 1 - torch.where(output_norm > 0, (total - written).norm(dim=-1) / output_norm, 0),
         }
@@ -350,4 +329,4 @@ def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pick(table: Tensor, order: Tensor) -> Tensor:
     """Gather from the flattened [heads, entries] of each position."""
-    return table.flatten(-2).gather(-1, order.expand(*table.shape[:-3], *order.shape))
+    return table.flatten(1).gather(1, order)
