@@ -83,9 +83,8 @@ def test_help_is_cheap() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_terminals_without_unicode(encoding: str) -> None:
-    done = attnflow_process("mask", "show", "causal", "--n", "3", PYTHONIOENCODING=encoding)
+def test_terminals_without_unicode() -> None:
+    done = attnflow_process("mask", "show", "causal", "--n", "3", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "1  # # ." in done.stdout
     assert "6 of 9 (66.7 %)" in done.stdout
@@ -103,10 +102,7 @@ def test_progress_goes_to_a_terminal_only_and_not_into_the_output(tmp_path: Path
     assert json.loads((tmp_path / "out.json").read_text())["equals_closed_form"]
 
 
-def test_as_a_process() -> None:
-    done = attnflow_process("mask", "list", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["schema"] == "attnflow.mask.list/1"
+def test_a_mistake_on_standard_error() -> None:
     failed = attnflow_process("mask", "show", "nothing_like_it")
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.startswith("attnflow: unknown mask 'nothing_like_it'")

@@ -297,6 +297,7 @@ def test_shares_are_over_seeds_and_questions(tmp_path: Path) -> None:
     assert spent["milliseconds"]["entries"] == 2.5
 
 
+@pytest.mark.slow  # all intervals are drawn again
 def test_committed_results_are_those_of_the_committed_runs(tmp_path):
     committed = ABLATION.results("tiny")
     ABLATION.summarise(committed, tmp_path)

@@ -1,6 +1,5 @@
 """Programs of models run in the sandbox or not at all, and do not get out of it."""
 
-import json
 import os
 import shutil
 import signal
@@ -268,11 +267,3 @@ class TestNotRun:
             )
         finally:
             self_test.self_test.cache_clear()
-
-
-def test_it_holds_here():
-    self_test.self_test.cache_clear()
-    found = self_test.self_test()
-    assert found.held, found.problem
-    assert len(found.tried) == len(attacks("", 0)) >= 14
-    json.dumps(found.tried)
