@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from attnflow.cli._arguments import integers, is_file, mask_argument
-from attnflow.cli._models import describe, load, require, sample
+from attnflow.cli._arguments import describe, integers, is_file, load, mask_argument, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, print_result, say, working
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from attnflow._core.files import write_atomically
-from attnflow.cli import _models
+from attnflow.cli._arguments import load
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
 app = typer.Typer(help="Look at what a learned bias does.", rich_markup_mode=None)
@@ -74,7 +74,7 @@ def bias_show(
         if not name:
             raise BadUsage(f"{folder} does not name its base model: attnflow bias show MODEL --bias {folder}")
         spinner.stage(f"loading {name}")
-        loaded = _models.load(name)
+        loaded = load(name)
         biases.load(loaded, folder)
         spinner.stage("running it with and without its bias")
         captured = biases.capture(

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from attnflow._core.markup import aligned
-from attnflow.cli._arguments import OutputOption, settings_from
-from attnflow.cli._models import require
+from attnflow.cli._arguments import OutputOption, require, settings_from
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from attnflow.cli._models import require
+from attnflow.cli._arguments import require
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, print_result, say, show, working
 
 if TYPE_CHECKING:

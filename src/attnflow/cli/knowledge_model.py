@@ -9,8 +9,7 @@ from typing import Annotated, Any, Final, cast
 
 import typer
 
-from attnflow.cli import _models
-from attnflow.cli._arguments import integers
+from attnflow.cli._arguments import integers, load, require
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, show, working, write
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
@@ -51,7 +50,7 @@ def knowledge_trace(
     less what they add to all tokens alike. Their words are their texts, or the tokens that they promote (+) or
     suppress (-).
     """
-    _models.require(model)
+    require(model)
     from attnflow.cli.knowledge import opened
     from attnflow.knowledge import attach, from_ffn, trace
     from attnflow.knowledge.layered import reads_entries
@@ -67,7 +66,7 @@ def knowledge_trace(
         held = None if store is None else stack.enter_context(opened(store))
         spinner = stack.enter_context(working(f"loading {model}"))
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
-        loaded = _models.load(model, ids is None, _WITHOUT)
+        loaded = load(model, ids is None, _WITHOUT)
         if not reads_entries(loaded.model):
             spinner.stage("opening its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
@@ -122,7 +121,7 @@ def knowledge_edit(
     for path in (file, keep):
         if path is not None and not path.is_file():
             raise BadUsage(f"there is no file {path}")
-    _models.require(model)
+    require(model)
     chosen = None if layers is None else integers(layers, "--layers")
     from attnflow._core.files import write_folder
     from attnflow.knowledge import edit, from_ffn, to_ffn
@@ -131,7 +130,7 @@ def knowledge_edit(
     facts = [Fact(str(prompt), str(answer), subject)] if file is None else read_facts(file)
     texts = [] if keep is None else [line for line in keep.read_text(encoding="utf-8").splitlines() if line.strip()]
     with working(f"loading {model}") as spinner:
-        loaded = _models.load(model)
+        loaded = load(model)
         converted: Any = from_ffn(loaded).float()  # half precision would lose the changes
         loaded = loaded._replace(model=converted)
         with edit(loaded, facts, layers=chosen, untouched=texts, progress=spinner) as handle:

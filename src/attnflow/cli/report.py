@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, mask_argument
-from attnflow.cli._models import describe, load, require_model, sample
+from attnflow.cli._arguments import (
+    EXAMPLES,
+    MaskLength,
+    Settings,
+    describe,
+    is_file,
+    load,
+    mask_argument,
+    require_model,
+    sample,
+)
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, style, working
 
 if TYPE_CHECKING:

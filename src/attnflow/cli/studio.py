@@ -9,8 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, mask_argument
-from attnflow.cli._models import load, require_model, sample
+from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, load, mask_argument, require_model, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, working
 
 _TOKENS: Final = 32  # of the text for which a model's masks are asked
