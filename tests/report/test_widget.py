@@ -15,7 +15,7 @@ from tests.refused import refused
 
 pytest.importorskip("anywidget")
 
-from attnflow.report.live.comm import MESSAGE_BYTES
+from attnflow.report.live.notebook import MESSAGE_BYTES
 
 
 class View:
@@ -139,6 +139,6 @@ def test_an_interrupted_kernel_says_so_and_goes_on(monkeypatch):
 
 def test_without_anywidget_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "anywidget", None)
-    monkeypatch.delitem(sys.modules, "attnflow.report.live.comm")
+    monkeypatch.delitem(sys.modules, "attnflow.report.live.notebook")
     with pytest.raises(af.MissingExtra, match=r"the studio in a notebook needs anywidget.*attnflow\[widget\]"):
         af.report.widget(masks.causal(8))

@@ -78,7 +78,7 @@ def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
     """Returns a model's declared masks for a short text, as a stack with its tokens."""
     from attnflow.audit.declared import declared_order
     from attnflow.models.loaded import text_inputs
-    from attnflow.report.live.notebook import design_for
+    from attnflow.report.live.design import design_for
 
     require_model(name, with_settings)
     with working(f"reading {name}") as spinner:

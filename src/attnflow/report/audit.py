@@ -44,7 +44,7 @@ def audit_part(report: AuditReport, _: Context) -> Part:
         where = "" if first.layer is None else f" (layer {first.layer})"
         sentence = f"Information flows against the declared order in {plural(count, 'place')}. The first is "
         verdict = html.note("bad", html.paragraph(sentence, code(first.module), f"{where}."))
-    body = verdict + html.facts(_effort(report))
+    body = verdict + html.facts(effort(report))
     if report.violations:
         head = ["kind", "module", "layer", "source", "target", "change"]
         rows = [_violation(violation) for violation in report.violations[:_LISTED]]
@@ -61,7 +61,8 @@ def audit_part(report: AuditReport, _: Context) -> Part:
     return Part("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
 
 
-def _effort(report: AuditReport) -> list[tuple[str, Content]]:
+def effort(report: AuditReport) -> list[tuple[str, Content]]:
+    """Returns what was tested and at what cost, line by line."""
     passes = plural(report.forward_passes, "forward pass", "forward passes")
     tested = f"{percent(report.coverage)} of {grouped(report.forbidden)}"
     return [

@@ -1,26 +1,34 @@
-"""Page sections for a bias: its strength by layer, the keys it favours, the weights, and the reasoning graph."""
+"""A bias on a page and as charts: its strength, the keys it favours (blue) or not (red), the weights, its graph."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from attnflow._core import checks
-from attnflow._core.markup import columns, element, escape, percent, plural, token_label
+from attnflow._core.markup import columns, element, escape, grouped, percent, plural, shorten, token_label
 from attnflow.bias.graph import BiasGraph, Edge
 from attnflow.bias.map import BiasMap
 from attnflow.report import charts, html
 from attnflow.report import layered_layout as layout
-from attnflow.report.bias_chart import map_chart, query_name, token_name
-from attnflow.report.charts import POSITIVE
-from attnflow.report.hasse_svg import bent
+from attnflow.report.charts import INK, POSITIVE, SIGNED, blank, chart, heat_map, literal, name_axis, table_size
+from attnflow.report.hasse_svg import bent, box
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.layered_layout import Point
 from attnflow.report.page import Context, Part, Section
-from attnflow.report.svg import MONO, framed, pair
+from attnflow.report.svg import framed, pair
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Array = npt.NDArray[np.floating[Any]]
+
+_KEYS: Final = 180  # columns of a picture; of a longer text those that matter most
 _MAPS: Final = 3  # layers whose whole map is drawn
 _RANKS: Final = (1, 8)
 _LISTED: Final = 60  # edges of a graph in its table
@@ -90,7 +98,7 @@ def _layers(bias_map: BiasMap) -> Section:
 def _maps(bias_map: BiasMap) -> Section:
     """Draws the bias of the last query in all layers, and of all queries where it moves most."""
     last = len(bias_map.queries) - 1
-    title = f"Query {query_name(bias_map, last)} in every layer"
+    title = f"Query {_query(bias_map, last)} in every layer"
     caption = "Blue keys draw the query, red ones turn it away; zero is in the middle."
     parts: list[Content] = [charts.in_page(lambda: map_chart(bias_map), title, caption)]
     if len(bias_map.queries) > 1:
@@ -108,7 +116,7 @@ def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
     for one in bias_map:
         values = bias_map.values("bias", one.layer)[row]
         keys = [key for key in values.argsort(descending=True).tolist() if bias_map.allowed(one.layer)[row, key]]
-        named = [f"{token_name(bias_map, key)} {float(values[key]):+.3f}".replace("-", "−") for key in keys]
+        named = [f"{_token(bias_map, key)} {float(values[key]):+.3f}".replace("-", "−") for key in keys]
         rows.append([str(one.layer), ", ".join(named[:count]), ", ".join(named[::-1][:count])])
     return html.table(["Layer", "drawn to", "turned away from"], rows, text_columns=3)
 
@@ -118,7 +126,7 @@ def _weights(bias_map: BiasMap) -> Section:
     row = len(bias_map.queries) - 1
     layer = max(bias_map, key=lambda one: float((one.weights - one.weights_without)[:, row].abs().sum())).layer
     caption = (
-        f"Post-softmax weights of query {query_name(bias_map, row)} in layer {layer}, mean over heads: bars are "
+        f"Post-softmax weights of query {_query(bias_map, row)} in layer {layer}, mean over heads: bars are "
         "coloured by the bias. In the base model the queries and keys themselves differ, because no earlier layer has "
         "a bias. A bar that would dwarf the others is cut, and carries its value."
     )
@@ -157,11 +165,11 @@ def _reading(bias_map: BiasMap) -> Sequence[Content]:
     return [
         f"The bias moves {percent(_moved(bias_map))} of the attention weight on average, most in layer {most.layer} "
         f"({percent(most.moved)}). Over all layers, query ",
-        html.code(query_name(bias_map, row)),
+        html.code(_query(bias_map, row)),
         " is drawn most to ",
-        html.code(token_name(bias_map, pulled)),
+        html.code(_token(bias_map, pulled)),
         f" (position {pulled}) and least to ",
-        html.code(token_name(bias_map, pushed)),
+        html.code(_token(bias_map, pushed)),
         f" (position {pushed}).",
     ]
 
@@ -212,7 +220,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
         x, y = route[-1] if at_query == (edge.key < edge.query) else route[0]
         labels.append(_label(edge, x + shift, y + 19 if (x, y) == route[-1] else y - 9))
     boxes = [
-        _box(placement.centres[i], sizes[i], texts[i], f"{drawn.tokens[node]!r}, position {node}", node)
+        box((*placement.centres[i], *sizes[i]), (texts[i], str(node), f"{drawn.tokens[node]!r}, position {node}"))
         for node, i in index.items()
     ]
     cycles = "" if graph.is_acyclic else " Attention is bidirectional, and so information may return: there are cycles."
@@ -240,14 +248,152 @@ def _label(edge: Edge, x: float, y: float) -> str:
     return element("g", ground + text, class_="af-label")
 
 
-def _box(centre: Point, size: tuple[float, float], text: str, tooltip: str, position: int) -> str:
-    (x, y), (width, height) = centre, size
-    frame = {"x": x - width / 2, "y": y - height / 2, "width": width, "height": height, "rx": 7}
-    look = {"fill": "currentColor", "fill_opacity": 0.07, "stroke": "currentColor", "stroke_width": 1.2}
-    parts = [
-        element("title", escape(tooltip)),
-        element("rect", **frame, **look, class_="af-face"),
-        element("text", escape(text), x=x, y=y - 2, font_size=12.5, fill="currentColor"),
-        element("text", str(position), x=x, y=y + 12.5, font_size=10, fill="currentColor", fill_opacity=0.7),
-    ]
-    return element("g", "".join(parts), class_="af-node", text_anchor="middle", font_family=MONO)
+@chart
+def map_chart(
+    bias_map: BiasMap,
+    *others: BiasMap,
+    picture: Literal["bias", "weights", "compare"] = "bias",
+    layer: int | None = None,
+    query: int | None = None,
+    head: int | None = None,
+    names: Sequence[str] = (),
+    title: str | None = None,
+) -> Figure:
+    """Draws the row-centred bias over the context (daa, fig. 1), zero in the middle of the colour scale.
+
+    The paper shows one query in one layer. By default: the last query, which generates, in all captured layers; with
+    `layer`, all captured queries of it. "compare" (daa, fig. 6): the weights of one query with the bias, without it,
+    and in the base model.
+    """
+    if picture == "compare":
+        return _bars([bias_map, *others], layer, -1 if query is None else query, head, names, title)
+    if others:
+        raise ValueError('several maps are compared by picture="compare"; "bias" and "weights" show one')
+    if picture not in ("bias", "weights"):
+        raise ValueError(f'picture must be "bias", "weights" or "compare", got {picture!r}')
+    layers = [one.layer for one in bias_map] if layer is None else [layer]
+    if layer is not None and query is None:
+        rows = list(range(len(bias_map.queries)))
+        table, allowed = (np.asarray(t) for t in (bias_map.values(picture, layer, head), bias_map.allowed(layer)))
+        sides = [_query(bias_map, row) for row in rows]
+        what, side = f"layer {layer}", "query"
+    else:
+        row = bias_map.row(-1 if query is None else query)
+        table = np.stack([np.asarray(bias_map.values(picture, number, head)[row]) for number in layers])
+        allowed = np.stack([np.asarray(bias_map.allowed(number)[row]) for number in layers])
+        sides, side = [str(number) for number in layers], "layer"
+        what = f"query {_query(bias_map, row)}" + (f", layer {layer}" if layer is not None else "")
+    keys, remark = _foremost(np.abs(np.where(allowed, table, 0)).max(axis=0), np.asarray(allowed.any(axis=0)))
+    tokens = [_token(bias_map, key) for key in keys]
+    figure = blank(*table_size(tokens, len(sides)))
+    axes = figure.add_subplot()
+    values = np.ma.masked_array(table[:, keys], ~allowed[:, keys])
+    limit = float(np.abs(values).max()) if values.count() else 0.0
+    quantity = "bias, row-centred" if picture == "bias" else "attention weight"
+    heat_map(axes, values, limit or 1.0, signed=picture == "bias")
+    name_axis(axes.xaxis, tokens, keys, turned=True)
+    name_axis(axes.yaxis, sides, layers if side == "layer" else list(bias_map.queries))
+    axes.set(xlabel=f"key{remark}", ylabel=side)
+    axes.set_title(literal(title or f"{quantity}: {what}{_heads(bias_map, head)}"))
+    return figure
+
+
+def _bars(
+    maps: Sequence[BiasMap], layer: int | None, query: int, head: int | None, names: Sequence[str], title: str | None
+) -> Figure:
+    """Draws one panel of weights for each bias, for no bias and for the base model."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    panels = _weight_panels(maps, layer, query, head, names)
+    first = maps[0]
+    row = first.row(query)
+    most = np.max([weights for _, weights, _ in panels], axis=0)
+    keys, remark = _foremost(most, np.asarray(first.allowed(layer)[row]))
+    tokens = [_token(first, key) for key in keys]
+    width, height = table_size(tokens, 0)
+    figure = blank(width, height + 1.2 * len(panels))
+    limit = max((float(np.abs(bias[keys]).max(initial=0.0)) for _, _, bias in panels if bias is not None), default=0.0)
+    top = _common_top([weights[keys] for _, weights, _ in panels])
+    signed = ScalarMappable(Normalize(-(limit or 1.0), limit or 1.0), colormaps[SIGNED])
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, (name, weights, bias) in zip(axes, panels, strict=True):
+        colour = "0.6" if bias is None else signed.to_rgba(bias[keys])
+        panel.bar(np.arange(len(keys)), np.minimum(weights[keys], top), color=colour, edgecolor=INK, linewidth=0.4)
+        for index, weight in enumerate(weights[keys]):
+            if weight > top:
+                panel.text(index + 0.55, top, f"{weight:.2f}", fontsize=7.5, va="top", ha="left")
+        panel.set_ylim(0, top)
+        panel.set_title(literal(shorten(name, 48)), fontsize=9, loc="left")
+    name_axis(axes[-1].xaxis, tokens, keys, turned=True)
+    axes[-1].set_xlim(-0.6, len(keys) - 0.4)
+    axes[-1].set_xlabel(f"key{remark}")
+    where = "mean over layers" if layer is None else f"layer {layer}"
+    what = f"attention weights: query {_query(first, row)}, {where}{_heads(first, head)}"
+    figure.suptitle(literal(title or what))
+    if any(bias is not None for _, _, bias in panels):
+        figure.colorbar(signed, ax=list(axes), pad=0.02, fraction=0.04, aspect=12 * len(panels), label="bias")
+    return figure
+
+
+def _weight_panels(
+    maps: Sequence[BiasMap], layer: int | None, query: int, head: int | None, names: Sequence[str] = ()
+) -> list[tuple[str, Array, Array | None]]:
+    """Returns (name, weights, row-centred bias or None) of one query: base model first, if it was run.
+
+    A single map also gives the weights of the same queries and keys without the bias.
+    """
+    first = maps[0]
+    labels = list(names) or (["with the bias"] if len(maps) == 1 else [f"bias {i}" for i in range(1, len(maps) + 1)])
+    if len(labels) != len(maps):
+        raise ValueError(f"expected a name for each of {len(maps)} maps, got {len(labels)}")
+    for name, one in zip(labels, maps, strict=True):
+        if one.tokens != first.tokens:
+            raise ValueError(f"maps to compare must be of one text: {name!r} has other tokens than {labels[0]!r}")
+    row = first.row(query)
+    panels: list[tuple[str, Array, Array | None]] = []
+    if all(one.weights_base is not None for one in first):
+        panels.append(("base model", np.asarray(first.values("weights_base", layer, head)[row]), None))
+    if len(maps) == 1:
+        local = np.asarray(first.values("weights_without", layer, head)[row])
+        panels.append(("same queries and keys, without it", local, None))
+    for name, one in zip(labels, maps, strict=True):
+        at = one.row(first.queries[row])
+        weights, bias = (np.asarray(one.values(what, layer, head)[at]) for what in ("weights", "bias"))
+        panels.append((name, weights, bias))
+    return panels
+
+
+def _foremost(size: Array, allowed: npt.NDArray[np.bool_]) -> tuple[list[int], str]:
+    """Returns the keys to show, in text order, and a remark if some are left out."""
+    keys = np.flatnonzero(allowed)
+    if len(keys) <= _KEYS:
+        return keys.tolist(), ""
+    chosen = np.sort(keys[np.argsort(-size[keys], kind="stable")[:_KEYS]])
+    return chosen.tolist(), f" (the {_KEYS} of {grouped(len(keys))} with the largest values)"
+
+
+def _token(bias_map: BiasMap, position: int) -> str:
+    """Labels a position by its token."""
+    return token_label(bias_map.tokens[position])
+
+
+def _query(bias_map: BiasMap, row: int) -> str:
+    """Labels a query by its token and the token it produced."""
+    produced = bias_map.produced[row] if bias_map.produced else ""
+    name = _token(bias_map, bias_map.queries[row])
+    return f"{name} → {token_label(produced)}" if produced else name
+
+
+def _common_top(weights: Sequence[Array]) -> float:
+    """Returns the upper end of the bars: the largest weight, or less if a few bars dwarf the others."""
+    ordered = np.sort(np.concatenate(weights))[::-1]
+    rest = ordered[len(weights)] if len(ordered) > len(weights) else ordered[0]
+    return float(max(1.15 * rest, 1e-6) if ordered[0] > 2.5 * rest > 0 else max(1.05 * ordered[0], 1e-6))
+
+
+def _heads(bias_map: BiasMap, head: int | None) -> str:
+    if head is not None:
+        return f", head {head}"
+    return ", mean over heads" if not bias_map.heads else f", mean over {len(bias_map.heads)} heads"

@@ -28,7 +28,7 @@ _LAYER_HEAD: Final = ("layer", "symmetry", "directionality")
 Models = Sequence[GeometryScores]
 Picture = Literal["plane", "layers", "heads"]
 _MARKERS: Final = "osD^vPX*<>"
-_SCORES: Final = ("symmetry", "directionality")
+SCORES: Final = ("symmetry", "directionality")
 _MODALITIES: Final = {"language-models": "o", "vision-models": "^", "audio-models": "s"}
 # One matrix of random weights of width d: symmetry 1/d +- 1.4/d, directionality 0 +- this / sqrt(d).
 _SPREAD: Final = {"excess": 4.7, "norm": 3.2}
@@ -206,7 +206,7 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
     if reading == (2.0, "excess"):
         for modality, mark in _MODALITIES.items():
             records = [record for record in background() if record.modality == modality]
-            x, y = ([getattr(record, name).median for record in records] for name in _SCORES)
+            x, y = ([getattr(record, name).median for record in records] for name in SCORES)
             label = f"published, {modality.removesuffix('-models')} ({len(records)})"
             axes.scatter(x, y, s=11, marker=mark, color="none", edgecolors=SOFT, alpha=0.5, linewidths=0.7, label=label)
     stacks = [
@@ -235,7 +235,7 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
 def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
     """Plots every layer of one model with its number, coloured from first to last."""
     rows = [row for row in rows_of(scores, summary) if not math.isnan(row.symmetry)]
-    x, y, layers = ([getattr(row, name) for row in rows] for name in (*_SCORES, "layer"))
+    x, y, layers = ([getattr(row, name) for row in rows] for name in (*SCORES, "layer"))
     look = {"s": 26, "zorder": 2, "edgecolors": SOFT, "linewidths": 0.5, "label": "layers, by number"}
     dots = axes.scatter(x, y, c=layers, cmap="viridis", **look)
     for row in rows:
@@ -253,7 +253,7 @@ def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
     panels = figure.subplots(1, 2)
     lines = [(scores, s) for scores in models for s in scores.summaries if s.matrix == "all"]
     width, chance = _chance(models)
-    for name, axes in zip(_SCORES, panels, strict=True):
+    for name, axes in zip(SCORES, panels, strict=True):
         axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
         if width:
             axes.axhspan(
@@ -276,11 +276,11 @@ def _heads(scores: GeometryScores, title: str | None) -> Figure:
     groups = [summary for summary in scores.summaries if summary.matrix == "head"]
     if not groups:
         raise ValueError(f"{scores.model} was scored without its heads: call score(..., per_head=True)")
-    grids = [[head_grid(rows_of(scores, summary), name) for name in _SCORES] for summary in groups]
+    grids = [[head_grid(rows_of(scores, summary), name) for name in SCORES] for summary in groups]
     figure = blank(9.0, sum(min(9.0, max(1.6, 0.16 * len(pair[0]))) + 0.9 for pair in grids) + 0.3)
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for summary, row, pair in zip(groups, panels, grids, strict=True):
-        for name, axes, grid in zip(_SCORES, row, pair, strict=True):
+        for name, axes, grid in zip(SCORES, row, pair, strict=True):
             limit = float(np.nanmax(np.abs(grid), initial=0.0)) or 1.0
             heat_map(axes, np.ma.masked_invalid(grid), limit)
             axes.set_facecolor("0.85")

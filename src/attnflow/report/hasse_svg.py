@@ -53,8 +53,8 @@ def hasse_svg(
         _line(drawn.routes[edge], hot.get(edge), _edge_note(grouping, edge), grouping.links.get(edge))
         for edge in sorted(drawn.routes, key=hot.__contains__)
     ]
-    for index, (box, text, frame) in enumerate(zip(grouping.boxes, drawn.texts, drawn.frames, strict=True)):
-        parts.append(_box(frame, text, len(box.classes) > 1, index in stops))
+    for index, (group, text, frame) in enumerate(zip(grouping.boxes, drawn.texts, drawn.frames, strict=True)):
+        parts.append(box(frame, text, len(group.classes) > 1, index in stops))
     parts += [_badge(route, hot[edge]) for edge, route in drawn.routes.items() if edge in hot]
     caption = _summary(hasse, grouping)
     if max(grouping.links.values(), default=1) > 1:
@@ -212,7 +212,8 @@ def _badge(route: list[Point], layer: int) -> str:
     return element("g", element("title", f"layer {layer}") + disc + text, class_="af-badge")
 
 
-def _box(frame: Frame, text: Words, several: bool, hot: bool) -> str:
+def box(frame: Frame, text: Words, several: bool = False, hot: bool = False) -> str:
+    """Draws a box with one or two lines; `several` puts another one behind it."""
     x, y, width, height = frame
     first, second, tooltip = text
     colour = _HOT if hot else "currentColor"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError, MissingExtra
+from attnflow._core.markup import shorten
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.audit.report import AuditReport
@@ -25,8 +26,7 @@ from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import html, svg
 from attnflow.report.audit import audit_chart, audit_part
-from attnflow.report.bias import bias_part, graph_part, graph_svg
-from attnflow.report.bias_chart import map_chart
+from attnflow.report.bias import bias_part, graph_part, graph_svg, map_chart
 from attnflow.report.charts import svg_of
 from attnflow.report.geometry import score_chart, scores_part
 from attnflow.report.hasse_svg import hasse_svg
@@ -42,6 +42,9 @@ from attnflow.tasks.verification import Verification
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from attnflow.report.live.design import Subject
+    from attnflow.report.live.notebook import Widget
 
 
 def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> Svg | Figure:
@@ -81,6 +84,7 @@ class Kind:
     together: bool = False
 
 
+_MAX_TOKEN: Final = 40  # characters of a label that a record holds
 _ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
 TABLE: Final = Kind()
 KINDS: Final[dict[type, Kind]] = {
@@ -209,12 +213,19 @@ def page(
 
 
 def _record(flow: Flow, results: Sequence[object], labels: Sequence[str] | None) -> str | None:
-    """Returns the record of an order for the interactive page, with the labels of its task."""
-    from attnflow.report.live.session import record, recorded_design
+    """Returns the record of an order for the interactive page, with the labels of its task; None if it is large."""
+    from attnflow.report.live.design import MAX_LAYERS, design_for
+    from attnflow.report.live.session import MAX_RECORDED, record
 
-    task = next((result for result in results if isinstance(result, Task) and result.flow is flow), None)
-    design = recorded_design(flow, task, labels)
-    return None if design is None else record(design)
+    if not 0 < flow.size <= MAX_RECORDED or len(flow.masks) > MAX_LAYERS:
+        return None
+    tokens = None if labels is None else [shorten(label, _MAX_TOKEN) for label in labels]
+    task = next((result for result in results if isinstance(result, Task) and result.flow is flow), flow)
+    try:
+        design = design_for(task, tokens)
+    except ValueError:  # a task may predict what none of its positions is; the page lists its leaks below
+        design = design_for(flow, tokens)
+    return record(design)
 
 
 def _subjects(result: object) -> list[object]:
@@ -281,6 +292,42 @@ def model_page(
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
         labels = [str(tokenizer.decode([token])) for row in rows for token in row]
     return page(*results, title=name, labels=labels, details=details, problems=problems)
+
+
+def widget(subject: Subject, *, labels: Sequence[str] | None = None) -> Widget:
+    """The studio in a notebook: the page of `attnflow studio`, in Jupyter, marimo and VS Code.
+
+    What a reader picks and paints is computed by the kernel, which takes structured operations and never code, with
+    the limits of the studio but for time: what takes long is stopped by interrupting the kernel. Afterwards `.mask` is
+    what was drawn, and `.task` has the labels that were set; assigning `.mask` shows another one.
+
+    Args:
+        subject: a mask, a mask per layer, first layer first, a flow, a task or a merged family.
+        labels: a text for each position, such as its token.
+
+    Returns:
+        The widget, which a notebook shows as the last value of a cell: its traits are those of ipywidgets, and
+        `revision`, the number of changes so far, which can be observed.
+
+    Raises:
+        MissingExtra: anywidget is not installed: pip install 'attnflow[widget]'.
+        ValueError: more than 131,072 positions or 64 layers, a mask that is not square, or labels are not as many as
+            positions.
+
+    Cost: O(intervals); each answer costs what the same function costs, such as `af.order.analyze`.
+
+    >>> import attnflow as af
+    >>> drawn = af.report.widget(af.masks.sliding_window(16, 4))
+    >>> drawn.mask == af.masks.sliding_window(16, 4)
+    True
+    """
+    try:
+        from attnflow.report.live.notebook import Widget
+    except ImportError as error:
+        raise MissingExtra("anywidget", "widget", "the studio in a notebook") from error
+    from attnflow.report.live.design import design_for
+
+    return Widget(design_for(subject, labels))
 
 
 def encode(result: object, suffix: str) -> bytes:

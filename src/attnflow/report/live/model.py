@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from attnflow._core.markup import percent, plural, token_label
+from attnflow import bias, knowledge
+from attnflow._core.markup import token_label
 from attnflow._core.plain import as_integer, as_text
 from attnflow._core.progress import Progress
 from attnflow.audit.audit import check
@@ -22,8 +24,8 @@ from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import Loaded, text_inputs
-from attnflow.report.audit import strips_of
-from attnflow.report.geometry import chance_bands, head_grid, rows_of
+from attnflow.report.audit import effort, strips_of
+from attnflow.report.geometry import SCORES, chance_bands, head_grid, rows_of
 from attnflow.report.knowledge import active_shares, entry_name, entry_words
 from attnflow.report.live.actions import Message
 from attnflow.report.live.answers import Reply, answered
@@ -49,12 +51,12 @@ class ModelSession:
     - `trace` of a "text": which feed-forward entries fired, by name for a "position".
     """
 
-    def __init__(self, name: str, bias: str | None = None) -> None:
-        self._name, self._bias = name, bias
+    def __init__(self, name: str, bias_folder: str | None = None) -> None:
+        self._name, self._bias = name, bias_folder
         self._loaded: Loaded | None = None
         self._scores: GeometryScores | None = None
-        self._map = lru_cache(_RESULTS)(self._captured)
-        self._trace = lru_cache(_RESULTS)(self._traced)
+        self._map = lru_cache(_RESULTS)(bias.capture)
+        self._trace = lru_cache(_RESULTS)(knowledge.trace)
         self._questions: Mapping[str, Callable[[Message, Progress], Reply]] = {
             "model": self._model,
             "audit": self._audit,
@@ -103,10 +105,8 @@ class ModelSession:
                     raise
                 loaded = load_model(self._name, tokenizer=False)  # token ids are typed in place of a text
             if self._bias is not None:
-                from attnflow.bias import load
-
                 progress(0, 0, f"attaching the bias {self._bias}")
-                load(loaded, self._bias)
+                bias.load(loaded, self._bias)
             self._loaded = loaded
         return self._loaded
 
@@ -143,25 +143,13 @@ class ModelSession:
         ids = self._ids(message, progress)
         progress(0, 0, "two forward passes")
         layer = None if message.get("layer") is None else as_integer(message["layer"], "layer")
-        return bias_view(self._map(ids), layer)
-
-    def _captured(self, ids: tuple[int, ...]) -> BiasMap:
-        from attnflow.bias import capture
-
-        assert self._loaded is not None
-        return capture(self._loaded, list(ids))
+        return bias_view(self._map(self._loaded, ids), layer)
 
     def _trace_of(self, message: Message, progress: Progress) -> Reply:
         ids = self._ids(message, progress)
         progress(0, 0, "opening the feed-forward layers, two forward passes")
         position = as_integer(message.get("position", -1), "position")
-        return trace_view(self._trace(ids), position)
-
-    def _traced(self, ids: tuple[int, ...]) -> Trace:
-        from attnflow.knowledge import trace
-
-        assert self._loaded is not None
-        return trace(self._loaded, list(ids))
+        return trace_view(self._trace(self._loaded, ids), position)
 
 
 def audit_view(report: AuditReport, tokens: Sequence[str]) -> Reply:
@@ -171,19 +159,8 @@ def audit_view(report: AuditReport, tokens: Sequence[str]) -> Reply:
         for stack, names, rows in strips_of(report.modules)
     ]
     violations = [
-        {
-            "kind": each.kind,
-            "layer": each.layer,
-            "module": each.module,
-            "source": each.source,
-            "target": each.target,
-            "change": f"{each.change:.3g}",
-            "text": str(each),
-        }
-        for each in report.violations[:_LISTED]
+        {**asdict(each), "change": f"{each.change:.3g}", "text": str(each)} for each in report.violations[:_LISTED]
     ]
-    tested = f"{percent(report.coverage)} of {report.forbidden:,}"
-    passes = plural(report.forward_passes, "forward pass", "forward passes")
     return {
         "verdict": report.verdict,
         "total": len(report.violations),
@@ -191,13 +168,7 @@ def audit_view(report: AuditReport, tokens: Sequence[str]) -> Reply:
         "strips": strips,
         "watched": len(report.modules),
         "tokens": [token_label(token) for token in tokens],
-        "facts": [
-            ["order", report.order],
-            ["inputs", f"{plural(report.batch, 'sequence')}, {plural(report.positions, 'position')}"],
-            ["tested", f"{tested} forbidden pairs"],
-            ["effort", f"{passes}, {report.seconds:.1f} s"],
-            ["noise", f"{report.noise:.2g} between equal runs"],
-        ],
+        "facts": [list(fact) for fact in effort(report)],
         "notes": list(report.notes),
     }
 
@@ -205,38 +176,21 @@ def audit_view(report: AuditReport, tokens: Sequence[str]) -> Reply:
 def geometry_view(scores: GeometryScores) -> Reply:
     """Returns for each attention a point per layer, quartiles, the chance band and a head map."""
     stacks: list[Reply] = []
-    for summary in scores.summaries:
-        if summary.matrix != "all":
-            continue
-        rows = rows_of(scores, summary)
-        heads = next(
-            (s for s in scores.summaries if s.matrix == "head" and (s.tower, s.kind) == (summary.tower, summary.kind)),
-            None,
-        )
-        grids = {} if heads is None else {
-            name: _table(head_grid(rows_of(scores, heads), name)) for name in ("symmetry", "directionality")
-        }  # fmt: skip
+    heads = {(each.tower, each.kind): each for each in scores.summaries if each.matrix == "head"}
+    for summary in (each for each in scores.summaries if each.matrix == "all"):
+        rows, per_head = rows_of(scores, summary), heads.get((summary.tower, summary.kind))
         width = max((row.width for row in rows), default=0)
+        quartiles = {name: getattr(summary, name) for name in SCORES}
         stacks.append(
             {
                 "what": summary.what,
                 "points": [
-                    {
-                        "layer": row.layer,
-                        "symmetry": _number(row.symmetry),
-                        "directionality": _number(row.directionality),
-                        "norm": _number(row.norm),
-                        "flags": list(row.flags),
-                    }
-                    for row in rows
+                    {"layer": row.layer, **{name: _number(getattr(row, name)) for name in SCORES}} for row in rows
                 ],
-                "quartiles": {
-                    name: [_number(q.q25), _number(q.median), _number(q.q75)]
-                    for name, q in (("symmetry", summary.symmetry), ("directionality", summary.directionality))
-                },
+                "quartiles": {n: [_number(q.q25), _number(q.median), _number(q.q75)] for n, q in quartiles.items()},
                 "chance": chance_bands(width, scores.mode) if width else None,
                 "width": width,
-                "heads": grids,
+                "heads": {name: _table(head_grid(rows_of(scores, per_head), name)) for name in SCORES if per_head},
             }
         )
     reading = f"{scores.mode}, gamma {scores.gamma:g}"
@@ -253,19 +207,12 @@ def bias_view(bias_map: BiasMap, layer: int | None) -> Reply:
     else:
         values, allowed = bias_map.values("bias", layer).numpy(), bias_map.allowed(layer).numpy()
         sides = [f"{token_label(bias_map.tokens[query])} ({query})" for query in bias_map.queries]
-    energy = bias_map.energy(1)
+    rank = bias_map.energy(1)
+    layers = [(one.layer, *map(_number, (one.strength, one.moved, rank[one.layer]))) for one in bias_map]
     return {
         "tokens": [token_label(token) for token in bias_map.tokens],
         "layer": layer,
-        "layers": [
-            {
-                "layer": one.layer,
-                "strength": _number(one.strength),
-                "moved": _number(one.moved),
-                "rank1": _number(energy[one.layer]),
-            }
-            for one in bias_map
-        ],
+        "layers": [dict(zip(("layer", "strength", "moved", "rank1"), each, strict=True)) for each in layers],
         "sides": sides,
         "values": _table(np.where(allowed, values, math.nan)),
     }
@@ -275,29 +222,25 @@ def trace_view(trace: Trace, position: int) -> Reply:
     """Returns the entries' work by layer and token; raises ValueError for a position that was not traced."""
     row = trace.row(position)
     written = [one.output_norm if one.effect is None else one.effect for one in trace]
-    fired = trace.fired(trace.positions[row], count=_LISTED)
-    target = token_label(trace.targets[row]) if trace.targets else ""
+    entries = [
+        {
+            "name": entry_name(one),
+            "words": entry_words(one, 60),
+            **{name: _number(getattr(one, name)) for name in ("score", "weight", "norm")},
+            "effect": None if one.effect is None else _number(one.effect),
+        }
+        for one in trace.fired(trace.positions[row], count=_LISTED)
+    ]
     return {
         "tokens": [token_label(token) for token in trace.tokens],
         "position": trace.positions[row],
-        "target": target,
+        "target": token_label(trace.targets[row]) if trace.targets else "",
         "logit": None if trace.logits is None else _number(float(trace.logits[row])),
         "without": trace.without,
         "sides": [f"layer {one.layer}" for one in trace],
         "values": _table(np.stack([np.asarray(each, dtype=np.float64) for each in written])),
         "active": _table(active_shares(trace)),
-        "entries": [
-            {
-                "name": entry_name(one),
-                "words": entry_words(one, 60),
-                "score": _number(one.score),
-                "threshold": _number(one.threshold),
-                "weight": _number(one.weight),
-                "norm": _number(one.norm),
-                "effect": None if one.effect is None else _number(one.effect),
-            }
-            for one in fired
-        ],
+        "entries": entries,
     }
 
 

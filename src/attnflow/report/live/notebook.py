@@ -1,75 +1,93 @@
-"""`widget`: the studio in a notebook."""
+"""`Widget`: a session behind the comm channel of a notebook, which the studio's page queries. Needs anywidget."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any, Final, cast
 
-from attnflow._core.errors import MissingExtra
+import anywidget
+import traitlets
+
 from attnflow.masks.mask import Mask
-from attnflow.order.flow import Flow
-from attnflow.report.live.design import Design
-from attnflow.tasks.merging import MergedTask
+from attnflow.report.live.design import Design, Layer
+from attnflow.report.live.session import Session
 from attnflow.tasks.task import Task
 
-if TYPE_CHECKING:
-    from attnflow.report.live.comm import Widget
-
-Subject = Mask | Sequence[Mask] | Flow | Task | MergedTask
+MESSAGE_BYTES: Final = 2 << 20  # of a message, as of a page of the studio
+_MAX_VIEW: Final = 40  # characters of the name of a view
 
 
-def widget(subject: Subject, *, labels: Sequence[str] | None = None) -> Widget:
-    """The studio in a notebook: the page of `attnflow studio`, in Jupyter, marimo and VS Code.
+class Widget(anywidget.AnyWidget):
+    """The studio in a notebook; made by `af.report.widget`.
 
-    What a reader picks and paints is computed by the kernel, which takes structured operations and never code, with
-    the limits of the studio but for time: what takes long is stopped by interrupting the kernel. Afterwards `.mask` is
-    what was drawn, and `.task` has the labels that were set; assigning `.mask` shows another one.
-
-    Args:
-        subject: a mask, a mask per layer, first layer first, a flow, a task or a merged family.
-        labels: a text for each position, such as its token.
-
-    Returns:
-        The widget, which a notebook shows as the last value of a cell: its traits are those of ipywidgets, and
-        `revision`, the number of changes so far, which can be observed.
-
-    Raises:
-        MissingExtra: anywidget is not installed: pip install 'attnflow[widget]'.
-        ValueError: more than 131,072 positions or 64 layers, a mask that is not square, or labels are not as many as
-            positions.
-
-    Cost: O(intervals); each answer costs what the same function costs, such as `af.order.analyze`.
-
-    >>> import attnflow as af
-    >>> drawn = af.report.widget(af.masks.sliding_window(16, 4))
-    >>> drawn.mask == af.masks.sliding_window(16, 4)
-    True
+    Attributes:
+        revision: the number of changes of what it shows; `widget.observe(function, "revision")` follows them.
     """
-    try:
-        from attnflow.report.live.comm import Widget
-    except ImportError as error:
-        raise MissingExtra("anywidget", "widget", "the studio in a notebook") from error
-    return Widget(design_for(subject, labels))
 
+    _esm = (files("attnflow") / "report" / "assets" / "studio.js").read_text(encoding="utf-8")
+    revision = traitlets.Int(0, read_only=True).tag(sync=True)
 
-def design_for(subject: Subject, labels: Sequence[str] | None = None) -> Design:
-    """Returns the initial design of a subject; raises as `widget`, and TypeError for other subjects."""
-    if isinstance(subject, Task | MergedTask):
-        design = Design.of_task(subject if isinstance(subject, Task) else subject.task)
-    elif isinstance(subject, Flow):
-        design = _of_masks(subject.masks, subject.num_layers is not None)
-    elif isinstance(subject, Mask):
-        design = _of_masks([subject], stacked=False)
-    elif isinstance(subject, Sequence) and all(isinstance(each, Mask) for each in subject):  # pyright: ignore[reportUnnecessaryIsInstance]
-        design = _of_masks(subject, stacked=True)
-    else:
-        raise TypeError(f"expected a mask, a mask per layer, a flow or a task, got {type(subject).__name__}")
-    if labels is None:
-        return design
-    if len(labels) != design.size:
-        raise ValueError(f"expected a label for each of {design.size} positions, got {len(labels)}")
-    return Design.from_dict({**design.to_dict(), "tokens": [str(label) for label in labels]})
+    def __init__(self, design: Design) -> None:
+        super().__init__()
+        self._session = Session(design)
+        self.on_msg(self._receive)
 
+    @property
+    def mask(self) -> Mask:
+        """The mask that is drawn now; assigning one shows it in its place, which can be undone.
 
-def _of_masks(masks: Sequence[Mask], stacked: bool) -> Design:
-    return Design.from_dict({"layers": [{"mask": mask.to_dict()} for mask in masks], "stacked": stacked}, "the masks")
+        Raises:
+            ValueError: there is a mask for each layer: see `masks`.
+        """
+        if self._session.design.stacked:
+            raise ValueError(f"expected one mask for all layers, got a stack of {len(self.masks)}: see .masks")
+        return self.masks[0]
+
+    @mask.setter
+    def mask(self, mask: Mask) -> None:
+        if not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"expected a mask, got {type(mask).__name__}")
+        plain = Design((Layer.of(mask.to_dict()),)).to_dict()
+        reply = self._session.handle({"op": "restore", "design": plain})
+        assert reply["ok"], reply["error"]
+        self._tell()
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """The masks of the layers, first layer first; a single one of all layers."""
+        return tuple(layer.mask for layer in self._session.design.layers)
+
+    @property
+    def task(self) -> Task:
+        """The masks with the labels that were set, and what inputs are made of: position i is data token i."""
+        return self._session.design.task
+
+    def _receive(self, _: object, content: object, __: object) -> None:
+        """Answers one message of a view, to that view alone."""
+        if not isinstance(content, dict):
+            return
+        said = cast("dict[str, Any]", content)
+        view, message = said.get("view"), said.get("message")
+        if not isinstance(view, str) or len(view) > _MAX_VIEW or not isinstance(message, Mapping):
+            return
+        self.send({"view": view, "reply": self._reply(cast("Mapping[str, object]", message))})
+        self._tell()
+
+    def _reply(self, message: Mapping[str, object]) -> Mapping[str, object]:
+        identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
+        if len(json.dumps(message)) > MESSAGE_BYTES:
+            return {**identity, "ok": False, "error": f"a message has at most {MESSAGE_BYTES:,} bytes"}
+        try:
+            return self._session.handle(message)
+        except KeyboardInterrupt:  # of the kernel, by a reader who waits no longer
+            return {**identity, "ok": False, "error": "interrupted"}
+
+    def _tell(self) -> None:
+        """Notifies views and observers of a change by its number."""
+        if self.revision != self._session.revision:
+            self.set_trait("revision", self._session.revision)
+
+    def __repr__(self) -> str:
+        return f"Widget({self.mask if not self._session.design.stacked else list(self.masks)!r})"

@@ -5,22 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Final, cast
 
 import numpy as np
 
-from attnflow._core.markup import shorten
 from attnflow._core.plain import as_integer
-from attnflow.order.flow import Flow
 from attnflow.report.live.actions import ACTIONS, Message, layer_of
 from attnflow.report.live.answers import QUESTIONS, Reply, answered, tile
-from attnflow.report.live.design import MAX_LAYERS, Design, Layer
+from attnflow.report.live.design import Design, Layer
 from attnflow.report.live.families import families, family
-from attnflow.tasks.task import Task
 
 _HISTORY: Final = 200
 _LISTED: Final = 4000  # positions and labels
@@ -29,7 +24,6 @@ _LARGEST: Final = 1 << 22  # integers of a message
 MAX_RECORDED: Final = 1024  # positions up to which every pair is drawn
 _FOLLOWED: Final = 512  # positions up to which each one's receptive field is recorded
 _MAX_BYTES: Final = 160_000  # of a record
-_MAX_TOKEN: Final = 40  # characters
 _NEVER: Final = 255
 _COARSE: Final = 128  # cells along a side of a mask that compresses badly
 
@@ -171,8 +165,6 @@ def record(design: Design) -> str | None:
     It drops whole parts to fit: first the arrivals, which exist up to 512 positions, then pairs in favour of squares.
     Cost: that of the answers, and O(n) for each position and layer.
     """
-    if design.size > MAX_RECORDED:
-        return None
     session = Session(design)
     distinct: list[int] = []
     for i, layer in enumerate(design.layers):
@@ -214,14 +206,3 @@ def _arrivals(design: Design) -> str:
     """
     first = np.stack([design.flow.arrivals(i, _NEVER - 1) for i in range(design.size)])
     return base64.b64encode(np.where(first < 0, _NEVER, np.minimum(first, _NEVER)).astype(np.uint8).tobytes()).decode()
-
-
-def recorded_design(flow: Flow, task: Task | None, labels: Sequence[str] | None) -> Design | None:
-    """Returns the design for a record: masks, task labels and texts; None if it is too large."""
-    if not 0 < flow.size <= MAX_RECORDED or len(flow.masks) > MAX_LAYERS:
-        return None
-    design = Design(tuple(Layer.of(mask.to_dict()) for mask in flow.masks), stacked=flow.num_layers is not None)
-    if task is not None:
-        with suppress(ValueError):  # a task may predict what none of its positions is; the page lists its leaks below
-            design = Design.of_task(task)
-    return design if labels is None else replace(design, tokens=tuple(shorten(label, _MAX_TOKEN) for label in labels))
