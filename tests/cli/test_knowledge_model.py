@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import attnflow as af
+from attnflow.knowledge import Trace
 from attnflow.knowledge.facts import EditReport
 from attnflow.knowledge.hf.stored_layers import save_entries
-from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model
 
 TEXT = "I the of thou with thy"

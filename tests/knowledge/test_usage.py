@@ -1,4 +1,4 @@
-"""Counts of active entries against counting by hand; duplicates against comparing all pairs."""
+"""Active entries against counting by hand and against hooks of one's own; duplicates against comparing all pairs."""
 
 from dataclasses import replace
 
@@ -8,11 +8,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval
+import attnflow as af
+from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval, duplicates
 from attnflow.knowledge.certificate import Certificate
-from attnflow.knowledge.duplication import duplicates
+from attnflow.knowledge.layered import readers
 from attnflow.knowledge.reader import KnowledgeReader, Reading
 from attnflow.knowledge.usage import Activity
+from tests.models import modular, tiny, tokens
 
 
 def reading(fires, layer=0, ids=None):
@@ -23,20 +25,6 @@ def reading(fires, layer=0, ids=None):
 
 def same(positions):
     return positions
-
-
-def test_counts_by_hand():
-    seen = Activity()
-    fires = torch.tensor([[[1, 0, 0, 1]], [[0, 0, 0, 1]], [[1, 1, 0, 1]]])
-    seen.see(reading(fires.tolist()), same)
-    seen.see(reading([[[0, 0, 0, 0]]]), same)
-    ids, counts = seen.fired(0)
-    assert (ids.tolist(), counts.tolist()) == ([0, 1, 2, 3], [2, 1, 0, 3])
-    report = seen.report()
-    layer = report.layers[0]
-    assert (layer.tokens, layer.entries, layer.dead, layer.read_all) == (4, 4, 1, True)
-    assert (layer.mean, layer.minimum, layer.median, layer.maximum) == (1.5, 0, 1, 3)
-    assert (report.dead, report.entries) == ((2,), 4)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
@@ -83,14 +71,6 @@ def test_retrieved_entries_are_counted_by_id():
     assert "* of the entries that were read" in str(report)
 
 
-def test_padding_does_not_count():
-    seen = Activity()
-    fires = [[[[1, 0]], [[1, 1]]], [[[0, 1]], [[1, 1]]]]
-    seen.see(reading(fires), same, torch.tensor([[True, False], [True, False]]))
-    assert seen.fired(0)[1].tolist() == [1, 1]
-    assert seen.report().layers[0].tokens == 2
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "sparsemax"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_active_is_a_positive_gate(activation, gated):
@@ -108,15 +88,6 @@ def test_active_is_a_positive_gate(activation, gated):
         assert torch.equal(expected, scores[0] > 0)
 
 
-def test_a_reader_with_retrieval_is_counted_among_what_it_read():
-    reader, readings = KnowledgeReader(0, GeneralizedCrossAttention(8, 6, 5), Retrieval(k=3, search="exact")), []
-    reader.observer = readings.append
-    reader.eval()(torch.randn(7, 8), torch.randn(20, 5))
-    seen = Activity()
-    seen.see(readings[0], same)
-    assert seen.report().layers[0].maximum <= 3
-
-
 def test_reports_as_text_and_json():
     seen = Activity()
     with pytest.raises(ValueError, match="no forward pass"):
@@ -131,6 +102,89 @@ def test_reports_as_text_and_json():
         "    0       2        4   1.5  37.5%    1    1       1     2    2     2",
         "dead in all layers: 2 of 4 entries: [1, 2]",
     ]
+
+
+def gates(model, **inputs):
+    """Positive gate scores of the second layer of a plain tiny Llama, [batch, tokens, neurons]."""
+    seen = []
+    hook = model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda _, __, out: seen.append(out > 0))
+    model(**inputs)
+    hook.remove()
+    return torch.cat([one.flatten(0, 1) for one in seen]).view(seen[0].shape)
+
+
+def test_a_converted_model_is_counted_as_its_gates_open():
+    source, ids = tiny("Llama"), tokens(2, 7)
+    opened = gates(source, input_ids=ids).flatten(0, 1)
+    model = af.knowledge.from_ffn(source)
+    with af.knowledge.activity(model) as seen:
+        model(input_ids=ids)
+        model(input_ids=ids)
+    found, counts = seen.fired(1)
+    assert found.tolist() == list(range(48, 96))
+    assert counts.tolist() == (2 * opened.sum(dim=0)).tolist()
+    layer = seen.report().layers[1]
+    assert (layer.layer, layer.tokens, layer.entries) == (1, 28, 48)
+    assert layer.mean == pytest.approx(float(opened.sum(dim=1).double().mean()))
+    assert layer.dead == int((opened.sum(dim=0) == 0).sum())
+    assert all(reader.observer is None for reader in readers(model))
+
+
+def test_padding_does_not_count_and_generated_tokens_do():
+    source, ids = tiny("Llama"), tokens(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    opened = gates(source, input_ids=ids, attention_mask=mask)[mask.bool()]
+    model = af.knowledge.from_ffn(source)
+    with af.knowledge.activity(model) as seen:
+        model(ids, mask)  # by position
+        assert seen.fired(1)[1].tolist() == opened.sum(dim=0).tolist()
+        assert seen.report().layers[1].tokens == 10
+    with af.knowledge.activity(model) as seen:
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert seen.report().layers[0].tokens == 10 + 2 * 3
+
+
+def test_an_encoder_decoder_counts_both_sides():
+    model = af.knowledge.from_ffn(tiny("Bart"))
+    with af.knowledge.activity(model) as seen:
+        model(input_ids=tokens(1, 5), attention_mask=torch.ones(1, 5).long(), decoder_input_ids=tokens(1, 3))
+    assert [layer.tokens for layer in seen.report().layers] == [5, 5, 3, 3]
+
+
+@pytest.mark.parametrize("retrieval", [None, Retrieval(k=1, search="exact"), Retrieval(threshold=0.0)])
+def test_a_modular_model(retrieval):
+    model = modular(num_knowledge_heads=1)
+    for reader in readers(model):
+        reader.retrieval = retrieval
+    ids = tokens(2, 8)
+    with af.knowledge.activity(model) as seen, torch.no_grad():
+        model(input_ids=ids)
+    report = seen.report()
+    assert [layer.tokens for layer in report.layers] == [16, 16]
+    assert [layer.entries for layer in report.layers] == [24, 24]
+    assert [layer.read_all for layer in report.layers] == [retrieval is None] * 2
+    if retrieval is not None and retrieval.k:
+        assert all(layer.maximum <= 1 for layer in report.layers)
+        assert len(report.dead) > 0
+    else:
+        full = [seen.fired(layer)[1].tolist() for layer in (0, 1)]
+        for reader in readers(model):
+            reader.retrieval = None
+        with af.knowledge.activity(model) as everything, torch.no_grad():
+            model(input_ids=ids)
+        assert [everything.fired(layer)[1].tolist() for layer in (0, 1)] == full
+
+
+def test_a_block_that_fails_leaves_the_model_as_it_was():
+    model = modular()
+    watched, again = af.knowledge.activity(model), af.knowledge.activity(model)
+    with watched, pytest.raises(ValueError, match="layer 0 are being watched already"), again:
+        pass
+    with pytest.raises(RuntimeError, match="stop"), af.knowledge.activity(model):
+        raise RuntimeError("stop")
+    assert all(reader.observer is None for reader in readers(model))
+    with pytest.raises(ValueError, match="reads no knowledge base"), af.knowledge.activity(tiny("Llama")):
+        pass
 
 
 def by_hand(rows, threshold):

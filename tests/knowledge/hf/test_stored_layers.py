@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from attnflow.knowledge import Store
 from attnflow.knowledge.hf.convert import from_ffn, to_ffn
 from attnflow.knowledge.hf.stored_layers import layer_thresholds, load_entries, save_entries
 from attnflow.knowledge.layered import readers
-from attnflow.knowledge.store import Store
 from attnflow.models import MODELS, load_model
 from tests.models import outputs, tiny, tokens
 

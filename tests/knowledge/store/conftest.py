@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnflow.knowledge.store import Store
+from attnflow.knowledge import Store
 
 BACKENDS = ["memory", "lancedb"]
 

@@ -69,36 +69,6 @@ def test_one_writes_and_any_number_read(directory):
         assert len(again) == 4
 
 
-def test_another_process_that_writes_is_seen_and_keeps_others_out(directory):
-    code = """
-        import sys, torch
-        from attnflow.knowledge import Store
-        store = Store.open(sys.argv[1], dim=4)
-        for generation in sys.stdin:
-            store.upsert(ids=range(50), embeddings=torch.full((50, 4), float(generation)), texts=[generation] * 50)
-            print("written", flush=True)
-        """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(directory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as writer:
-
-        def write(generation):
-            writer.stdin.write(f"{generation}\n")
-            return writer.stdout.readline() == "written\n"
-
-        assert write(1)
-        with pytest.raises(StoreError, match="one may write at a time"):
-            Store.open(directory)
-        with Store.open(directory, read_only=True) as reader:
-            for generation in range(2, 6):
-                assert write(generation)
-                assert float(reader.search(torch.ones(4), 1).scores) == 4.0 * (generation - 1)
-                reader.refresh()
-                assert reader.search(torch.ones(4), 60).scores[:50].tolist() == [4.0 * generation] * 50
-                assert {entry.version for entry in reader.get(range(50))} == {generation}
-        writer.stdin.close()
-        assert writer.wait(60) == 0
-
-
 @pytest.mark.slow
 def test_what_a_killed_process_had_acknowledged_is_there(directory):
     code = """

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnflow.knowledge.store import Store
+from attnflow.knowledge import Store
 from tests.knowledge.store.conftest import BACKENDS, place_of
 
 DIM, COLUMNS = 3, 2

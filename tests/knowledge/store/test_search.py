@@ -1,8 +1,6 @@
 """Exact, approximate and range search against brute force."""
 
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -190,23 +188,3 @@ class Changes(RuleBasedStateMachine):
 
 TestChanges = Changes.TestCase
 TestChanges.settings = settings(max_examples=15, stateful_step_count=12)
-
-
-def test_searches_during_changes_see_all_of_one_or_nothing():
-    index, stop = EntryIndex(4), threading.Event()
-    index.put(np.arange(50), np.ones((50, 4), dtype=np.float32))
-
-    def look():
-        looked = 0
-        while not stop.is_set() or not looked:
-            found = index.search(torch.ones(4), 50)
-            assert len(set(found.scores.tolist())) == 1
-            looked += 1
-        return looked
-
-    with ThreadPoolExecutor(3) as threads:
-        readers = [threads.submit(look) for _ in range(3)]
-        for value in range(2, 60):
-            index.put(np.arange(50), np.full((50, 4), value, dtype=np.float32))
-        stop.set()
-    assert all(reader.result() for reader in readers)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow.knowledge.store import Store, StoreError
+from attnflow.knowledge import Store
+from attnflow.knowledge.store import StoreError
 
 EYE = torch.eye(4)
 
@@ -80,42 +81,6 @@ def test_upsert_changes_what_is_given_and_keeps_the_rest(store):
     assert (last.text, last.source, last.version, last.encoder) == ("", "t", 3, None)
     assert last.thresholds.tolist() == [9, 9]
     assert store.insert(embeddings=EYE[:1]).tolist() == [8]
-
-
-def test_writes_are_seen_by_the_next_search(store):
-    store.insert(embeddings=EYE, thresholds=[[0, 0], [0, 0], [0, 5], [0, 0]])
-    assert found(store, EYE[1], 1, threshold_column=1) == ([2], [5.0])
-    store.upsert(ids=[3], embeddings=2 * EYE[1:2])
-    assert found(store, EYE[1], 2) == ([3, 1], [2.0, 1.0])
-    store.delete([3])
-    assert found(store, EYE[1], 1) == ([1], [1.0])
-
-
-def test_search_pads_and_certifies(store):
-    store.insert(embeddings=EYE[:3])
-    result = store.search(EYE[:2], k=5)
-    assert result.ids.shape == result.scores.shape == (2, 5)
-    assert result.ids[0, 0] == 0
-    assert result.ids[:, 3:].eq(-1).all()
-    assert result.scores[:, 3:].eq(-torch.inf).all()
-    assert result.certificate.label == "exact"
-    assert result.certificate.total == 3
-    assert bool(result.certificate.complete.all())
-    single = store.search(EYE[0].numpy(), k=2)
-    assert single.ids.shape == (2,)
-    assert single.certificate.last.shape == ()
-    assert [len(one.ids) for one in result] == [3, 3]
-
-
-def test_range_finds_all_above_a_score(store):
-    store.insert(embeddings=[[1.0, 0, 0, 0], [0.5, 0, 0, 0], [0, 1, 0, 0]], thresholds=[[0, 0], [0, 1], [0, -1]])
-    result = store.range(EYE[:2], 0.25)
-    assert [one.ids.tolist() for one in result] == [[0, 1], [2]]
-    assert [one.scores.tolist() for one in result] == [[1.0, 0.5], [1.0]]
-    with_thresholds = store.range(EYE[:2], 0.25, threshold_column=1)
-    assert [one.ids.tolist() for one in with_thresholds] == [[1, 0], [1]]
-    assert store.range(EYE[0], 10.0).ids.shape == (0,)
-    assert store.range(EYE[0], 0.5).ids.tolist() == [0]
 
 
 def test_an_empty_store_answers(store):
