@@ -12,7 +12,8 @@ from hypothesis.extra.numpy import arrays
 import attnflow as af
 from attnflow import masks, testing
 from attnflow.masks.intervals import IntervalRows
-from attnflow.order import dense, products, reach, sparse
+from attnflow.order import closure as routes
+from attnflow.order import dense, products, reach
 from tests.strategies import square_masks
 
 N = 131_072
@@ -96,7 +97,7 @@ def test_orders_of_any_relation(mask):
 @given(interval_masks(), st.integers(-1, 30))
 def test_what_has_too_many_intervals_is_done_by_bits(mask, room):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sparse, reach):
+        for module in (routes, reach):
             patch.setattr(module, "room", lambda _: room)
         check(mask)
 
