@@ -6,24 +6,79 @@ faults that have a layer before and after them; `ZOO[name].build()` is `tiny` wi
 
 from __future__ import annotations
 
-from tests.models.make import DEEP_VOCABULARY, ZOO, deep, modular, outputs, tiny, tokens
-from tests.models.options import WIDTH, WINDOW
-from tests.models.table import BIDIRECTIONAL, CAUSAL, HYBRID, MODULAR, WITHOUT_INTERFACE, TinyModel
+import torch
+from transformers import PreTrainedModel
 
-__all__ = [
-    "BIDIRECTIONAL",
-    "CAUSAL",
-    "DEEP_VOCABULARY",
-    "HYBRID",
-    "MODULAR",
-    "WIDTH",
-    "WINDOW",
-    "WITHOUT_INTERFACE",
-    "ZOO",
-    "TinyModel",
-    "deep",
-    "modular",
-    "outputs",
-    "tiny",
-    "tokens",
-]
+from attnflow.knowledge import ModularConfig, ModularForCausalLM
+from tests.models.options import MODULAR as MODULAR
+from tests.models.options import WIDTH as WIDTH
+from tests.models.options import WINDOW as WINDOW
+from tests.models.table import (
+    AUDITED,
+    BIDIRECTIONAL,
+    CAUSAL,
+    ENCODER_DECODERS,
+    HYBRID,
+    MORE_DECODERS,
+    OWN_MASKS,
+    REGISTERED,
+    WITHOUT_INTERFACE,
+    TinyModel,
+    in_double,
+)
+
+DEEP_VOCABULARY = 61
+_TEXT = {**CAUSAL, **BIDIRECTIONAL, **WITHOUT_INTERFACE, **HYBRID, **MORE_DECODERS, **ENCODER_DECODERS, **OWN_MASKS}
+_NO_FORM = {"Mamba2", "MBartDecoder", *OWN_MASKS}  # no products of queries and keys, or an entry of its own
+ZOO: dict[str, TinyModel] = {**{name: _TEXT[name] for name in _TEXT if name not in _NO_FORM}, **REGISTERED}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_THREE_LAYERS: dict[str, dict[str, object]] = {
+    "Gemma3": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "Gemma3Encoder": {"layer_types": ["sliding_attention"] * 3},
+    "ModernBert": {"layer_types": ["sliding_attention"] * 3},
+    "Llama4": {"layer_types": ["chunked_attention", "chunked_attention", "full_attention"]},
+    "Qwen3Next": _LINEAR,
+    "MiniMax": _LINEAR,
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+_OTHER_DEPTHS: dict[str, dict[str, object]] = {
+    "GPT2": {"n_layer": 3},
+    "T5": {"num_decoder_layers": 3},
+    "Jamba": {"num_hidden_layers": 4, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4},
+    **{name: {} for name in ("Bart", "GPTNeo", "Mamba2", "FalconMamba", "NemotronH")},
+}
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:
+    """A tiny random model, in `dtype`."""
+    return in_double(_TEXT[name].make(**changes)).to(dtype)
+
+
+def deep(name: str, **changes: object) -> PreTrainedModel:
+    """A tiny random model of three layers where the family allows it, float32; the same weights every time."""
+    torch.manual_seed(3)
+    entry = {**ZOO, **_TEXT, **AUDITED}[name]
+    depth = _OTHER_DEPTHS.get(name, {"num_hidden_layers": 3, **_THREE_LAYERS.get(name, {})})
+    return entry.make(**{"vocab_size": DEEP_VOCABULARY, "initializer_range": 0.2, **depth, **changes})
+
+
+def modular(dtype: torch.dtype = torch.float64, disturbed: bool = True, **changes: object) -> ModularForCausalLM:
+    """Two blocks with 24 entries of width 20 read by 2 heads; disturbed: no parameter is 0 or 1 throughout."""
+    torch.manual_seed(0)
+    model = ModularForCausalLM(ModularConfig(**{**MODULAR, **changes}))
+    if disturbed:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def outputs(model: PreTrainedModel, **inputs: object) -> torch.Tensor:
+    """Logits, or the last hidden states of a model without a head."""
+    result = model(**inputs)
+    return result.logits if "logits" in result else result[0]
+
+
+def tokens(batch: int = 2, length: int = 7) -> torch.Tensor:
+    """Random token ids, without the special ones."""
+    return torch.randint(3, 50, (batch, length))

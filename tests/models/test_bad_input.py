@@ -224,6 +224,21 @@ def test_folders_and_files_without_a_model(tmp_path, llama):
         score(3)
 
 
+def test_one_shard_is_not_scored_as_if_it_were_the_model(tmp_path):
+    folder, part = tmp_path / "model", tmp_path / "part"
+    ZOO["Llama"].build().save_pretrained(folder, max_shard_size="20KB")
+    part.mkdir()
+    for file in (folder / "config.json", next(folder.glob("*00001-of-*"))):
+        shutil.copy(file, part)
+    (tmp_path / "model-00001-of-00002.gguf").touch()
+    for shard in (*folder.glob("*.safetensors"), part, tmp_path / "model-00001-of-00002.gguf"):
+        with pytest.raises(BadCheckpoint, match=r"is one of \d+ shards: pass the folder"):
+            score(shard)
+    ZOO["Llama"].build().save_pretrained(tmp_path / "whole")
+    alone = (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "whole" / "model-00001-of-00001.safetensors")
+    assert len(score(alone, per_head=False)) == 2
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers(llama, value):
     model, _ = llama

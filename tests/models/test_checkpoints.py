@@ -15,23 +15,12 @@ from tests.models import ZOO
 from tests.models.checkpoints import repack, same_weights, write_gguf
 
 
-def test_safetensors(llama):
+def test_safetensors_shards_and_a_model_in_memory(llama, tmp_path):
     model, folder = llama
-    same_weights(folder, model)
-    same_weights(folder / "model.safetensors", model)
-    same_weights(str(folder), model)
-
-
-def test_a_model_in_memory(llama):
-    model, _ = llama
-    same_weights(model, model)
-
-
-def test_shards(llama, tmp_path):
-    model, _ = llama
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert not (tmp_path / "shards" / "model.safetensors").exists()
-    same_weights(tmp_path / "shards", model)
+    for source in (folder, folder / "model.safetensors", str(folder), tmp_path / "shards", model):
+        same_weights(source, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -125,15 +114,12 @@ def test_gguf_of_other_architectures_keeps_its_rows(llama, tmp_path):
         tensors[f"blk.{live.layer}.attn_q.weight"] = live.query().detach().contiguous()
         tensors[f"blk.{live.layer}.attn_k.weight"] = live.key().detach().contiguous()
     same_weights(write_gguf(tmp_path / "m.gguf", "qwen2", tensors), model)
-
-
-def test_gguf_with_fused_weights(tmp_path):
-    model = ZOO["Phi3"].build().float()
-    tensors = {
+    fused = ZOO["Phi3"].build().float()
+    weights = {
         f"blk.{index}.attn_qkv.weight": layer.self_attn.qkv_proj.weight.detach()
-        for index, layer in enumerate(model.model.layers)
+        for index, layer in enumerate(fused.model.layers)
     }
-    same_weights(write_gguf(tmp_path / "m.gguf", "phi3", tensors), model)
+    same_weights(write_gguf(tmp_path / "fused.gguf", "phi3", weights), fused)
 
 
 def test_gguf_of_an_encoder_and_a_decoder(tmp_path):

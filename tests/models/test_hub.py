@@ -75,14 +75,12 @@ def test_a_server_without_ranges_is_refused(hub):
         score("someone/llama")
 
 
-def test_models_that_are_not_there(hub):
+def test_models_that_are_not_there(hub, monkeypatch):
     with pytest.raises(FileNotFoundError, match="someone/nothing"):
         score("someone/nothing")
     with pytest.raises(FileNotFoundError, match="no file or folder 'some/where/else'"):
         score("some/where/else")
-
-
-def test_offline_without_a_cached_copy(hub, monkeypatch):
+    hub.requests.clear()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE"):
         score("someone/llama")
@@ -112,23 +110,16 @@ def test_an_incomplete_cached_copy_is_not(hub, tmp_path):
     assert hub.ranges
 
 
-def test_pickled_weights_are_not_fetched(hub, tmp_path):
-    folder = tmp_path / "pickled"
-    folder.mkdir()
-    (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04" + bytes(100))
-    hub.models["someone/pickled"] = folder
+def test_weights_that_are_not_read_by_ranges_are_not_fetched(hub, tmp_path):
+    pickled, gguf = tmp_path / "pickled", tmp_path / "gguf"
+    hub.models |= {"someone/pickled": pickled, "someone/gguf": gguf}
+    for folder in (pickled, gguf):
+        folder.mkdir()
+    (pickled / "pytorch_model.bin").write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(BadCheckpoint, match="is not opened"):
         score("someone/pickled")
-    assert not hub.ranges
-
-
-def test_gguf_must_be_downloaded(hub, tmp_path):
-    folder = tmp_path / "gguf"
-    folder.mkdir()
-    names = ("attn_q", "attn_k", "ffn_up")
-    tensors = {f"blk.0.{name}.weight": torch.randn(512, 512) for name in names}
-    write_gguf(folder / "m.gguf", "llama", tensors, heads=8, kv_heads=8)
-    hub.models["someone/gguf"] = folder
+    tensors = {f"blk.0.{name}.weight": torch.randn(512, 512) for name in ("attn_q", "attn_k", "ffn_up")}
+    write_gguf(gguf / "m.gguf", "llama", tensors, heads=8, kv_heads=8)
     with pytest.raises(BadCheckpoint, match=r"someone/gguf has its weights in m\.gguf, .* download it"):
         score("someone/gguf")
     assert not hub.ranges

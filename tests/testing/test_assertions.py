@@ -37,21 +37,11 @@ def test_a_leak_is_shown_with_its_layer_and_witness():
         assert_no_leak(model, tokens())
     message = str(failure.value)
     assert message.startswith("information flows against the order\nLEAK: causal")
-    first = af_first(model)
-    assert "model.layers.1.mlp" in message
-    assert f"{first.source}" in message
-    assert "sequence" in message
-
-
-def af_first(model):
     with wrapped(model.model.layers[1].mlp, ahead):
-        return af.audit.check(model, tokens()).violations[0]
-
-
-def test_an_order_of_ones_own():
-    model = tiny("Llama")
+        first = af.audit.check(model, tokens()).violations[0]
+    assert all(part in message for part in ("model.layers.1.mlp", f"{first.source}", "sequence"))
     with pytest.raises(AssertionError, match="LEAK"):
-        assert_no_leak(model, tokens(1, 6), order=af.masks.document([3, 3]))
+        assert_no_leak(tiny("Llama"), tokens(1, 6), order=af.masks.document([3, 3]))
 
 
 def test_nothing_to_test_is_no_success():

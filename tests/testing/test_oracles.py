@@ -55,17 +55,17 @@ def test_relations_may_be_tensors_arrays_or_lists():
         assert testing.closure(allow).tolist() == expected
 
 
-@pytest.mark.parametrize("bad", [np.ones((2, 3)), np.ones(3), [[True, False]]])
-def test_a_relation_must_be_square(bad):
-    with pytest.raises(ValueError, match="square"):
-        testing.closure(bad)
-
-
-def test_product_needs_layers_of_one_size():
-    with pytest.raises(ValueError, match="at least one"):
-        testing.product([])
-    with pytest.raises(ValueError, match="one size"):
-        testing.product([np.eye(2), np.eye(3)])
+@pytest.mark.parametrize(
+    ("oracle", "bad", "message"),
+    [
+        *((testing.closure, bad, "square") for bad in (np.ones((2, 3)), np.ones(3), [[True, False]])),
+        (testing.product, [], "at least one"),
+        (testing.product, [np.eye(2), np.eye(3)], "one size"),
+    ],
+)
+def test_bad_relations(oracle, bad, message):
+    with pytest.raises(ValueError, match=message):
+        oracle(bad)
 
 
 def test_path_exists_allows_waiting_in_the_residual_stream():
@@ -78,22 +78,16 @@ def test_path_exists_allows_waiting_in_the_residual_stream():
 def test_tolerance_is_the_reference_error_and_rounding():
     exact = torch.tensor([1.0, 4.0], dtype=torch.float64)
     low = torch.tensor([1.0, 4.125], dtype=torch.float32)
-    limit = testing.tolerance(low, exact)
-    assert limit == 2 * (0.125 + 4 * 2.0**-23)
+    assert testing.tolerance(low, exact) == 2 * (0.125 + 4 * 2.0**-23)
     testing.assert_as_accurate(exact.float() + 0.24, low, exact)
-    with pytest.raises(AssertionError, match="above the tolerance"):
-        testing.assert_as_accurate(exact.float() + 0.26, low, exact)
-    with pytest.raises(AssertionError, match="above the tolerance"):
-        testing.assert_as_accurate(exact.float() * float("nan"), low, exact)
+    for wrong in (exact.float() + 0.26, exact.float() * float("nan")):
+        with pytest.raises(AssertionError, match="above the tolerance"):
+            testing.assert_as_accurate(wrong, low, exact)
     with pytest.raises(AssertionError, match="shape"):
         testing.assert_as_accurate(torch.ones(3), low, exact)
     with pytest.raises(TypeError, match="float64"):
         testing.tolerance(low, low)
     with pytest.raises(ValueError, match="one shape"):
         testing.tolerance(low, exact[:1])
-
-
-def test_tolerance_of_nothing_is_zero():
-    empty = torch.zeros(0, dtype=torch.float64)
-    assert testing.tolerance(empty.float(), empty) == 0.0
-    testing.assert_as_accurate(empty.float(), empty.float(), empty)
+    assert testing.tolerance(low[:0], exact[:0]) == 0.0
+    testing.assert_as_accurate(low[:0], low[:0], exact[:0])

@@ -45,7 +45,7 @@ def write_folder(path: str | os.PathLike[str]) -> Generator[Path]:
     A kill between the two renames leaves no `path`, and the old folder beside it as `.NAME.*.old`.
     """
     target = Path(os.path.realpath(path))  # of a link, what it points to is replaced
-    if target.exists() and not target.is_dir():
+    if target.is_file():  # one look: another process may replace the folder between two
         raise NotADirectoryError(f"expected a folder to write, got the file {target}")
     part = _part_of(target)
     part.mkdir()
