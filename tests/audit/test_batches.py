@@ -14,7 +14,6 @@ from transformers import AutoConfig
 import attnflow as af
 from attnflow.audit import check_batch, declared_order
 from attnflow.audit.batch_reading import family_of
-from attnflow.audit.batches import BatchReport
 from attnflow.testing import closure
 from tests.audit.batches import CAUSAL, CLEAN, IDS, MASKED, MISTAKES, label
 from tests.audit.common import tiny
@@ -202,16 +201,6 @@ def test_padding_that_ends_texts_too():
     (found,) = check_batch({**right, "labels": ids.where(ids != EOS, -100)}, config).mistakes
     assert (found.kind, found.sequence, found.position, found.count) == ("unsupervised", 0, 3, 2)
     assert "learn to stop" in found.message
-
-
-def test_it_is_a_result():
-    kind, change = MISTAKES["flattening"]["shifted twice"]
-    report = check_batch(change(CLEAN["flattening"][0]()), CAUSAL)
-    assert BatchReport.from_json(report.to_json()) == report
-    assert [row["kind"] for row in report.rows()] == [m.kind for m in report.mistakes]
-    assert repr(report).startswith("<BatchReport ")
-    assert kind in repr(report)
-    assert report.to_dict()["ok"] is False
 
 
 def test_padding_id_without_a_mask():

@@ -8,8 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import attnflow as af
 from attnflow.audit import check, declared_order, measure
 from tests.audit.common import LENGTH, Stack, inputs, open_attention, tiny, tokens, wrapped
-from tests.audit.hybrids import HYBRIDS, hybrid
-from tests.audit.pictured import PICTURED, call, pictured
+from tests.audit.two_layers import HYBRIDS, PICTURED, built, call
 from tests.models.table import in_double
 
 PACKED = [5, 7]
@@ -35,8 +34,8 @@ def moved(model, given, position):
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_documents_are_declared_whatever_mixes_them(name):
     given = {"input_ids": tokens(1, 12).clamp(min=10), "position_ids": RESTARTS}
-    crosses = any(position >= 5 for position in moved(hybrid(name), given, 4))
-    report = check(hybrid(name), {**given, "use_cache": False}, both_sides=False)
+    crosses = any(position >= 5 for position in moved(built(name), given, 4))
+    report = check(built(name), {**given, "use_cache": False}, both_sides=False)
     assert report.order.startswith("causal within 2 packed documents, 5 + 7 tokens")
     assert report.verdict == ("leak" if crosses else "clean")
     assert crosses == (name in LEAKING)
@@ -49,7 +48,7 @@ def test_documents_are_declared_whatever_mixes_them(name):
 
 @pytest.mark.parametrize("name", PICTURED)
 def test_pictures_raise_no_alarm(name):
-    report = check(pictured(name), call(name), both_sides=False)
+    report = check(built(name), call(name), both_sides=False)
     assert report.verdict == "clean", str(report)
     assert report.coverage == 1.0
     assert not report.skipped
@@ -58,7 +57,7 @@ def test_pictures_raise_no_alarm(name):
 @pytest.mark.parametrize("name", PICTURED)
 def test_a_leak_among_pictures_is_found(name):
     """Also one that starts at an image token, whose id is never changed."""
-    model = pictured(name)
+    model = built(name)
     (layers,) = [m for n, m in model.named_modules() if n.endswith("layers") and "language_model" in n]
 
     target, source = (9, 10) if name == "PaliGemma" else (2, 6)  # its prefix sees itself, images and text
@@ -79,7 +78,7 @@ def test_a_leak_among_pictures_is_found(name):
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "PaliGemma"])
 def test_image_tokens_see_one_another_as_the_model_asks(name):
     """The declared order is what brute force sees of the vectors that enter the layers: later ones inside the image."""
-    flow = declared_order(pictured(name), call(name)).reachability()
+    flow = declared_order(built(name), call(name)).reachability()
     assert flow[3, 6]
     assert not flow[2, 6] or name == "PaliGemma"
     assert not flow[3, 10]
@@ -90,7 +89,7 @@ def test_a_causal_mask_that_is_left_out():
 
     With padding the mask is made, and the same text is causal: brute force says so, too.
     """
-    model, ids = pictured("PaliGemma"), tokens(2)
+    model, ids = built("PaliGemma"), tokens(2)
     other = ids.clone()
     other[:, -1] = torch.where(ids[:, -1] == 3, 4, 3)
     real = torch.ones_like(ids)
@@ -188,8 +187,8 @@ def test_samples_that_differ_are_measured_one_by_one():
 
 
 def test_pictures_are_measured():
-    flow = measure(pictured("Gemma3"), call("Gemma3"))
-    assert torch.equal(flow.masks[1].dense(), declared_order(pictured("Gemma3"), call("Gemma3")).masks[1].dense())
+    flow = measure(built("Gemma3"), call("Gemma3"))
+    assert torch.equal(flow.masks[1].dense(), declared_order(built("Gemma3"), call("Gemma3")).masks[1].dense())
 
 
 def test_streams_and_batches_of_one_size_are_told_apart():

@@ -35,6 +35,11 @@ ATTENTION = {
 }
 
 
+@pytest.fixture(params=["perturb", "quick"])
+def mode(request):
+    return request.param
+
+
 def pair(target, source):
     allow = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     allow[target, source] = True
@@ -47,7 +52,6 @@ def only(report, kind="order"):
     return report.violations[0]
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_one_future_pair_in_one_head(name, mode):
     with open_attention(tiny(name, attn_implementation="eager"), LAYER, pair(5, 9), head=2) as model:
@@ -60,7 +64,6 @@ def test_one_future_pair_in_one_head(name, mode):
     assert report.modules[-1].status == "carries"  # the model's own output
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 @pytest.mark.parametrize("target", [0, 5, LENGTH - 2])
 def test_neighbouring_pairs(target, mode):
     with open_attention(tiny("Llama", attn_implementation="eager"), 2, pair(target, target + 1)) as model:
@@ -68,7 +71,6 @@ def test_neighbouring_pairs(target, mode):
     assert (found.layer, found.source, found.target) == (2, target + 1, target)
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_the_first_of_two_leaks_comes_first(mode):
     model = tiny("Llama", attn_implementation="eager")
     norm = model.model.layers[2].mlp
@@ -78,7 +80,6 @@ def test_the_first_of_two_leaks_comes_first(mode):
     assert [v.module for v in report.violations] == ["model.layers.1.self_attn", "model.layers.2.mlp"]
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_a_window_that_is_one_too_wide(mode):
     wide = af.masks.sliding_window(LENGTH, WINDOW + 1).dense()
     with open_attention(tiny("Mistral", attn_implementation="eager"), LAYER, wide) as model:
@@ -87,7 +88,6 @@ def test_a_window_that_is_one_too_wide(mode):
     assert found.target - found.source == 2 * (WINDOW - 1) + 1  # one beyond the field of two layers
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_packed_documents_that_mix_in_one_layer(mode):
     lengths = [5, 4, 4]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -102,7 +102,6 @@ def test_packed_documents_that_mix_in_one_layer(mode):
     assert (stated.module, stated.source, stated.target) == (found.module, 2, 7)
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 @pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
 def test_a_normalisation_over_the_sequence(strength, mode):
     found = only(check(centred(strength), tokens(), mode=mode))
@@ -110,14 +109,12 @@ def test_a_normalisation_over_the_sequence(strength, mode):
     assert found.source > found.target
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_a_convolution_that_looks_ahead(mode):
     found = only(check(convolved(), tokens(), mode=mode))
     assert (found.layer, found.module) == (LAYER, "model.layers.1.mlp.conv")
     assert found.source == found.target + 1
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 @pytest.mark.parametrize(
     ("name", "module"),
     [
@@ -141,7 +138,6 @@ def test_a_scan_that_also_runs_backwards(name, module, mode):
     assert found.source > found.target
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_crosstalk_in_the_batch(mode):
     model = tiny("GPT2")
     module = model.transformer.h[LAYER].mlp
@@ -152,7 +148,6 @@ def test_crosstalk_in_the_batch(mode):
     assert found.source == found.target
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_crosstalk_between_two_rows_only(mode):
     model = tiny("Bert")
     with wrapped(model.bert.encoder.layer[LAYER].intermediate, to_one_row):
@@ -162,7 +157,6 @@ def test_crosstalk_between_two_rows_only(mode):
     assert found.source_row == 1
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_crosstalk_does_not_hide_an_order_leak(mode):
     model = tiny("Llama", attn_implementation="eager")
     early = model.model.layers[0].mlp
@@ -175,7 +169,6 @@ def test_crosstalk_does_not_hide_an_order_leak(mode):
     assert (report.violations[1].source, report.violations[1].target) == (9, 5)
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_a_decoder_that_reads_ahead(mode):
     model = tiny("T5")
     module = model.decoder.block[2].layer[2]
@@ -185,7 +178,6 @@ def test_a_decoder_that_reads_ahead(mode):
     assert LENGTH <= found.target < found.source < LENGTH + 9  # joint positions: the encoder's come first
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_padding_that_is_read(mode):
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     mask[0, :4] = 0
@@ -196,7 +188,7 @@ def test_padding_that_is_read(mode):
     assert found.target_row == 0  # in the other sequence position 2 is no padding
 
 
-def test_a_leak_between_the_layers_is_the_models():
+def test_a_leak_between_the_layers_is_the_models(mode):
     def run(hidden, layers):
         for index, layer in enumerate(layers):
             hidden = hidden + layer(hidden)
@@ -204,13 +196,11 @@ def test_a_leak_between_the_layers_is_the_models():
                 hidden = hidden + 0.1 * hidden.flip(1)
         return hidden
 
-    for mode in ("perturb", "quick"):
-        found = only(check(Stack(run, 3), tokens(1, 7), order=af.masks.causal(7), mode=mode))
-        assert (found.layer, found.module) == (None, "Stack")
-        assert found.source == 6 - found.target
+    found = only(check(Stack(run, 3), tokens(1, 7), order=af.masks.causal(7), mode=mode))
+    assert (found.layer, found.module) == (None, "Stack")
+    assert found.source == 6 - found.target
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_a_leak_that_is_discrete(mode):
     model = tiny("Llama")
     with wrapped(model.model.layers[LAYER].mlp, routed):
@@ -218,7 +208,6 @@ def test_a_leak_that_is_discrete(mode):
         assert only(report).module == "model.layers.1.mlp"
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_an_encoder_asked_to_be_causal(mode):
     found = only(check(tiny("Bert"), inputs("Bert"), order=af.masks.causal(LENGTH), mode=mode))
     assert (found.layer, found.module) == (0, "bert.encoder.layer.0.attention.self")
@@ -233,7 +222,6 @@ def test_weak_leak_below_rounding_needs_more_precision():
     assert found.module == "model.layers.1.mlp"
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_leak_among_experts_is_told_from_their_rounding(mode):
     model = tiny("Qwen3Moe")
     module = model.model.layers[2].mlp
@@ -244,7 +232,6 @@ def test_leak_among_experts_is_told_from_their_rounding(mode):
     assert found.source == found.target + 1
 
 
-@pytest.mark.parametrize("mode", ["perturb", "quick"])
 def test_state_that_outlives_a_call(mode):
     model = tiny("Llama")
     with wrapped(model.model.layers[LAYER].mlp, remembering()):
@@ -316,10 +303,6 @@ def test_packed_documents_mix(name, mode, extra, stated):
     attention = {"GPT2": "transformer.h.0.attn"}.get(name, "model.layers.0.self_attn")
     assert (first.kind, first.layer, first.module) == ("order", 0, attention)
     assert first.source < 5 <= first.target or first.source < 9 <= first.target
-
-
-def test_packed_documents_stay_apart_without_a_cache():
-    assert check(tiny("Llama"), PACKED | {"use_cache": False}, order=af.masks.document(RELEASED)).ok
 
 
 @pytest.mark.parametrize(("name", "mode"), [*((name, "perturb") for name in REPAIRED), ("RoFormer", "quick")])

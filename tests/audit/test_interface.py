@@ -52,12 +52,6 @@ def test_the_model_is_left_as_it_was_after_a_failure():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_dropout_in_training_mode_is_switched_off():
-    model = tiny("GPT2").train()
-    assert check(model, tokens()).noise == 0.0
-    assert model.training
-
-
 def test_a_loaded_model_takes_a_text_or_a_list_of_ids():
     model = tiny("Llama")
 
