@@ -99,6 +99,7 @@ TABLE: list[tuple[Callable[[], object], str]] = [
     (capture(torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
     (capture(torch.zeros(3)), r"token ids, got a tensor of torch\.float32"),
     (capture(torch.ones(2, 4, dtype=torch.long)), "pass a batch as a mapping"),
+    (capture({"input_ids": torch.ones(2, 4, dtype=torch.long)}), "a map is of one sequence, got a batch of 2"),
     (capture({"attention_mask": torch.ones(1, 3)}), "inputs must hold input_ids, got attention_mask"),
     (capture([5, 6], generate=0), "generate must be at least 1"),
     (lambda: B.capture(biased("Bert"), [5, 6], generate=1), "does not generate"),

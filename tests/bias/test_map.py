@@ -27,32 +27,32 @@ TERMS = [
 ROWS = [0, 1, 2, 5, 20, 21, 36]
 
 
-def dense(call, sequence):
+def dense(call):
     """(B [heads, q, k], allowed, weights, weights without B) of everything at once, from the reference."""
     every = slice(0, call.query.shape[2]), slice(0, call.key.shape[2])
     bias = bias_of(call.terms, call.num_heads, *every)
-    bias = bias.expand(call.query.shape[0], call.num_heads, -1, -1)[sequence].double()
+    bias = bias.expand(1, call.num_heads, -1, -1)[0].double()
     allowed = call.allow.dense()
     allowed = torch.ones_like(bias, dtype=torch.bool) if allowed is None else allowed
     if allowed.ndim == 4:
-        allowed = allowed.expand(call.query.shape[0], call.num_heads, -1, -1)[sequence]
-    with_it, without = weights_of(call)[sequence], weights_of(replace(call, terms=()))[sequence]
+        allowed = allowed.expand(1, call.num_heads, -1, -1)[0]
+    with_it, without = weights_of(call)[0], weights_of(replace(call, terms=()))[0]
     return bias, allowed, with_it, without
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("terms", TERMS, ids=lambda t: "+".join(k for k, _ in t))
 def test_rows_of_a_call_are_those_of_the_whole(terms, mask):
-    call = Case(terms=terms, mask=mask, softcap=20.0, sinks=mask == "causal").build()
-    bias, allowed, weights, without = dense(call, 1)
-    found = observe(call, len(terms), ROWS, heads=[3, 1], sequence=1)
+    call = Case(terms=terms, mask=mask, batch=1, softcap=20.0, sinks=mask == "causal").build()
+    bias, allowed, weights, without = dense(call)
+    found = observe(call, len(terms), ROWS, heads=[3, 1])
     raw = bias.masked_fill(~allowed, 0.0)
     mean = raw.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1)
     centred = (raw - mean).masked_fill(~allowed, 0.0)
     expected = (raw, centred, allowed, weights, without)
     for one, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), whole[[3, 1]][:, ROWS].double(), rtol=1e-5, atol=2e-6)
-    mean_over_heads = observe(call, len(terms), ROWS, sequence=1)
+    mean_over_heads = observe(call, len(terms), ROWS)
     assert mean_over_heads.bias.shape == (1, len(ROWS), 37)
     torch.testing.assert_close(mean_over_heads.bias[0].double(), centred.mean(0)[ROWS], rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(mean_over_heads.weights[0], weights.mean(0)[ROWS], rtol=1e-5, atol=2e-6)
@@ -60,7 +60,7 @@ def test_rows_of_a_call_are_those_of_the_whole(terms, mask):
 
 
 def test_rows_are_centred_over_the_allowed_keys_and_shifts_are_invisible():
-    call = Case(terms=(("guidance", "one"),), mask="causal").build()
+    call = Case(terms=(("guidance", "one"),), mask="causal", batch=1).build()
     term = call.terms[0]
     shifted = replace(call, terms=(replace(term, offset=term.offset + 7.0),))
     a, b = (observe(c, 1, range(37)) for c in (call, shifted))
@@ -73,7 +73,7 @@ def test_rows_are_centred_over_the_allowed_keys_and_shifts_are_invisible():
 
 
 def test_terms_beyond_the_bias_belong_to_the_scores_without_it():
-    call = Case(terms=(("product", "one"), ("dense", "one")), mask="everything").build()
+    call = Case(terms=(("product", "one"), ("dense", "one")), mask="everything", batch=1).build()
     found = observe(call, 1, ROWS)
     expected = weights_of(replace(call, terms=call.terms[1:]))[0].mean(0)[ROWS]
     torch.testing.assert_close(found.weights_without[0], expected)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,16 +17,12 @@ from attnflow.masks.mask import Mask
 
 Rows = Callable[[slice], Tensor]
 
-_CHUNK: Final = 256  # queries made at once where all of them are needed
-
 
 class Allow:
     """`allow[q, k]`: query q attends to key k; a boolean relation for each batch element, and head if they differ."""
 
-    def __init__(
-        self, rows: Rows | None, num_queries: int, num_keys: int, *, batch: int = 1, dense: Tensor | None = None
-    ) -> None:
-        self.num_queries, self.num_keys, self.batch = num_queries, num_keys, batch
+    def __init__(self, rows: Rows | None, num_queries: int, num_keys: int, *, dense: Tensor | None = None) -> None:
+        self.num_queries, self.num_keys = num_queries, num_keys
         self._rows = rows
         self._dense = dense
         self._made: dict[Hashable, object] = {}
@@ -73,7 +68,7 @@ class Allow:
         if allow.ndim not in (2, 4):
             raise ValueError(f"a mask is [queries, keys] or [batch, heads, queries, keys], got {tuple(allow.shape)}")
         whole = allow if allow.ndim == 4 else allow[None, None]
-        return cls(None, whole.shape[2], whole.shape[3], batch=whole.shape[0], dense=whole)
+        return cls(None, whole.shape[2], whole.shape[3], dense=whole)
 
     def rows(self, block: slice) -> Bool[Tensor, "batch heads queries keys"] | None:
         """Rows `block.start .. block.stop - 1` as booleans (batch and heads may be 1), or None where all are True."""
@@ -83,10 +78,7 @@ class Allow:
 
     def dense(self) -> Bool[Tensor, "batch heads queries keys"] | None:
         """All rows, or None where every pair is allowed. Memory: every pair."""
-        if self._dense is None and self._rows is not None:
-            starts = range(0, self.num_queries, _CHUNK)
-            blocks = [self._rows(slice(start, min(start + _CHUNK, self.num_queries))) for start in starts]
-            self._dense = torch.cat(blocks, dim=2)
+        self._dense = self.rows(slice(0, self.num_queries))
         return self._dense
 
     def derived(self, key: Hashable, make: Callable[[], object]) -> object:

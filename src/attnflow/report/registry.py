@@ -278,7 +278,8 @@ def model_page(
         ("Knowledge", lambda: replace(knowledge.trace(module, named, tokenizer=tokenizer), model=name)),
     ]
     if any(layer_biases(module)):
-        steps.insert(2, ("Bias", lambda: replace(bias.capture(module, named, tokenizer=tokenizer), model=name)))
+        first = {key: value[:1] for key, value in named.items()}
+        steps.insert(2, ("Bias", lambda: replace(bias.capture(module, first, tokenizer=tokenizer), model=name)))
     problems: dict[str, str] = {}
     for done, (step, find) in enumerate(steps):
         if progress is not None:

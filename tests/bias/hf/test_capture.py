@@ -114,12 +114,12 @@ def test_generate_by_a_number_and_by_beams():
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "OPT"])
-def test_a_padded_batch_that_generates(name, tokenizer):
+def test_a_padded_sequence_that_generates(name, tokenizer):
     model = biased(name, implementation="sdpa")
-    batch = dict(tokenizer(["w5 w6 w7", "w8 w9 w10 w11 w12"], padding=True, return_tensors="pt"))
+    batch = dict(tokenizer(["w5 w6 w7"], padding="max_length", max_length=5, return_tensors="pt"))
     batch.pop("token_type_ids", None)
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    found = af.bias.capture(Loaded(model, tokenizer), batch, generate=options, sequence=0)
+    found = af.bias.capture(Loaded(model, tokenizer), batch, generate=options)
     out = model.generate(**batch, **options)
     assert found.tokens == ("[PAD]", "[PAD]", "w5", "w6", "w7", *(f"w{i}" for i in out[0, 5:-1].tolist()))
     assert not found.layer(0).allowed[..., :2].any()
@@ -174,11 +174,10 @@ def test_several_biases_are_one_map():
 
 def test_left_padding_is_no_key():
     model = biased(implementation="sdpa")
-    short, long = ids(5, 2)[0], ids(9, 3)[0]
-    batch = {"input_ids": torch.stack([functional.pad(short, (4, 0)), long])}
-    batch["attention_mask"] = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    short = ids(5, 2)[0]
+    batch = {"input_ids": functional.pad(short, (4, 0))[None], "attention_mask": torch.tensor([[0] * 4 + [1] * 5])}
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    found = af.bias.capture(model, batch, queries=range(4, 9), sequence=0)
+    found = af.bias.capture(model, batch, queries=range(4, 9))
     alone = af.bias.capture(model, short)
     for one, other in zip(found, alone, strict=True):
         assert not one.allowed[..., :4].any()
@@ -186,10 +185,6 @@ def test_left_padding_is_no_key():
             padded = getattr(one, part)
             assert not padded[..., :4].any()
             torch.testing.assert_close(padded[..., 4:], getattr(other, part), rtol=1e-4, atol=1e-5)
-    second = af.bias.capture(model, batch, sequence=1)
-    torch.testing.assert_close(second.layer(0).bias, af.bias.capture(model, long).layer(0).bias, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="sequence must be a number of the batch of 2, got 2"):
-        af.bias.capture(model, batch, sequence=2)
 
 
 def test_a_bias_that_is_zero_has_a_map_of_zeros():

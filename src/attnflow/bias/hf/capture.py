@@ -43,14 +43,13 @@ def capture(
     generate: int | Mapping[str, Any] | None = None,
     base: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    sequence: int = 0,
 ) -> BiasMap:
     """Run a model with a bias on one text and look at B, raw and as softmax sees it, and at the weights.
 
     Args:
         model: a model with a bias, or what `af.load_model` returned.
-        inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name, as a tokenizer returns
-            them, batched and padded if need be.
+        inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name for one sequence, as a
+            tokenizer returns them, padded if need be.
         layers: numbers of layers; by default all that have a bias.
         queries: positions of the queries, negative ones from the end, or "all". By default all of at most 128 tokens,
             and the last 32 of a longer text; with `generate` those at which a token was generated.
@@ -59,13 +58,13 @@ def capture(
             the sequence that it returned, so that any decoding strategy will do.
         base: also run the model without its bias, for `weights_base`.
         tokenizer: needed for a text unless `model` brings one; else it names the tokens.
-        sequence: which one of a batch.
 
     Returns:
         The map, on the CPU in float32.
 
     Raises:
-        ValueError: no bias is attached, a text without a tokenizer, or layers, queries or heads that do not exist.
+        ValueError: no bias is attached, a text without a tokenizer, several sequences, or layers, queries or heads
+            that do not exist.
 
     Cost: a forward pass, or two with `base`. Memory: queries x keys for each layer (and head), computed in tiles.
 
@@ -81,15 +80,17 @@ def capture(
     tokenizer = tokenizer or brought
     biases = _chosen(model, layers)
     chosen, name, prompt = _heads(biases, heads), _sequence(model, biases), None
-    tensors, last = model_inputs(model, inputs, tokenizer, sequence), None
+    tensors, last = model_inputs(model, inputs, tokenizer, 0), None
+    if len(tensors["input_ids"]) > 1:
+        raise ValueError(f"a map is of one sequence, got a batch of {len(tensors['input_ids'])}; pass one row of it")
     with evaluating(model), torch.no_grad():
         if generate is not None:
             tensors, prompt, last = _generated(model, tensors, generate, name)
         if name not in tensors:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
-        ids: list[int] = tensors[name][sequence].tolist()
+        ids: list[int] = tensors[name][0].tolist()
         rows = _rows(queries, len(ids), prompt)
-        look = partial(_look, model, biases, partial(model, **tensors, **sparing(model)), rows, chosen, sequence)
+        look = partial(_look, model, biases, partial(model, **tensors, **sparing(model)), rows, chosen)
         seen, plain = look(), look(without=True) if base else None
     layers_seen = tuple(
         LayerMap(number, path, **found._asdict(), weights_base=None if plain is None else plain[number].weights)
@@ -98,7 +99,7 @@ def capture(
     )
     causal = all(not bool(one.allowed[:, i, row + 1 :].any()) for one in layers_seen for i, row in enumerate(rows))
     if last is not None:
-        ids.append(int(last[sequence]))
+        ids.append(int(last[0]))
     names = [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
     produced = () if last is None else tuple(names[row + 1] for row in rows)
     names = names if last is None else names[:-1]
@@ -116,14 +117,12 @@ class Observed(NamedTuple):
 
 
 @torch.no_grad()
-def observe(
-    call: Call, terms: int, queries: Sequence[int], heads: Sequence[int] | None = None, sequence: int = 0
-) -> Observed:
-    """B and the weights for some queries (ascending) of one sequence of a call, on the CPU in float32.
+def observe(call: Call, terms: int, queries: Sequence[int], heads: Sequence[int] | None = None) -> Observed:
+    """B and the weights for some queries (ascending) of a call on one sequence, on the CPU in float32.
 
     The first `terms` terms are the bias; the rest belongs to the scores without it. Memory: O(queries x keys).
     """
-    blocks = [_block(call, terms, block, heads, sequence) for block in _blocks(call, queries)]
+    blocks = [_block(call, terms, block, heads) for block in _blocks(call, queries)]
     return Observed(*(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 
 
@@ -137,23 +136,20 @@ def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
             yield slice(queries[first], queries[last] + 1)
 
 
-def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None, sequence: int) -> tuple[Tensor, ...]:
+def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None) -> tuple[Tensor, ...]:
     """The parts of `Observed` for neighbouring queries; B is 0 where there is no pair."""
-    one, size = slice(sequence, sequence + 1), (1, 1, block.stop - block.start, call.key.shape[2])
+    size = 1, 1, block.stop - block.start, call.key.shape[2]
     rows = call.allow.rows(block)
-    if rows is None:
-        rows = torch.ones(size, dtype=torch.bool)
-    allowed = (rows if len(rows) == 1 else rows[one]).to(call.query.device)
-    bias = _tiled(call, call.terms[:terms], block, one)
+    allowed = (torch.ones(size, dtype=torch.bool) if rows is None else rows).to(call.query.device)
+    bias = _tiled(call, call.terms[:terms], block)
     bias = torch.zeros(size, device=call.query.device) if bias is None else bias
     bias, allowed = torch.broadcast_tensors(bias.double(), allowed)
     raw = bias.masked_fill(~allowed, 0.0)
     mean = raw.sum(dim=-1, keepdim=True) / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
     centred = (raw - mean).masked_fill(~allowed, 0.0)
-    rest = _tiled(call, call.terms[terms:], block, one)
+    rest = _tiled(call, call.terms[terms:], block)
     other = () if rest is None else (Dense(rest),)
-    part = replace(call, query=call.query[one, :, block], key=call.key[one], value=call.value[one], terms=other)
-    part = replace(part, allow=Allow.from_dense(allowed))
+    part = replace(call, query=call.query[:, :, block], terms=other, allow=Allow.from_dense(allowed))
     without = weights_of(part)
     weights = without if terms == 0 else weights_of(replace(part, terms=(*other, Dense(raw.to(without.dtype)))))
     parts = (tensor[0] for tensor in (raw, centred, allowed, weights, without))
@@ -165,17 +161,17 @@ def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None, se
     return tuple((t if t.dtype == torch.bool else t.float()).cpu() for t in maps)
 
 
-def _tiled(call: Call, terms: tuple[Term, ...], block: slice, sequences: slice) -> Tensor | None:
-    """The sum of terms for neighbouring queries and all keys, [batch or 1, 1 or heads, queries, keys], in tiles."""
+def _tiled(call: Call, terms: tuple[Term, ...], block: slice) -> Tensor | None:
+    """The sum of terms for neighbouring queries and all keys, [1, 1 or heads, queries, keys], in tiles."""
     if not terms:
         return None
     keys, maps = call.key.shape[2], max(term.groups for term in terms)
-    width = max(1, _PAIRS // (call.query.shape[0] * maps * (block.stop - block.start)))
+    width = max(1, _PAIRS // (maps * (block.stop - block.start)))
     parts: list[Tensor] = []
     for start in range(0, keys, width):
         tile = bias_of(terms, call.num_heads, block, slice(start, min(start + width, keys)))
         assert tile is not None
-        parts.append(wide(tile if len(tile) == 1 else tile[sequences]))
+        parts.append(wide(tile))
     return torch.cat(parts, dim=-1)
 
 
@@ -185,7 +181,6 @@ def _look(
     run: Callable[[], object],
     rows: Sequence[int],
     heads: Sequence[int] | None,
-    sequence: int,
     without: bool = False,
 ) -> dict[int, Observed]:
     """What is seen of each layer while the model runs, with its biases as they are or without any."""
@@ -193,7 +188,7 @@ def _look(
     before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
 
     def see(bias: LayerBias, call: Call) -> None:
-        seen[bias.shape.index] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads, sequence)
+        seen[bias.shape.index] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads)
 
     try:
         for bias, state in before:

@@ -191,4 +191,4 @@ def _by_rows(mask: BlockMask, queries: int, keys: int, device: torch.device) -> 
         query = torch.arange(block.start, block.stop, device=device)[None, None, :, None]
         return mask_mod(element, head, query, key).expand(batch, heads, block.stop - block.start, keys)
 
-    return Allow(rows, queries, keys, batch=batch)
+    return Allow(rows, queries, keys)
