@@ -93,7 +93,7 @@ function TakeAway({ state, studio }) {
       <h2 id="take-title">Take away</h2>
       <div class="buttons">
         <CopyButton label="Copy code" text={() => reply.code} disabled={!reply} />
-        <button type="button" disabled={!reply} onClick={open} title="The merged task as a design: paint on it, compare it, export it">Open as a mask</button>
+        <button type="button" disabled={!reply} onClick={open} title="The merged task as a design: paint on it, read its code">Open as a mask</button>
       </div>
     </section>
   );

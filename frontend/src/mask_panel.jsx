@@ -149,44 +149,6 @@ export function BrushPanel({ studio }) {
   );
 }
 
-export function ComparePanel({ studio }) {
-  const masks = studio.catalogue.value?.masks ?? [];
-  const against = studio.view.value?.against;
-  const chosen = !against ? "" : (masks.find((mask) => against.startsWith(`${mask.name}(`))?.name ?? "file");
-  const difference = studio.answers.difference.value.value;
-  const numbers = against && difference?.layers?.[studio.layer.value];
-  const choose = async (event) => {
-    const name = event.currentTarget.value;
-    if (!name) return studio.act("against");
-    const mask = masks.find((each) => each.name === name);
-    const settings = { ...mask.example };
-    if (mask.parameters.some((parameter) => parameter.name === "n")) settings.n = String(studio.size.value);
-    return studio.act("against", { name, settings });
-  };
-  return (
-    <section class="panel compare" aria-labelledby="compare-title">
-      <h2 id="compare-title">Compare</h2>
-      <label class="field">
-        <span>with</span>
-        <select aria-label="Compare with" value={chosen} onChange={choose}>
-          <option value="">nothing</option>
-          {masks.map((mask) => <option value={mask.name}>{mask.name.replaceAll("_", " ")}</option>)}
-          {against && <option value="file" disabled hidden>{against.slice(0, 40)}</option>}
-        </select>
-      </label>
-      <p class="legend">
-        {numbers ? (
-          <>
-            <span class="swatch extra" /> {grouped(numbers.extra)} more
-            <span class="swatch missing" /> {grouped(numbers.missing)} fewer
-          </>
-        ) : "\u00a0"}
-      </p>
-      <FileButton label="Compare with a file…" onText={(text) => studio.act("against", { text })} studio={studio} />
-    </section>
-  );
-}
-
 /** A file that the reader picks is read here and sent as text: the server opens nothing. */
 export function FileButton({ label, onText, studio }) {
   const read = async (event) => {

@@ -5,11 +5,11 @@ import { Answers, CopyButton, Order } from "./answers.jsx";
 import { grouped, percent } from "./format.js";
 import { Hasse } from "./hasse.jsx";
 import { LabelsPanel } from "./labels_panel.jsx";
-import { BrushPanel, ComparePanel, FileButton, LayersPanel, MaskPanel } from "./mask_panel.jsx";
+import { BrushPanel, FileButton, LayersPanel, MaskPanel } from "./mask_panel.jsx";
 import { Matrix } from "./matrix.jsx";
 import { Screen, ScreenTabs } from "./screens.jsx";
 
-const NAMES = { families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", cost: "the cost", difference: "the difference", tile: "the picture", restore: "the design of the link", load: "the file" };
+const NAMES = { families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", cost: "the cost", tile: "the picture", restore: "the design of the link", load: "the file" };
 
 export function Page({ studio }) {
   useSignalEffect(() => {
@@ -34,7 +34,6 @@ function MaskScreen({ studio }) {
         <LayersPanel studio={studio} />
         <BrushPanel studio={studio} />
         <LabelsPanel studio={studio} />
-        <ComparePanel studio={studio} />
       </div>
       <div class="centre">
         <Matrix studio={studio} />

@@ -3,7 +3,7 @@
 import { batch, computed, effect, signal } from "@preact/signals";
 import { decoded } from "./picture.js";
 
-const QUESTIONS = ["flow", "diagram", "leaks", "cost", "difference"];
+const QUESTIONS = ["flow", "diagram", "leaks", "cost"];
 const COARSE_CELLS = 512;
 export const FINE = 1024; // positions up to which every pair is drawn
 

@@ -124,22 +124,6 @@ def test_labels_leak_with_a_witness_and_stop_when_the_input_is_masked():
     assert do(page, "leaks")["labels"] == 0
 
 
-def test_the_difference_to_another_mask():
-    page = session()
-    do(page, "against", name="sliding_window", settings={"window": "4"})
-    difference = do(page, "difference")
-    other = masks.sliding_window(8, 4)
-    [layer] = difference["layers"]
-    assert layer["extra"] == (mask_of(page) & ~other).nnz
-    assert layer["missing"] == (other & ~mask_of(page)).nnz == 0
-    window = do(page, "tile", first_query=0, first_key=0, span=8, cells=8)
-    assert np.array_equal(plane(window, "extra"), (mask_of(page) & ~other).dense().numpy())
-    do(page, "against", text=masks.full(8).to_json())
-    assert do(page, "difference")["layers"][0]["missing"] == 28
-    do(page, "against")
-    assert do(page, "difference")["against"] is None
-
-
 def test_a_file_of_a_mask_or_of_a_task_is_data():
     page = session()
     do(page, "load", text='{"dense": ["10", "11"]}')
@@ -157,8 +141,7 @@ def test_a_design_comes_back_from_its_link():
     do(page, "paint", strokes=[[0, 2, 4, 6, 1]])
     do(page, "labels", kind="next")
     do(page, "source", position=2, tokens=[1, 3])
-    do(page, "tokens", text="the cat sat on the mat and purred")
-    state = do(page, "against", name="full")
+    state = do(page, "tokens", text="the cat sat on the mat and purred")
     other = session()
     do(other, "restore", design=json.loads(state["design"]))
     assert other.design == page.design
@@ -281,7 +264,7 @@ def test_mistakes_are_answered_and_change_nothing(message, error):
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 ), st.sampled_from([*Session(session().design)._questions, "pick", "combine", "paint", "label", "source", "tokens",
-                    "against", "load", "restore", "stack", "unstack", "undo", "redo", "labels", "invert"]))  # fmt: skip
+                    "load", "restore", "stack", "unstack", "undo", "redo", "labels", "invert"]))  # fmt: skip
 @settings(max_examples=300)
 def test_whatever_a_page_sends_is_answered(value, op):
     page = session()
@@ -305,13 +288,12 @@ def test_nothing_of_a_page_opens_a_file(tmp_path):
 
     page, secret = session(), tmp_path / "secret.json"
     secret.write_text('{"dense": ["1"]}')
-    for op in ("state", "catalogue", "flow", "diagram", "leaks", "cost", "code", "difference"):
+    for op in ("state", "catalogue", "flow", "diagram", "leaks", "cost", "code"):
         do(page, op)  # what is imported on first use
     sys.addaudithook(hook)
     try:
         for text in (str(secret), f"file://{secret}", "@" + str(secret)):
             for message in ({"op": "pick", "name": text}, {"op": "load", "text": text}, {"op": "tokens", "text": text},
-                            {"op": "against", "text": text}, {"op": "against", "name": text},
                             {"op": "restore", "design": text},
                             {"op": "load", "text": json.dumps({"name": text})},
                             {"op": "load", "text": json.dumps({"attnflow": text})},

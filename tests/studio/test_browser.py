@@ -311,7 +311,6 @@ def test_the_focus_is_seen_wherever_it_goes(page):
 def test_it_is_legible_and_named_at_every_size_in_light_and_dark(browser, studio, size, scheme):
     with opened(browser, studio, size, color_scheme=scheme) as page:
         page.get_by_role("button", name="Own token").click()
-        page.get_by_label("Compare with", exact=True).select_option("causal")
         page.get_by_text("One position, tokens").click()
         for tab in ("Leaks", "Cost", "Code"):
             page.get_by_role("tab", name=tab).click()

@@ -113,19 +113,6 @@ def tokens(design: Design, message: Message) -> Outcome:
     return replace(design, tokens=tokens_of(words, design.size, "tokens")), notices
 
 
-def against(design: Design, message: Message) -> Outcome:
-    """Sets the mask to compare with: from the catalogue, the text of a file, or none."""
-    if message.get("name") is None and message.get("text") is None:
-        return replace(design, against=None), []
-    spec = chosen(message, design.size) if message.get("name") is not None else _mask_of_text(_text(message, "text"))
-    other = Layer.of(spec)
-    if other.mask.num_queries != design.size:
-        raise ValueError(
-            f"masks that are compared have as many positions: expected {design.size}, got {other.mask.num_queries}"
-        )
-    return replace(design, against=other), []
-
-
 def load(_: Design, message: Message) -> Outcome:
     """Replaces everything by the mask or task of a file."""
     text = _text(message, "text")
@@ -150,14 +137,9 @@ ACTIONS: Final[Mapping[str, Callable[[Design, Message], Outcome]]] = {
     function.__name__: function
     for function in (
         *(pick, combine, invert, paint, stack, unstack),
-        *(label, labels, source, tokens, against, load, restore),
+        *(label, labels, source, tokens, load, restore),
     )
 }
-
-
-def _mask_of_text(text: str) -> Spec:
-    values = parse_json(text, "the file")
-    return as_object(values.get("mask", values), "the file")
 
 
 def layer_of(design: Design, message: Message) -> int:

@@ -183,18 +183,6 @@ def cost(design: Design, message: Message) -> Reply:
     return {"blocks": blocks, "skipped": result.skipped, "backends": result.rows()}
 
 
-def difference(design: Design) -> Reply:
-    """Describes how each layer differs from the mask it is compared with."""
-    against = design.against
-    if against is None:
-        return {"against": None}
-    layers: list[Reply] = []
-    for layer in design.layers:
-        extra, missing = layer.mask & ~against.mask, against.mask & ~layer.mask
-        layers.append({"extra": extra.nnz, "missing": missing.nnz, "first": layer.mask.difference(against.mask, 20)})
-    return {"against": against.title, "layers": layers}
-
-
 def code(design: Design) -> dict[str, object]:
     """Returns the code for attnflow and for FlexAttention."""
     lines = ["import attnflow as af", "from attnflow import masks", ""]
@@ -265,6 +253,5 @@ QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
     "leaks": lambda design, _: leaks(design),
     "witness": witness,
     "cost": cost,
-    "difference": lambda design, _: difference(design),
     "code": lambda design, _: code(design),
 }

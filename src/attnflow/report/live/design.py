@@ -109,7 +109,7 @@ class Design:
     """Everything that can be designed; `layers` holds one mask for all layers, or if `stacked` one for each.
 
     `labels` are (position, data token) pairs; `sources` gives the data tokens of an input unless it is its own alone.
-    `tokens` has texts for the first positions, and `against` is the mask to compare with.
+    `tokens` has texts for the first positions.
     """
 
     layers: tuple[Layer, ...]
@@ -117,7 +117,6 @@ class Design:
     tokens: tuple[str, ...] = ()
     sources: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     labels: tuple[tuple[int, int], ...] = ()
-    against: Layer | None = None
 
     @property
     def size(self) -> int:
@@ -176,11 +175,7 @@ class Design:
         if len(labels) < len(self.labels) or len(sources) < len(self.sources):
             gone = len(self.labels) - len(labels) + len(self.sources) - len(sources)
             notices.append(f"{gone} labels and inputs beyond position {size - 1} are gone")
-        against = self.against
-        if against is not None and against.mask.num_queries != size:
-            against = None
-            notices.append("the comparison has ended: the other mask has another number of positions")
-        new = Design((layer,), self.stacked, self.tokens[:size], sources, labels, against)
+        new = Design((layer,), self.stacked, self.tokens[:size], sources, labels)
         return new, notices
 
     def to_dict(self) -> dict[str, object]:
@@ -192,14 +187,13 @@ class Design:
             **({"tokens": list(self.tokens)} if self.tokens else {}),
             **({"sources": [[i, *made] for i, made in self.sources.items()]} if self.sources else {}),
             **({"labels": self.kind_of_labels or [list(pair) for pair in self.labels]} if self.labels else {}),
-            **({"against": self.against.to_dict()} if self.against else {}),
         }
 
     @classmethod
     def from_dict(cls, values: object, where: str = "design") -> Design:
         """Reads plain data; raises ValueError, naming the place, for bad or too large parts."""
         content = as_object(values, where)
-        only_keys(content, where, ("layers",), ("version", "stacked", "tokens", "sources", "labels", "against"))
+        only_keys(content, where, ("layers",), ("version", "stacked", "tokens", "sources", "labels"))
         if content.get("version", _VERSION) != _VERSION:
             raise ValueError(f"{where}: this release reads version {_VERSION}, got version {content['version']!r}")
         specs = as_list(content["layers"], f"{where}.layers")
@@ -216,10 +210,7 @@ class Design:
             sources[position] = tuple(sorted(set(made)))
         labels = _labels(content.get("labels", []), size, f"{where}.labels")
         tokens = tokens_of(content.get("tokens", []), size, f"{where}.tokens")
-        against = None if "against" not in content else Layer.from_dict(content["against"], f"{where}.against")
-        if against is not None and against.mask.num_queries != size:
-            raise ValueError(f"{where}.against: expected {size} positions, got {against.mask.num_queries}")
-        return cls(layers, stacked is True, tokens, sources, labels, against)
+        return cls(layers, stacked is True, tokens, sources, labels)
 
     @classmethod
     def of_task(cls, task: Task) -> Design:

@@ -35,8 +35,8 @@ class Session:
       operations of `attnflow.report.live.actions` change the design; the reply describes it. With a "tile" it also
       holds that window of the matrix.
     - `undo` and `redo` change it, too.
-    - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`, `difference`, `code`,
-      `families` and `family` are questions; one with an outdated "revision" is answered `"stale": true`.
+    - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`, `code`, `families`
+      and `family` are questions; one with an outdated "revision" is answered `"stale": true`.
 
     Errors become replies: `{"ok": false, "error": what was expected, what came}`.
     """
@@ -113,7 +113,6 @@ class Session:
             ],
             "stacked": design.stacked,
             "num_labels": len(design.labels),
-            "against": None if design.against is None else design.against.title,
             "undo": self._past[-1][0] if self._past else None,
             "redo": self._future[-1][0] if self._future else None,
             "design": self.plain if len(self.plain) <= _MAX_LINK else None,
@@ -125,11 +124,8 @@ class Session:
         return reply
 
     def _tile(self, window: Message) -> Reply:
-        against = self.design.against
         sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
-        return tile(
-            self.design.layers[layer_of(self.design, window)].mask, None if against is None else against.mask, *sizes
-        )
+        return tile(self.design.layers[layer_of(self.design, window)].mask, None, *sizes)
 
     def _is_inside(self, window: Message) -> bool:
         """Tells whether a window still exists after the layers or the mask changed."""
@@ -182,7 +178,7 @@ def record(design: Design) -> str | None:
             leak |= ask("witness", number=number) or {}
     answers: dict[str, object] = {
         "state": {**(ask("state") or {}), "design": None},
-        **{op: ask(op) for op in ("flow", "diagram", "difference", "code")},
+        **{op: ask(op) for op in ("flow", "diagram", "code")},
         "leaks": leaks,
         "catalogue": {"masks": []},
         "distinct": [numbers.index(i) for i in distinct],
