@@ -202,12 +202,13 @@ def _cost(masks: Layers) -> Section:
             for one in mask.cost().backends
         ]
         body += title + html.table(["backend", "computed pairs", "of all", "work", "memory"], rows)
-    formula = (
+    formula = [
         "Work is 4 · head_dim per computed pair; a multiply-add is 2 FLOP. Memory is the peak beside queries, keys and "
-        "values: the mask as each backend takes it, and the scores where they are stored. `mask.cost()` prices other "
-        "shapes."
-    )
-    return Section("cost", "Cost", body + html.paragraph(formula, kind="lead"))
+        "values: the mask as each backend takes it, and the scores where they are stored. ",
+        code("mask.cost()"),
+        " prices other shapes.",
+    ]
+    return Section("cost", "Cost", body + html.paragraph(*formula, kind="lead"))
 
 
 def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
