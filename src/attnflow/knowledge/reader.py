@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer
 from attnflow.knowledge.attention import ACTIVATIONS, CONSTANT, GeneralizedCrossAttention, weigh
 from attnflow.knowledge.certificate import BOUNDED, Certificate
-from attnflow.knowledge.retrieval import (
-    Retrieval,
-    best,
-    certify,
-    chosen,
-    straight_through,
-    sum_of_chosen,
-    sum_of_rows,
-)
+from attnflow.knowledge.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
 from attnflow.knowledge.source import EntrySource
 
 _BLOCK: Final = 1 << 15  # entries whose values are held at once
@@ -158,18 +150,15 @@ class KnowledgeReader(nn.Module):
             raise ValueError("an approximate search needs a store, which has an index: attach one")
         scores = attention.score(hidden, entries, thresholds)
         ranked = scores[0].detach()
+        rows = best(ranked, retrieval)
         if self.observer is not None:
-            rows = best(ranked, retrieval)
             certificate = certify(ranked, rows, retrieval)
             self.observer(Reading(self.layer, rows, *self._retrieved(scores, rows), certificate))
         if retrieval.k is not None and not training:
-            rows = best(ranked, retrieval)
             return attention.write(sum_of_rows(self._retrieved(scores, rows)[1], rows, entries))
-        mask = chosen(ranked, retrieval)
-        sparse = self._weigh(scores, mask)
-        if training:
-            return attention.read(straight_through(sparse, weigh(scores, attention.activation)), entries)
-        return attention.write(sum_of_chosen(sparse, mask, entries))
+        sparse = self._weigh(scores, chosen(ranked, retrieval))
+        weights = straight_through(sparse, weigh(scores, attention.activation)) if training else sparse
+        return attention.read(weights, entries)
 
     def _from_source(self, hidden: Tensor, source: EntrySource, retrieval: Retrieval) -> Tensor:
         attention, heads = self.attention, self.attention.num_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, SupportsFloat, cast
+from typing import Final, Literal, SupportsFloat, cast, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +15,7 @@ from attnflow._core.checks import integer
 from attnflow.knowledge.certificate import Certificate
 
 Search = Literal["auto", "dense", "exact", "approximate"]
-SEARCHES: Final = ("auto", "dense", "exact", "approximate")
+SEARCHES: Final = get_args(Search)
 
 # Reading k of `total` entries takes as long as reading all at total / k of these: for one query, up to _FEW, and more.
 # One thread, d = 512 and 576, 1,536 to 65,536 entries. In place: one query gains at any k up to a quarter, 8 cross at 3
@@ -111,26 +111,8 @@ def sum_of_rows(
     """Sum weight x table[row] for each query without copying rows; a row of -1 must have weight 0."""
     if not weights.numel():
         return weights.new_zeros(*weights.shape[:-1], table.shape[1])
-    return _bags(weights, rows.clamp(min=0).flatten(0, -2), table, weights.flatten(0, -2))
-
-
-def sum_of_chosen(
-    weights: Float[Tensor, "*queries total"],
-    mask: Bool[Tensor, "*queries total"],
-    table: Float[Tensor, "total width"],
-) -> Float[Tensor, "*queries width"]:
-    """Compute weights @ table for weights that are 0 outside the mask, by rows if these are few."""
-    if int(mask.sum()) * _SHARES[-1] >= mask.numel():
-        return weights @ table
-    flat = mask.flatten(0, -2)
-    counts = flat.sum(dim=-1)
-    return _bags(weights, flat.nonzero()[:, 1], table, weights.flatten(0, -2)[flat], counts.cumsum(0) - counts)
-
-
-def _bags(weights: Tensor, rows: Tensor, table: Tensor, values: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Sum value x table[row] for each query, in the shape and precision of weights [*queries, _]."""
-    values = values.to(table.dtype)
-    sums = functional.embedding_bag(rows, table, starts, per_sample_weights=values, mode="sum")
+    values = weights.flatten(0, -2).to(table.dtype)
+    sums = functional.embedding_bag(rows.clamp(min=0).flatten(0, -2), table, per_sample_weights=values, mode="sum")
     return sums.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
 
 
