@@ -91,6 +91,8 @@ CASES = [
     ("report none.json --n 3 -o x.html", "belong to masks of the catalogue"),
     ("report buterfly --n 3 -o x.html", "'buterfly' is none: did you mean butterfly?"),
     ("audit ''", "name a model:"),
+    ("studio causal --bias .", "--bias belongs to a model"),
+    ("studio smollm2-135m --bias no-such-folder", "there is no folder"),
     ("geometry minilm --config heads=four", "must be a whole number, got 'four'"),
     ("geometry minilm smollm2-135m -o out.svg --picture heads", "--picture heads shows one model, got 2"),
 ]
@@ -117,7 +119,7 @@ OF_A_MODEL = [
     ("bias show TINY --bias BIAS --text 'I the of' --threshold 0", "threshold must be positive"),
     ("bias show TINY", "has no bias: give --bias DIR"),
     ("bias show no-such-model --bias empty", "holds no saved bias"),
-    ("knowledge trace TINY 'I the of' --layer 2", "layers must list some of the layers with entries, 0 to 1"),
+    ("knowledge trace TINY 'I the of' --layer 2", "layer must be one of [0, 1], got 2"),
     ("knowledge trace TINY 'I the of' --position 9", "position must be one of the traced"),
     ("knowledge trace TINY 'I the of' --target 'I my'", "a target must be one token"),
     ("knowledge trace TINY 'I the of' --store nowhere", "there is no store at nowhere"),

@@ -128,6 +128,7 @@ def test_long_masks():
         assert sum(each.pairs for each in plan.ranks) == plan.mask.nnz
 
 
+@pytest.mark.slow  # two processes
 @pytest.mark.parametrize("sharding", ["head-tail", "document"])
 def test_a_sharded_run_is_the_whole_run(sharding, tmp_path):
     """Two processes on this machine; each sees NaN where its plan says that it needs nothing."""

@@ -151,12 +151,6 @@ def test_nothing_is_printed_and_settings_are_put_back(folder, capfd):
     assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
 
 
-def test_importing_attnflow_imports_no_transformers():
-    code = "import sys, attnflow; assert 'transformers' not in sys.modules; attnflow.masks.attach; print('ok')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.stdout == "ok\n", result.stderr
-
-
 def test_without_transformers_the_extra_is_named():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
@@ -168,6 +162,7 @@ def test_without_transformers_the_extra_is_named():
     assert result.stdout == "af.load_model needs transformers, which is not installed: pip install 'attnflow[hf]'\n"
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_a_saved_modular_model_is_loaded_where_nobody_imported_it(tmp_path):
     modular(torch.float32).save_pretrained(tmp_path)
     code = (

@@ -103,17 +103,3 @@ def test_the_process_of_a_model_ends_with_its_page(server):
         time.sleep(0.1)
     else:
         pytest.fail("it is still there")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["causal", "--bias", "."], "--bias belongs to a model"),
-        (["smollm2-135m", "--bias", "no-such-folder"], "there is no folder"),
-    ],
-)
-def test_a_bias_is_that_of_a_model(capsys, arguments, error):
-    from attnflow.cli import main
-
-    assert main(["studio", *arguments, "--no-open"]) == 2
-    assert error in capsys.readouterr().err

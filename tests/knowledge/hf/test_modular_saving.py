@@ -86,6 +86,7 @@ def test_a_saved_model_comes_back(form, tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, expected)
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_auto_classes_know_the_model_once_it_was_imported(tmp_path):
     """And what a user sees who did not, in a process of its own."""
     modular(torch.float32).save_pretrained(tmp_path)
