@@ -150,7 +150,7 @@ def hellaswag(share: bool, questions: int, shots: int) -> Callable[[], object]:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from attnflow.tasks.hf.harness import SharedPrefixLM
+    from experiments.evaluation.harness import SharedPrefixLM
 
     folder = Path(tempfile.mkdtemp())
     words = af.models.sample_text("hamlet").split()

@@ -104,7 +104,7 @@ def measure(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
-        from attnflow.tasks.hf.harness import SharedPrefixLM
+        from experiments.evaluation.harness import SharedPrefixLM
     except ImportError as error:
         raise MissingExtra("lm_eval", "dev", "the evaluation of language models") from error
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -33,8 +33,8 @@ def test_every_family_of_the_library_is_shown_as_it_is(name):
     assert [cell["node"] for cell in shown["merged"]] == merged.node.tolist()
     assert np.array_equal(plane(shown["tile"]), merged.task.mask.dense().numpy())
     assert len(shown["subtasks"]) == len(tasks)
-    for row, task, positions in zip(shown["subtasks"], tasks, merged.position_of, strict=True):
-        assert tuple(cell["position"] for cell in row["cells"]) == positions
+    for row, task, positions in zip(shown["subtasks"], tasks, merged.positions, strict=True):
+        assert [cell["position"] for cell in row["cells"]] == positions.tolist()
         assert np.array_equal(plane(row["tile"]), task.mask.dense().numpy())
         assert row["labels"] == [[label.position, label.data_index] for label in task.labels]
     assert (shown["total"], shown["leaks"], shown["pairs"]) == (0, [], [])
@@ -51,8 +51,8 @@ def test_the_proof_says_of_each_node_what_it_stands_for_and_what_flows_into_it(n
         assert tuple(node["positions"]) == merged.nodes[number]
         assert node["members"] == [
             [task, position]
-            for task, nodes in enumerate(merged.node_of)
-            for position, of in enumerate(nodes)
+            for task, places in enumerate(merged.positions)
+            for position, of in enumerate(merged.node[places])
             if of == number
         ]
         assert node["reads"] == reachable[node["positions"]].any(dim=0).nonzero().flatten().tolist()

@@ -19,7 +19,7 @@ def relation(*pairs: tuple[int, int], n: int) -> af.masks.Mask:
 
 
 def flat(merged: tasks.merging.MergedTask) -> list[tuple[int, ...]]:
-    return [merged.nodes[node] for part in merged.node_of for node in part]
+    return [merged.nodes[node] for part in merged.positions for node in merged.node[part]]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 63])
@@ -79,7 +79,7 @@ def test_a_single_task_is_left_as_it_is():
     for task in (*tasks.masked_lm(numbers(5), [1, 3]), tasks.butterfly(numbers(4))[2]):
         merged = tasks.merge([task])
         assert merged.task == Task(task.inputs, [replace(label, task=0) for label in task.labels], task.mask)
-        assert merged.position_of == (tuple(range(task.size)),)
+        assert [part.tolist() for part in merged.positions] == [list(range(task.size))]
 
 
 def test_merging_what_is_merged_changes_nothing():
@@ -98,7 +98,7 @@ def test_theorem_3_7_fails_for_two_equal_roots_under_one_node():
     assert (merged.task.size, len(merged.nodes), merged.is_minimal) == (3, 3, True)
     assert merged.task.inputs.count(root) == 2
     assert merged.task.mask == task.mask
-    assert merged.position_of[0] == merged.position_of[1]  # identified across the tasks, not within one
+    assert np.array_equal(*merged.positions)  # identified across the tasks, not within one
     quotient = Task([root, top], [], relation((1, 0), n=2))
     assert [node.positions for node in embedding(quotient, [task]).missing] == [(2,)]
 
@@ -142,12 +142,12 @@ def test_labels_are_sets_and_keep_weight_and_task():
     assert labels == (Label(0, tokens[1], 0, 0.5), Label(0, tokens[2], 1), Label(0, tokens[1], 1))
 
 
-def test_node_of_and_position_of_agree():
+def test_nodes_and_positions_agree():
     family = [*tasks.block_two_stream(numbers(6), 2), *tasks.masked_lm(numbers(6), [2])]
     merged = tasks.merge(family)
     assert sorted(p for node in merged.nodes for p in node) == list(range(merged.task.size))
-    for task, places, nodes in zip(family, merged.position_of, merged.node_of, strict=True):
-        for token, place, node in zip(task.inputs, places, nodes, strict=True):
+    for task, places in zip(family, merged.positions, strict=True):
+        for token, place, node in zip(task.inputs, places, merged.node[places], strict=True):
             assert merged.task.inputs[place] == token
             assert place in merged.nodes[node]
     assert [min(node) for node in merged.nodes] == sorted(min(node) for node in merged.nodes)
@@ -207,7 +207,7 @@ def _twice(mask: af.masks.Mask) -> af.masks.Mask:
 def test_empty_tasks_merge_to_an_empty_task():
     empty = Task([], [], af.masks.causal(0))
     merged = tasks.merge([empty, empty])
-    assert (merged.task.size, merged.nodes, merged.position_of) == (0, (), ((), ()))
+    assert (merged.task.size, merged.nodes, [*map(len, merged.positions)]) == (0, (), [0, 0])
     assert tasks.merge([empty, *tasks.causal_lm([1, 2])]).task.size == 1
     assert tasks.check(merged.task).ok
     assert embedding(merged.task, [empty]).ok

@@ -88,14 +88,14 @@ def missing_nodes(task: Task, family: Sequence[Task]) -> list[Node]:
 
 
 def assert_embeds(merged: tasks.merging.MergedTask, family: Sequence[Task]) -> None:
-    """Every node has an equivalent, at the place that `node_of` and `position_of` name."""
+    """Every node has an equivalent, at the place that `positions` and `node` name."""
     task = merged.task
     assert task.is_dense
     assert merged.nodes == tuple(sorted(classes(task.mask.dense())))
     graphs = down_sets(task)
     for (number, positions), graph in all_down_sets(family).items():
-        [node] = {merged.node_of[number][i] for i in positions}
-        places = [merged.position_of[number][i] for i in positions]
+        [node] = {int(merged.node[merged.positions[number][i]]) for i in positions}
+        places = merged.positions[number][[*positions]].tolist()
         assert sorted(places) == list(merged.nodes[node])
         assert [task.inputs[p] for p in places] == [family[number].inputs[i] for i in positions]
         assert same(graph, graphs[merged.nodes[node]])
@@ -125,7 +125,7 @@ def test_repeated_inputs(spec):
     assert merged.lower_bound <= len(merged.nodes)
     assert merged.is_minimal or merged.lower_bound < len(merged.nodes)
     expected = Counter(
-        (merged.position_of[number][label.position], label.target, number, label.weight)
+        (int(merged.positions[number][label.position]), label.target, number, label.weight)
         for number, task in enumerate(family)
         for label in task.labels
     )

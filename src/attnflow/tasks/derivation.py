@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -52,7 +52,7 @@ class Derivation:
         merged, report = self.merged, self.report
         least = "the least possible" if merged.is_minimal else f"at least {merged.lower_bound:,} are needed"
         verdict = "equal to" if self.equals_closed_form else "DIFFERENT from"
-        formula = f"{verdict} {self.closed_form}" if self.closed_form else f"none is known for {self.call}"
+        formula = f"{verdict} {self.closed_form}" if self.closed_form else f"the paper gives none for {self.call}"
         return [
             ("subtasks", f"{len(merged.positions):,}, with {self.subtask_positions:,} positions one by one"),
             ("merged", f"{plural(merged.task.size, 'position')} in {plural(merged.num_nodes, 'node')}: {least}"),
@@ -79,29 +79,14 @@ def derive(family: Named[Family], num_tokens: int, values: Mapping[str, object])
 
 
 def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:
+    """The formula of the paper's families, and its mask."""
+    block = values.get("block")
     if family in ("causal_lm", "multi_token_prediction"):
         return f"causal({n - 1})", masks.causal(n - 1)
-    if family == "butterfly":
-        whole = values.get("block") is None
-        return (f"butterfly({n}), eq. 58 corrected", masks.butterfly(n)) if whole else (None, None)
-    if family == "masked_lm":
-        return f"full({n})", masks.full(n)
-    if family == "permutation_lm":
-        both, unread = masks.permutation_lm(values["permutation"]), values["permutation"][-1]
-        read = [i for i in range(2 * n) if i != unread]
-        return "permutation_lm(permutation) without the content token that nothing reads", _part(both, read)
-    block, masked = values["block"], values.get("masked")
-    blocks = n // block
-    if masked is None:
+    if family == "butterfly" and block is None:
+        return f"butterfly({n}), eq. 58 corrected", masks.butterfly(n)
+    if family == "block_two_stream" or (family == "block_diffusion" and values["masked"] is None):
         first = bool(values.get("predict_first", True))
-        call = f"block_two_stream({blocks}, {block}{', predict_first=True' if first else ''}), eq. 45"
-        return call, masks.block_two_stream(blocks, block, first)
-    if {place // block for place in masked} != set(range(blocks)):
-        return None, None  # a block without a masked token makes no task
-    formula = f"block_diffusion({blocks}, {block}) without its last clean block, which nothing reads"
-    return formula, _part(masks.block_diffusion(blocks, block), [*range(n, 2 * n - block), *range(n)])
-
-
-def _part(mask: Mask, positions: Sequence[int]) -> Mask:
-    rest = sorted(set(range(mask.num_queries)) - set(positions))
-    return mask.permute([*positions, *rest])[: len(positions), : len(positions)]
+        call = f"block_two_stream({n // block}, {block}{', predict_first=True' if first else ''}), eq. 45"
+        return call, masks.block_two_stream(n // block, block, first)
+    return None, None

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attnflow._core.checks import IntArray, boolean, index_array, integer, permutation, size
+from attnflow._core.checks import IntArray, boolean, index_array, integer, size
+from attnflow._core.checks import permutation as permuted
 from attnflow.masks.catalogue import block_causal, causal, divides, full
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.tasks.labels import Labels
-from attnflow.tasks.task import Task
+from attnflow.tasks.task import Labels, Task
 from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
 Family = tuple[Task, ...]
@@ -33,8 +33,6 @@ MASK_TOKEN: Final = 0
 """Default vocabulary id of [MASK]: id 0 exists in every vocabulary. Pass `tokenizer.mask_token_id` or a reserved id."""
 
 _MOST_POSITIONS: Final = 1 << 27  # of all subtasks of a family together: 1 GB
-
-_permutation = permutation  # the argument of `permutation_lm` has the check's name
 
 
 def causal_lm(tokens: TokenIds) -> Family:
@@ -182,10 +180,8 @@ def masked_lm(tokens: TokenIds, masked: Sequence[int], mask_token: int = MASK_TO
     """
     data = _Data(tokens, minimum=1, mask_token=mask_token)
     n = data.size
-    hidden = _places("masked", masked, n)
-    place = np.arange(n)
-    inputs = np.where(np.isin(place, hidden), n + place, place)
-    return (Task(data.inputs(inputs), data.labels(hidden, hidden, 0), full(n)),)
+    hidden = _places("masked", masked, n).tolist()
+    return _denoising(data, n, hidden, lambda _, last: (np.arange(last), full(last)))
 
 
 def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int = MASK_TOKEN) -> Family:
@@ -199,7 +195,7 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     """
     data = _Data(tokens, minimum=1, mask_token=mask_token)
     n = data.size
-    order = _permutation("permutation", permutation, n)
+    order = permuted("permutation", permutation, n)
     _fit(n, n * (n + 1) // 2)
     tasks: list[Task] = []
     for t in range(n):
@@ -253,11 +249,11 @@ def unbound(family_fn: Callable[..., object]) -> Callable[..., object]:
 
 def of_length_alone(family_fn: Callable[..., object]) -> bool:
     """Whether a family's tasks have one structure for all sequences of a length; random masks do not."""
-    drawn = False
     while isinstance(family_fn, partial):
-        drawn |= isinstance(family_fn.keywords.get("masked"), str)
+        if isinstance(family_fn.keywords.get("masked"), str):
+            return False
         family_fn = family_fn.func
-    return family_fn in BY_LENGTH and not drawn
+    return family_fn in BY_LENGTH
 
 
 def butterfly_as_printed(n: int) -> Mask:

@@ -54,13 +54,7 @@ class Leak:
 
     def to_dict(self) -> dict[str, object]:
         """The leak as plain data."""
-        return {
-            "position": self.position,
-            "label": self.label.to_dict(),
-            "carrier": self.carrier,
-            "witness": list(self.witness),
-            "route": self.route,
-        }
+        return {**vars(self), "label": self.label.to_dict(), "witness": list(self.witness), "route": self.route}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ types and a search do (`posets`). `layout` orders the positions.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,10 +20,9 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
 from attnflow.tasks.equivalence import Prefixes, repeats_below
-from attnflow.tasks.labels import Labels
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.posets import Poset, Work, amalgamate, isomorphism, typed
-from attnflow.tasks.task import Task
+from attnflow.tasks.task import Labels, Task
 from attnflow.tasks.tokens import Inputs, numbered
 
 
@@ -39,7 +37,6 @@ class MergedTask:
         lower_bound: number of nodes that any merged task of the family has at least.
         is_minimal: whether no merged task with fewer nodes exists. Always so without repeated inputs in a down-set;
             with them a search decides, and False says that it ended without a proof.
-        note: why less is shared than might be, in words; empty if there is nothing to say.
     """
 
     task: Task
@@ -47,7 +44,6 @@ class MergedTask:
     node: IntArray
     lower_bound: int
     is_minimal: bool
-    note: str = ""
 
     @property
     def position_ids(self) -> Int[Tensor, " n"]:
@@ -66,33 +62,26 @@ class MergedTask:
         cuts = np.flatnonzero(np.diff(self.node[order])) + 1
         return tuple(tuple(members.tolist()) for members in np.split(order, cuts)) if len(order) else ()
 
-    @cached_property
-    def position_of(self) -> tuple[tuple[int, ...], ...]:
-        """`position_of[t][i]` is the merged position that computes position i of subtask t."""
-        return tuple(tuple(part.tolist()) for part in self.positions)
-
-    @cached_property
-    def node_of(self) -> tuple[tuple[int, ...], ...]:
-        """`node_of[t][i]` is the index in `nodes` of the node that stands for position i of subtask t."""
-        return tuple(tuple(self.node[part].tolist()) for part in self.positions)
-
     def __repr__(self) -> str:
         return f"MergedTask({plural(len(self.positions), 'subtask')} in {self.task!r})"
 
     def __str__(self) -> str:
-        before = plural(sum(len(part) for part in self.positions), "position")
+        before = sum(map(len, self.positions))
+        alone = before == self.task.size and len(self.positions) > 1
         proof = "minimal" if self.is_minimal else f"not proved minimal: at least {self.lower_bound} are needed"
         return (
-            f"{plural(len(self.positions), 'task')} with {before} in {self.task.size}: "
+            f"{plural(len(self.positions), 'task')} with {plural(before, 'position')} in {self.task.size}: "
             f"{plural(self.num_nodes, 'node')} ({proof}), "
             f"{plural(self.task.mask.nnz, 'pair')}; every down-set of every task is embedded (checked)"
-            + (f"; {self.note}" if self.note else "")
+            + "; nothing is shared: tokens are one input only if ids, position and provenance agree"
+            * alone
         )
 
     def embeds(self, family: Sequence[Task], mask: Mask | None = None) -> Embedding:
         """Which nodes of a family the merged task holds, under a mask of your own if you give one (def. 3.6).
 
         Of a sparse mask the closure counts. A `ValueError` if the family is empty or one of its tasks is not dense.
+        Cost: every task's down-sets node by node, seconds for 40,000 positions in all.
 
         >>> import attnflow as af
         >>> family = af.tasks.butterfly([5, 6, 7])
@@ -163,9 +152,7 @@ def merge(family: Sequence[Task]) -> MergedTask:
         family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family.
 
     Returns:
-        The merged task, dense, its positions in the order of `attnflow.tasks.layout`. If tasks share less than they
-        could because their tokens say that they are made of other data, `note` says so, with a warning if they share
-        nothing.
+        The merged task, dense, its positions in the order of `attnflow.tasks.layout`.
 
     Raises:
         ValueError: the family is empty; a task is not dense, or a position does not attend to itself
@@ -193,8 +180,7 @@ def merge(family: Sequence[Task]) -> MergedTask:
     positions = [quotient.position[of][: task.size] for task, of in zip(tasks, prefixes.within, strict=True)]
     [node] = equivalence.renumber([quotient.node])
     merged = Task(Inputs(tokens, quotient.inputs), _labels(tasks, positions), quotient.mask)
-    note = "" if repeats or len(longest) == 1 else _note(longest, len(node), sum(task.size for task in tasks))
-    return MergedTask(merged, tuple(positions), node, quotient.lower_bound, quotient.is_minimal, note)
+    return MergedTask(merged, tuple(positions), node, quotient.lower_bound, quotient.is_minimal)
 
 
 def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
@@ -207,62 +193,22 @@ def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
     return Labels(table[np.argsort(table["position"], kind="stable")])
 
 
-def _note(tasks: Sequence[Task], size: int, total: int) -> str:
-    """Why the tasks, with `total` positions, do not share more in a merged task of `size`, in words."""
-    _, inputs = numbered([task.sequence for task in tasks], provenance=False)
-    apart = 0
-    if not any(repeats_below(task, numbers) for task, numbers in zip(tasks, inputs, strict=True)):
-        keys, _ = equivalence.hashed(tasks, inputs, seed=0)
-        apart = size - len(np.unique(np.concatenate(keys)))
-    if apart > 0:
-        note = (
-            f"{plural(apart, 'position')} more could be shared: they agree with another in ids, position ids and all "
-            "that is below them, but not in provenance, the data tokens that they are made of. Number the data tokens "
-            "of equal prefixes alike, as af.tasks.rollouts does"
-        )
-        if size == total:
-            warnings.warn(f"merging these {len(tasks)} tasks shares nothing: {note}", stacklevel=3)
-        return note
-    return "nothing is shared: one merged pass costs what the tasks cost in one batch" if size == total else ""
-
-
 def embedding(task: Task, family: Sequence[Task]) -> Embedding:
     """Which nodes of a family have an equivalent in a task over the same tokens; see `MergedTask.embeds`."""
     tasks = _family(family)
     for number, each in enumerate(tasks):
         _require_dense(number, each)
     every = [*tasks, task.densified()]
-    tokens, inputs = numbered([each.sequence for each in every])
-    if any(repeats_below(each, numbers) for each, numbers in zip(every, inputs, strict=True)):
-        posets, _ = typed(every, inputs)
-        held = set(posets[-1].types)
-        missing = [
-            MissingNode(number, members)
-            for number, poset in enumerate(posets[:-1])
-            for members, kind in zip(poset.members, poset.types, strict=True)
-            if kind not in held
-        ]
-        return Embedding(sum(len(poset.members) for poset in posets[:-1]), tuple(missing))
-    unlabelled = [np.zeros(each.size, np.bool_) for each in every]
-    classes = equivalence.classify(every, inputs, Layout(every, inputs, unlabelled, tokens))
-    nodes = [classes.node[position] for position in classes.position]
-    held_nodes = set(nodes[-1].tolist())
-    own = [_own_nodes(*each) for each in zip(tasks, inputs[:-1], nodes[:-1], strict=True)]
+    _, inputs = numbered([each.sequence for each in every])
+    (*posets, whole), _ = typed(every, inputs)
+    held = set(whole.types)
     missing = [
-        MissingNode(number, tuple(positions.tolist()))
-        for number, (parts, node) in enumerate(zip(own, nodes[:-1], strict=True))
-        for positions in parts
-        if int(node[positions[0]]) not in held_nodes
+        MissingNode(number, members)
+        for number, poset in enumerate(posets)
+        for members, kind in zip(poset.members, poset.types, strict=True)
+        if kind not in held
     ]
-    return Embedding(sum(map(len, own)), tuple(missing))
-
-
-def _own_nodes(task: Task, inputs: IntArray, node: IntArray) -> list[IntArray]:
-    """The positions of each node of a task; only with repeated tokens do several nodes share a class."""
-    if len(np.unique(inputs)) < task.size:
-        return [np.array(members) for members in task.flow.classes]
-    order = np.argsort(node, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(node[order])) + 1) if task.size else []
+    return Embedding(sum(len(poset.members) for poset in posets), tuple(missing))
 
 
 def _family(family: Sequence[Task]) -> list[Task]:
@@ -310,13 +256,12 @@ def _by_hash(layout: Layout) -> _Quotient:
 
 
 def _by_search(layout: Layout) -> _Quotient:
-    posets, types = typed(layout.tasks, layout.inputs)
-    amalgam = amalgamate(types)
-    kinds = [types.examples[kind] for kind in amalgam.types]
-    numbers = [poset.inputs[node] for poset, node in kinds]
+    posets, examples = typed(layout.tasks, layout.inputs)
+    types, strictly_below, lower_bound, is_minimal = amalgamate(examples)
+    numbers = [poset.inputs[node] for poset, node in (examples[kind] for kind in types)]
     starts = np.cumsum([0, *map(len, numbers)])
-    covers = [sorted(under.difference(*(amalgam.below[lower] for lower in under))) for under in amalgam.below]
-    whole = Poset([], numbers, covers, amalgam.below, amalgam.types)
+    covers = [sorted(under.difference(*(strictly_below[lower] for lower in under))) for under in strictly_below]
+    whole = Poset([], numbers, covers, strictly_below, types)
     position: list[IntArray] = []
     for task, poset, own in zip(layout.tasks, posets, layout.inputs, strict=True):
         image = _node_images(poset, whole)
@@ -328,13 +273,13 @@ def _by_search(layout: Layout) -> _Quotient:
     node_of = np.repeat(np.arange(len(numbers)), [len(each) for each in numbers])
     order, _ = layout.arrange(position, node_of)
     allow = np.zeros((len(node_of), len(node_of)), dtype=np.bool_)
-    for node, below in enumerate(amalgam.below):
+    for node, below in enumerate(strictly_below):
         allow[np.ix_(node_of == node, np.isin(node_of, [*below, node]))] = True
     back = np.argsort(order)
     mask = Mask(IntervalRows.from_bool(allow[np.ix_(back, back)]), "merged", {"n": len(node_of)})
     tokens = np.array([number for each in numbers for number in each], dtype=np.int64)[back]
     position = [order[place] for place in position]
-    return _Quotient(position, node_of[back], tokens, mask, amalgam.lower_bound, amalgam.is_minimal)
+    return _Quotient(position, node_of[back], tokens, mask, lower_bound, is_minimal)
 
 
 def _node_images(poset: Poset, whole: Poset) -> dict[int, int]:

@@ -17,6 +17,9 @@ from typing import Final
 from attnflow._core.checks import IntArray
 from attnflow.tasks.task import Task
 
+Example = tuple["Poset", int]
+"""A node of a type."""
+
 _Signature = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
 _STEPS: Final = 50_000  # of the search for an amalgam: about a second
 LARGEST_WORK: Final = 1 << 22  # neighbours looked at by isomorphism: about ten seconds
@@ -48,7 +51,7 @@ class Poset:
     inputs: list[tuple[int, ...]]  # its sorted input numbers (a multiset)
     covers: list[list[int]]  # the nodes just below it
     below: list[frozenset[int]]  # all nodes strictly below it
-    types: list[int] = field(default_factory=list[int])  # filled by `Types.of`
+    types: list[int] = field(default_factory=list[int])  # filled by `typed`
 
     @classmethod
     def of(cls, task: Task, numbers: IntArray) -> Poset:
@@ -78,32 +81,6 @@ class Poset:
         return Counter(self.types[lower] for lower in self.below[node])
 
 
-class Types:
-    """The types of the nodes of several posets; `examples[t]` is a (poset, node) of type t."""
-
-    def __init__(self) -> None:
-        self.examples: list[tuple[Poset, int]] = []
-        self._known: dict[_Signature, list[int]] = {}
-        self._work = Work()
-
-    def of(self, poset: Poset) -> list[int]:
-        """The type of each node of a poset; also written to `poset.types`."""
-        for node, inputs in enumerate(poset.inputs):
-            counts = poset.counts(node)
-            covers = tuple(sorted(poset.types[lower] for lower in poset.covers[node]))
-            candidates = self._known.setdefault((inputs, covers, tuple(sorted(counts.items()))), [])
-            repeats = any(count > 1 for count in counts.values())
-            for candidate in candidates:
-                if not repeats or isomorphism(*self.examples[candidate], poset, node, self._work) is not None:
-                    poset.types.append(candidate)
-                    break
-            else:
-                candidates.append(len(self.examples))
-                poset.types.append(len(self.examples))
-                self.examples.append((poset, node))
-        return poset.types
-
-
 def isomorphism(left: Poset, top: int, right: Poset, other: int, work: Work) -> dict[int, int] | None:
     """A bijection of two down-sets, typed below their tops, that keeps covers and inputs; None if there is none."""
     if left.inputs[top] != right.inputs[other] or len(left.below[top]) != len(right.below[other]):
@@ -121,23 +98,26 @@ def _graph(poset: Poset, ideal: Sequence[int]) -> Graph:
     return Graph([*colours, -1], edges)
 
 
-def typed(tasks: Sequence[Task], inputs: Sequence[IntArray]) -> tuple[list[Poset], Types]:
-    """The posets of all tasks with their node types."""
-    types = Types()
-    posets = [Poset.of(task, numbers) for task, numbers in zip(tasks, inputs, strict=True)]
-    for poset in posets:
-        types.of(poset)
-    return posets, types
-
-
-@dataclass(frozen=True, eq=False)
-class Amalgam:
-    """A poset that contains every type."""
-
-    types: list[int]  # of the nodes, in topological order
-    below: list[frozenset[int]]  # all nodes strictly below each node
-    lower_bound: int  # of the number of nodes of any such poset
-    is_minimal: bool  # whether it is proved to have the fewest nodes
+def typed(tasks: Sequence[Task], inputs: Sequence[IntArray]) -> tuple[list[Poset], list[Example]]:
+    """The posets of all tasks with their node types, and an example of each type."""
+    posets, examples = list[Poset](), list[Example]()
+    known: dict[_Signature, list[int]] = {}
+    work = Work()
+    for task, numbers in zip(tasks, inputs, strict=True):
+        poset = Poset.of(task, numbers)
+        posets.append(poset)
+        for node, own in enumerate(poset.inputs):
+            counts = poset.counts(node)
+            covers = tuple(sorted(poset.types[lower] for lower in poset.covers[node]))
+            candidates = known.setdefault((own, covers, tuple(sorted(counts.items()))), [])
+            repeats = any(count > 1 for count in counts.values())
+            same = (kind for kind in candidates if not repeats or isomorphism(*examples[kind], poset, node, work))
+            kind = next(same, len(examples))
+            if kind == len(examples):
+                candidates.append(kind)
+                examples.append((poset, node))
+            poset.types.append(kind)
+    return posets, examples
 
 
 @dataclass(eq=False)
@@ -206,9 +186,13 @@ class _Search:
             self.below.pop()
 
 
-def amalgamate(types: Types) -> Amalgam:
-    """The smallest poset with every type over a full copy of its down-set; not proved smallest past the budget."""
-    examples = types.examples
+def amalgamate(examples: Sequence[Example]) -> tuple[list[int], list[frozenset[int]], int, bool]:
+    """The smallest poset with every type over a full copy of its down-set; not proved smallest past the budget.
+
+    Returns:
+        The types of its nodes in topological order; all nodes strictly below each; a lower bound on the number of
+        nodes of any such poset; and whether this one is proved to have the fewest.
+    """
     needed: Counter[int] = Counter()
     lower: set[int] = set()
     for kind, (poset, node) in enumerate(examples):
@@ -235,8 +219,7 @@ def amalgamate(types: Types) -> Amalgam:
         del search.types[start:], search.below[start:]
         search.search(0, 0, {})
         proved = search.steps <= _STEPS or len(search.best[0]) == bound
-    kinds, below = search.best
-    return Amalgam(kinds, below, bound, proved)
+    return *search.best, bound, proved
 
 
 @dataclass(frozen=True, eq=False)

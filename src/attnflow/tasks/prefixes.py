@@ -61,6 +61,10 @@ class Trie:
         """Number of nodes."""
         return len(self.parent)
 
+    def path(self, sequence: int) -> IntArray:
+        """The nodes of a sequence."""
+        return self.node_of[self.offsets[sequence] : self.offsets[sequence + 1]]
+
     def with_copies(self, nodes: IntArray) -> Trie:
         """A trie with a further leaf, of the same ancestors, for each of `nodes`; only its own `end` counts it."""
         leaves = np.arange(self.size, self.size + len(nodes))
@@ -316,7 +320,7 @@ def _groups(tree: Trie, rows: IntArray, cost: Cost) -> list[IntArray]:
     size = 0
     for before, row in zip([-1, *order], order, strict=False):
         length = int(offsets[row + 1] - offsets[row])
-        own = length if before < 0 else length - _shared(tree, before, row)
+        own = length if before < 0 else length - common(tree.path(before), tree.path(row))
         if groups and cost.rows(1, size + own) - cost.rows(1, size) <= cost.rows(1, length):
             groups[-1].append(row)
             size += own
@@ -324,9 +328,3 @@ def _groups(tree: Trie, rows: IntArray, cost: Cost) -> list[IntArray]:
             groups.append([row])
             size = length
     return [np.array(sorted(group)) for group in groups]
-
-
-def _shared(tree: Trie, a: int, b: int) -> int:
-    first, second = (tree.node_of[tree.offsets[row] : tree.offsets[row + 1]] for row in (a, b))
-    length = min(len(first), len(second))
-    return int((first[:length] == second[:length]).sum())  # paths in a tree never meet again

@@ -15,9 +15,8 @@ from attnflow._core.checks import number as finite
 from attnflow._core.plain import only_keys
 from attnflow.masks.catalogue import causal
 from attnflow.tasks.families import Family, TokenIds, beginning
-from attnflow.tasks.labels import Labels
 from attnflow.tasks.prefixes import Trie
-from attnflow.tasks.task import Task
+from attnflow.tasks.task import Labels, Task
 from attnflow.tasks.tokens import Inputs, TokenTable
 
 _Array = npt.NDArray[Any] | Tensor
@@ -70,7 +69,7 @@ def rollouts(
     masks = {size: beginning(rows, "causal", n=size) for size in {0, *(len(sequence) - 1 for sequence in sequences)}}
     tasks: list[Task] = []
     for number, (start, answer, weight) in enumerate(zip(starts, answers, factors, strict=True)):
-        path = trie.node_of[trie.offsets[number] : trie.offsets[number + 1]]
+        path = trie.path(number)
         size = len(path) - 1 if len(answer) else 0
         target = path[len(start) :]
         place = np.arange(len(start) - 1, len(start) - 1 + len(answer))

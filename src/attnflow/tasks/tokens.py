@@ -196,11 +196,10 @@ class TokenTable:
         """The chosen tokens, repeats allowed."""
         return TokenTable(self.ids.take(rows), self.position[rows], self.provenance.take(rows))
 
-    def numbers(self, provenance: bool = True) -> IntArray:
-        """A number for each token, equal iff the tokens are; without `provenance`, iff ids and position are."""
-        columns = [self.ids.numbers(), self.position, *[self.provenance.numbers()] * provenance]
+    def numbers(self) -> IntArray:
+        """A number for each token, equal iff the tokens are."""
         number = np.zeros(len(self), dtype=np.int64)
-        for column in columns:
+        for column in (self.ids.numbers(), self.position, self.provenance.numbers()):
             values, inverse = np.unique(column, return_inverse=True)
             number = np.unique(number * len(values) + inverse, return_inverse=True)[1]
         return number
@@ -256,11 +255,11 @@ class Inputs:
         return rows.values[order], owner[order]
 
 
-def numbered(sequences: Sequence[Inputs], provenance: bool = True) -> tuple[TokenTable, list[IntArray]]:
-    """The distinct tokens of several sequences (without `provenance` if False), and each input's number among them."""
+def numbered(sequences: Sequence[Inputs]) -> tuple[TokenTable, list[IntArray]]:
+    """The distinct tokens of several sequences, and each input's number among them."""
     tables = {id(inputs.table): inputs.table for inputs in sequences}
     whole = TokenTable.stack(list(tables.values())) if tables else TokenTable.of([])
-    first, number = as_they_appear(whole.numbers(provenance))
+    first, number = as_they_appear(whole.numbers())
     cuts = np.cumsum([len(table) for table in tables.values()])[:-1]
     of_table = dict(zip(tables, np.split(number, cuts), strict=True)) if tables else {}
     return whole.take(first), [of_table[id(inputs.table)][inputs.index] for inputs in sequences]

@@ -145,7 +145,7 @@ def test_the_numbers_of_lm_eval_on_a_task_file_of_its_own(tmp_path, monkeypatch)
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from attnflow.tasks.hf.harness import SharedPrefixLM
+    from experiments.evaluation.harness import SharedPrefixLM
 
     def document(number: int) -> dict[str, object]:
         parts = {"ctx_a": texts(1, number, 9, 12)[0], "ctx_b": texts(1, number + 50, 3, 4)[0], "ind": number}

@@ -17,10 +17,9 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
-from attnflow.tasks.labels import Labels
 from attnflow.tasks.leaks import LeakReport, survey
 from attnflow.tasks.merging import MergedTask
-from attnflow.tasks.task import Task
+from attnflow.tasks.task import Labels, Task
 from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
 MAX_POSITIONS: Final = 131_072

@@ -211,7 +211,8 @@ def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -
     """Describes each subtask: its cells with their merged nodes and positions, its labels and its mask."""
     rows: list[Reply] = []
     for number, task in enumerate(tasks):
-        places = zip(task.inputs, merged.node_of[number], merged.position_of[number], strict=True)
+        at = merged.positions[number]
+        places = zip(task.inputs, merged.node[at].tolist(), at.tolist(), strict=True)
         cells = [{**_cell(token, words), "node": node, "position": position} for token, node, position in places]
         labels = [[label.position, label.data_index] for label in task.labels]
         rows.append({"cells": cells, "labels": labels, "tile": tile(task.mask, None, 0, 0, task.size, task.size)})
@@ -221,8 +222,8 @@ def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -
 def _nodes(task: Task, merged: MergedTask, report: LeakReport) -> list[Reply]:
     """Describes each merged node: its positions, origins, what it reads and predicts, and its leaks."""
     members: list[list[list[int]]] = [[] for _ in range(merged.num_nodes)]
-    for number, places in enumerate(merged.node_of):
-        for position, node in enumerate(places):
+    for number, places in enumerate(merged.positions):
+        for position, node in enumerate(merged.node[places].tolist()):
             members[node].append([number, position])
     reads = [row.nonzero().flatten().tolist() for row in task.flow.reachability()]
     made = [token.provenance for token in task.inputs]
