@@ -15,7 +15,6 @@ from torch.nn import functional
 from attnflow._core.markup import plural
 
 BOUNDED: Final = ("relu", "gelu", "silu")  # activations whose weight the k-th score bounds
-_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +45,7 @@ class Certificate:
         """One certificate of several searches for the same number of queries, flattened: query by query.
 
         Where entries came or went between the searches, it counts the largest number: its bounds hold for each.
-
-        Raises:
-            ValueError: there is none to join.
         """
-        if not certificates:
-            raise ValueError("there must be at least one certificate to join")
         counts = {one.k for one in certificates if isinstance(one.k, int)}
         alike = len(counts) == 1 and all(isinstance(one.k, int) for one in certificates)
         active = [one.active for one in certificates if one.active is not None]
@@ -170,14 +164,8 @@ class Neighbours:
         return (self[query] for query in range(len(self)))
 
     def __repr__(self) -> str:
-        about = f"of {self.certificate.total:,}, {self.certificate.label}"
-        if self.ids.ndim > 1:
-            shape = " x ".join(map(str, self.ids.shape[:-1]))
-            return f"Neighbours({shape} queries: {self.ids.shape[-1]} each {about})"
-        pairs = zip(self.ids[:_SHOWN].tolist(), self.scores[:_SHOWN].tolist(), strict=True)
-        listed = ", ".join(f"{key} ({score:.3g})" for key, score in pairs)
-        more = ", ..." if len(self) > _SHOWN else ""
-        return f"Neighbours({plural(len(self), 'entry', 'entries')} {about}: {listed}{more})"
+        shape = " x ".join(map(str, self.ids.shape))
+        return f"Neighbours({shape} of {plural(self.certificate.total, 'entry', 'entries')}, {self.certificate.label})"
 
 
 def _side_by_side(values: Sequence[Tensor]) -> Tensor:

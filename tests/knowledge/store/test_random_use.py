@@ -70,9 +70,10 @@ def check(store, state):
         assert (*vector, entry.text, entry.version) == state[entry.id]
     query, column = np.array([1.0, -2.0, 0.5], dtype=np.float32), 1
     expected = {key: float(np.dot(value[:DIM], query) + value[DIM + column]) for key, value in state.items()}
-    found = store.search(query, 4, threshold_column=column)
-    assert found.scores.tolist()[: len(state)] == sorted(expected.values(), reverse=True)[:4]
-    assert [expected[key] for key in found.ids.tolist() if key >= 0] == found.scores.tolist()[: len(state)]
+    for mode in ("exact", "approximate"):  # of one list, which is read whole
+        found = store.search(query, 4, threshold_column=column, mode=mode)
+        assert found.scores.tolist()[: len(state)] == sorted(expected.values(), reverse=True)[:4]
+        assert [expected[key] for key in found.ids.tolist() if key >= 0] == found.scores.tolist()[: len(state)]
     above = store.range(query, 0.5, threshold_column=column)
     assert sorted(above.ids.tolist()) == sorted(key for key, score in expected.items() if score > 0.5)
 

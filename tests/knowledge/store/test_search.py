@@ -5,9 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from attnflow import MissingExtra
 from attnflow.knowledge.store import index as index_module
@@ -145,46 +142,3 @@ def test_approximate_search_reaches_the_recall_that_it_reports(layers):
         assert recall_of(found.scores.numpy(), scores.topk(10).values.float().numpy()) >= 0.97
         torch.testing.assert_close(found.scores, scores.gather(1, found.ids).float(), rtol=1e-5, atol=1e-4)
     assert index._lists.probes < index._lists.num_lists
-
-
-class Changes(RuleBasedStateMachine):
-    """Any sequence of changes leaves the index with the entries of a dictionary, by both searches."""
-
-    @initialize(mode=st.sampled_from(MODES))
-    def start(self, mode):
-        self.index, self.held, self.mode = EntryIndex(3, 1), {}, mode
-
-    @rule(seed=st.integers(0, 999), ids=st.sets(st.integers(0, 60), min_size=1, max_size=20))
-    def put(self, seed, ids):
-        keys = np.random.default_rng(seed).permutation(sorted(ids))
-        rows = torch.randn(len(keys), 4, generator=torch.Generator().manual_seed(seed)).numpy()
-        self.index.put(keys, rows)
-        self.held |= dict(zip(keys.tolist(), rows, strict=True))
-
-    @rule(seed=st.integers(0, 999), count=st.integers(1, 9))
-    def drop(self, seed, count):
-        keys = np.random.default_rng(seed).permutation(sorted(self.held)).astype(np.int64)[:count]
-        self.index.drop(keys)
-        self.held = {key: row for key, row in self.held.items() if key not in set(keys.tolist())}
-
-    @invariant()
-    def holds_what_the_dictionary_holds(self):
-        assert self.index.ids.tolist() == sorted(self.held)
-        assert np.array_equal(
-            self.index.rows.numpy(), np.array([self.held[k] for k in sorted(self.held)]).reshape(-1, 4)
-        )
-        query = torch.tensor([0.3, -1.0, 0.5])
-        found = self.index.search(query, 4, 0, self.mode)
-        scores = {key: float(row[:3] @ query.numpy() + row[3]) for key, row in self.held.items()}
-        best = sorted(scores.values(), reverse=True)[:4]
-        there = found.ids >= 0
-        assert found.scores[there].tolist() == pytest.approx(
-            [scores[key] for key in found.ids[there].tolist()], abs=1e-5
-        )
-        if self.mode == "exact" or len(self.held) < 32:  # one list
-            assert found.scores[there].tolist() == pytest.approx(best, abs=1e-5)
-        assert self.index.places(np.array([10**6])).tolist() == [-1]
-
-
-TestChanges = Changes.TestCase
-TestChanges.settings = settings(max_examples=15, stateful_step_count=12)
