@@ -1,12 +1,17 @@
-"""Feed-forward layers as entries and back: the same function, the same weights, an untouched original."""
+"""Feed-forward layers as entries and back: the same function, every matrix accounted for, several widths in a base."""
 
 import copy
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 import attnflow as af
+from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
+from attnflow.knowledge.hf.layer_forms import LinearLayer
 from attnflow.knowledge.layered import EntryScores, EntryValues
+from attnflow.models.evaluation import precision
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens
 
 
@@ -159,3 +164,163 @@ def test_real_models_through_cross_attention(name, activation, entries):
     assert max(worst.values()) < 1e-12
     # Norms of transformers are in float32: its rounding, once a layer, bounds how equal the logits can be.
     assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+SIZES = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24)).eval()
+
+
+def test_what_would_be_left_out_refuses_the_model_and_it_is_as_it_was():
+    model = llama()
+    model.model.layers[0].adapter = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 16))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        af.UnsupportedArchitecture,
+        match=r"model\.layers\.0\.adapter\.0 \(1 matrix\), model\.layers\.0\.adapter\.1 \(1 matrix\) .* 2 in all",
+    ):
+        af.knowledge.from_ffn(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not hasattr(model, "knowledge")
+    ids = tokens(1, 5)
+    partly = af.knowledge.from_ffn(model, partial=True)
+    torch.testing.assert_close(outputs(partly, input_ids=ids), outputs(model, input_ids=ids), rtol=1e-5, atol=1e-6)
+    assert partly.knowledge.num_entries == 48
+
+
+def test_outputs_that_differ_are_refused(monkeypatch):
+    model = llama()
+    true = LinearLayer.entries
+    monkeypatch.setattr(LinearLayer, "entries", lambda *args: true(*args).mul(1.01))
+    with pytest.raises(af.UnsupportedArchitecture, match="was not converted exactly: outputs differ by"):
+        af.knowledge.from_ffn(model)
+    assert af.knowledge.from_ffn(model, check=False).knowledge.num_entries == 48
+
+
+def test_layers_that_are_not_read_are_refused():
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data.zero_()
+    with pytest.raises(af.UnsupportedArchitecture, match="does not read its feed-forward layers"):
+        af.knowledge.from_ffn(model)
+    assert af.knowledge.from_ffn(model, check=False).knowledge.num_entries == 48
+
+
+def test_the_check_leaves_no_trace():
+    model = llama().train()
+    state = torch.get_rng_state()
+    opened = af.knowledge.from_ffn(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert opened.training
+    assert model.training
+    assert torch.equal(opened.knowledge.entries, af.knowledge.from_ffn(model, check=False).knowledge.entries)
+
+
+def test_a_model_that_does_not_run_says_how_to_go_on():
+    model = llama()
+    model.forward = lambda pixels: pixels
+    with pytest.raises(ValueError, match=r"does not run on input_ids of the check .* pass check= named inputs"):
+        af.knowledge.from_ffn(model)
+    model = llama()
+    assert af.knowledge.from_ffn(model, check={"inputs_embeds": torch.randn(1, 3, 16)}).knowledge.num_layers == 2
+    model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="says nothing finite"):
+        af.knowledge.from_ffn(model)
+
+
+def llava():
+    """A plain image tower of width 16 below a gated decoder of width 32."""
+    torch.manual_seed(0)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "image_size": 8, "patch_size": 4, **heads}
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, **heads}
+    config = LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", "initializer_range": 0.5, **vision},
+        text_config={"model_type": "llama", "initializer_range": 0.3, **text},
+        image_token_index=63,
+    )
+    return LlavaForConditionalGeneration(config).double().eval()
+
+
+IMAGE_AND_TEXT = torch.cat([torch.full((1, 4), 63), tokens(1, 5)], dim=1)
+
+
+def seen(model):
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with precision(model, torch.float64), torch.no_grad():
+        return model(input_ids=IMAGE_AND_TEXT, pixel_values=pixels).logits
+
+
+def test_two_stacks_share_a_base():
+    model = llava()
+    before, expected = model.state_dict(), seen(model)
+    opened = af.knowledge.from_ffn(model)
+    base = opened.knowledge
+    images, texts = EntryLayout(16, gated=False, padding=98 - 33), EntryLayout(32, gated=True)
+    assert sorted(base.layouts, key=str) == sorted([images] * 2 + [texts] * 2, key=str)
+    assert sorted(base.counts.tolist()) == [24, 24, 40, 40]
+    torch.testing.assert_close(seen(opened), expected, rtol=1e-10, atol=1e-12)
+    for layer, layout in enumerate(base.layouts):
+        rows = base.entries[base.rows(layer)]
+        used = torch.zeros(base.entry_dim, dtype=torch.bool)
+        for part in layout.parts:
+            used[layout.key(part)] = used[layout.threshold(part)] = True
+        used[layout.value] = True
+        assert int(used.sum()) == base.entry_dim - layout.padding
+        assert not bool(rows[:, ~used].any())
+    back = af.knowledge.to_ffn(opened)
+    assert all(torch.equal(value, before[path]) for path, value in back.state_dict().items())
+    assert torch.equal(seen(back), expected)
+    with pytest.raises(ValueError, match=r"layers differ in their layout: read \.layouts\[layer\]"):
+        _ = base.layout
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_edit_acts_in_its_own_stack(gated):
+    model = llava()
+    opened = af.knowledge.from_ffn(model)
+    base = opened.knowledge
+    layer = next(one for one, layout in enumerate(base.layouts) if layout.gated == gated)
+    block = model.model.language_model.layers[0] if gated else model.model.vision_tower.encoder.layers[0]
+    out = block.mlp.down_proj if gated else block.mlp.fc2
+    entry = base.get(base.ids[base.rows(layer)][3:4])
+    entry[:, base.layouts[layer].value] *= -2
+    base.update(base.ids[base.rows(layer)][3:4], entry)
+    expected = seen(model)
+    with torch.no_grad():
+        out.weight[:, 3] *= -2
+    assert not torch.allclose(seen(model), expected)
+    torch.testing.assert_close(seen(opened), seen(model), rtol=1e-10, atol=1e-12)
+
+
+def test_a_trace_of_a_text_is_of_the_layers_that_read_it():
+    opened = af.knowledge.from_ffn(llava().float())
+    result = af.knowledge.trace(opened, tokens(1, 5))
+    assert [one.num_entries for one in result.layers] == [40, 40]
+
+
+def test_entries_of_a_narrow_layer_hold_zeros_where_it_reads_nothing():
+    layouts = [EntryLayout(2, gated=False, padding=3), EntryLayout(2, gated=True)]
+    base = LayeredKnowledge(torch.zeros(4, 8), [1, [2, 1]], layouts)
+    assert (base.num_thresholds, base.expert_of([0, 1, 2, 3])) == (3, [None, 0, 0, 1])
+    assert [base.rows(1, expert) for expert in (0, 1)] == [slice(1, 3), slice(3, 4)]
+    with pytest.raises(ValueError, match=r"columns 4 to 6 of layer 0 are read by nobody"):
+        base.insert(0, torch.ones(1, 8))
+    with pytest.raises(ValueError, match=r"columns 4 to 6 of layer 0 are read by nobody"):
+        base.update([1, 0], torch.ones(2, 8))
+    base.insert(1, torch.ones(1, 8), expert=1)
+
+
+def test_a_layer_that_no_token_reaches_is_compared_by_itself(monkeypatch):
+    model = llava()
+    true = LinearLayer.entries
+
+    def wrong(self, model, layout):
+        return true(self, model, layout) * (1.0 if self.site.gated else 1.01)
+
+    monkeypatch.setattr(LinearLayer, "entries", wrong)
+    with pytest.raises(af.UnsupportedArchitecture, match=r"vision_tower\.encoder\.layers\.0\.mlp, was not converted"):
+        af.knowledge.from_ffn(model)

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
 from attnflow.knowledge.layered import SharedReader
-from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.source import EntrySource
 from attnflow.models.interception import AttentionCall, Output, Proceed
 
@@ -85,26 +84,6 @@ class StoreReader(SharedReader):
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
         """gate sqrt(d) E W_V of the entries with these ids."""
         return self._scale * super().values(positions)
-
-    def error_bound(self, reading: Reading, source: object = None) -> Float[Tensor, " tokens"]:
-        """Sum over heads of 2 n exp(s) / (Z + n exp(s)) times the largest value norm.
-
-        n entries were left out, s is the last score, Z = 1 + the sum of exp(score) over those read.
-        """
-        if reading.certificate is None:
-            return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
-        certificate, heads = reading.certificate, self.attention.num_heads
-        scores = reading.scores[0].double().flatten(0, -3)  # [tokens, heads, read]
-        absent = cast(Tensor, reading.ids).view(scores.shape) < 0
-        logit = torch.logaddexp(scores.masked_fill(absent, -math.inf).logsumexp(-1), scores.new_zeros(()))
-        last = certificate.last.to(scores).view(-1, heads) + self.attention.constant[0].detach()
-        left_out = certificate.left_out.to(scores).view(-1, heads)
-        share = torch.sigmoid(left_out.log() + last - logit)
-        if certificate.approximate:
-            share = torch.full_like(share, math.inf)
-        rows = self.source.entries(self.attention.value)
-        values = torch.einsum("ne,hed->hnd", rows, self.attention.value.detach()).norm(dim=-1).amax(-1)
-        return (2 * share * values.to(share) * self._scale.detach().abs()).sum(-1)
 
     @property
     def _scale(self) -> Tensor:
