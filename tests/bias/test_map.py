@@ -9,7 +9,6 @@ from dataclasses import replace
 import networkx
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnflow.bias import BiasMap
 from attnflow.bias.attention import weights_of
@@ -17,6 +16,7 @@ from attnflow.bias.graph import Edge
 from attnflow.bias.hf.capture import observe
 from attnflow.bias.map import LayerMap, energy
 from tests.bias.cases import MASKS, Case, Guidance, bias_of
+from tests.memory import Largest
 
 TERMS = [
     (("guidance", "one"),),
@@ -80,24 +80,11 @@ def test_terms_beyond_the_bias_belong_to_the_scores_without_it():
     torch.testing.assert_close(found.raw[0], call.terms[0].tile(slice(0, 37), slice(0, 37))[0, 0, ROWS])
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and not func._schema.name.endswith(("expand", "view", "slice")):
-                self.numel = max(self.numel, tensor.numel())
-        return out
-
-
 def test_memory_is_bounded_by_a_tile():
     """400 queries of 6,000 keys with 64 hidden units: 154 million numbers at once, had they been."""
     case = Case(batch=1, num_heads=8, queries=400, keys=6000, hidden=64, head_dim=8)
     call = case.build()
-    with _Largest() as largest:
+    with Largest() as largest:
         found = observe(call, 1, range(400))
     assert found.raw.shape == (1, 400, 6000)
     assert largest.numel <= 2_400_000  # the result itself, and no score or hidden layer is larger

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnflow.geometry import scores
 from attnflow.geometry.scores import full_scores, full_symmetry, head_scores, head_symmetry
 from tests.geometry import oracle
+from tests.memory import Largest
 
 EPS = torch.finfo(torch.float32).eps
 HEADS = [(1, 1), (4, 4), (6, 2), (8, 1), (3, 3), (9, 3)]
@@ -171,20 +171,6 @@ def test_no_gradient_comes_from_a_zero_matrix():
     (head_symmetry(query, key, 4, 4).sum() + full_symmetry(query, key, 4, 4)).backward()
     assert query.grad is not None
     assert torch.equal(query.grad, torch.zeros_like(query))
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that an operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and not made._is_view():
-            self.numel = max(self.numel, made.numel())
-        return made
 
 
 def test_no_matrix_of_width_squared_is_made():
