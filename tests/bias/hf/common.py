@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -60,6 +61,19 @@ def biased(name: str, bias=GUIDANCE, dtype: torch.dtype = torch.float64, **chang
     af.bias.attach(model, bias)
     disturb(model)
     return model
+
+
+def untouched(model: nn.Module, error: type[Exception] | tuple[type[Exception], ...], match: str, change) -> None:
+    """`change(model)` fails as it should and leaves the model without a trace of it."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    implementation = model.config._attn_implementation
+    with pytest.raises(error, match=match):
+        change(model)
+    assert same_state(model, before)
+    assert model.config._attn_implementation is implementation
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="has no bias attached"):
+        handle_of(model)
 
 
 def without_dropout(model: nn.Module) -> None:
