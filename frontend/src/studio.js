@@ -13,7 +13,6 @@ export function createStudio(place) {
     place,
     status: signal("connecting"), // connecting, open, closed
     screen: signal("mask"),
-    progress: signal(null), // [done, total, what] of the work on a model
     reason: signal(""),
     view: signal(null),
     catalogue: signal(null),
@@ -216,7 +215,6 @@ export function createStudio(place) {
       studio.answers.leaks.value = { value: { ...value, leaks }, error: "" };
     },
     stop: () => transport.send({ op: "stop" }),
-    stopModel: () => transport.send({ op: "stop", what: "model" }),
     point(cursor) {
       const now = studio.cursor.value;
       if (now?.query === cursor?.query && now?.key === cursor?.key) return;
@@ -260,7 +258,6 @@ export function createStudio(place) {
       else await Promise.all([draw(), inquire()]);
     },
     answer(reply) {
-      if (reply.progress) return void (studio.progress.value = reply.progress);
       pending.get(reply.id)?.(reply);
       pending.delete(reply.id);
     },

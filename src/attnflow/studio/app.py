@@ -8,11 +8,10 @@ import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from attnflow.studio.process import MODEL, Limits, Worker
+from attnflow.studio.process import Limits, Worker
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -43,21 +42,13 @@ _HEADERS: Final = {
     "cache-control": "no-store",
 }
 _STOP: Final = "stop"
-MODEL_OPERATIONS: Final = frozenset({"model", "audit", "geometry", "bias", "trace"})
 
 
 class Studio:
     """The open pages and their limits; `token` stands in the address's fragment, which no server ever sees."""
 
-    def __init__(
-        self,
-        token: str,
-        design: Mapping[str, object],
-        limits: Limits,
-        model: Mapping[str, object] | None = None,
-    ) -> None:
+    def __init__(self, token: str, design: Mapping[str, object], limits: Limits) -> None:
         self.token = token
-        self.model = None if model is None else dict(model)
         self.limits = limits
         self._last_message = time.monotonic()
         self._design = design
@@ -108,15 +99,11 @@ class Studio:
         self._open += 1
         self._last_message = time.monotonic()
         worker, self._spare = self._spare or Worker(self._design, self.limits), None
-        limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
-        model = None if self.model is None else Worker(self.model, limits, MODEL)
         try:
-            await self._converse(socket, worker, model)
+            await self._converse(socket, worker)
         finally:
             self._open -= 1
             await worker.stop()
-            if model is not None:
-                await model.stop()
             if self._spare is None and not self._open:
                 await self.prepare()
 
@@ -128,15 +115,10 @@ class Studio:
             return False
         return is_token((_parsed(text or "", self.limits.message_bytes) or {}).get("token"), self.token)
 
-    async def _converse(self, socket: WebSocket, worker: Worker, model: Worker | None) -> None:
-        """Handles the messages of a page, one at a time for masks and one at a time for the model.
-
-        "stop" ends the computation for masks at once; {"op": "stop", "what": "model"} that for the model.
-        """
-        lines = [_Line(worker, asyncio.Queue(self.limits.queued))]
-        if model is not None:
-            lines.append(_Line(model, asyncio.Queue(self.limits.queued)))
-        answering = [asyncio.create_task(self._answer(socket, line)) for line in lines]
+    async def _converse(self, socket: WebSocket, worker: Worker) -> None:
+        """Handles the messages of a page, one at a time; "stop" ends the computation at once."""
+        waiting: asyncio.Queue[dict[str, object]] = asyncio.Queue(self.limits.queued)
+        answering = asyncio.create_task(self._answer(socket, worker, waiting))
         try:
             while True:
                 text = await _received(socket)
@@ -147,54 +129,31 @@ class Studio:
                 if message is None:
                     await _close(socket, MALFORMED, "expected a JSON object")
                     return
-                about_model = message.get("op") in MODEL_OPERATIONS or message.get("what") == "model"
-                if about_model and model is None:
-                    await socket.send_text(_without_model(message))
-                    continue
-                line = lines[about_model]
                 if message.get("op") == _STOP:
-                    await line.worker.stop()
-                elif line.waiting.full():
+                    await worker.stop()
+                elif waiting.full():
                     await _close(socket, TOO_MANY, f"{self.limits.queued} messages wait already")
                     return
                 else:
-                    line.waiting.put_nowait(message)
+                    waiting.put_nowait(message)
         finally:
-            for task in answering:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
 
-    async def _answer(self, socket: WebSocket, line: _Line) -> None:
+    async def _answer(self, socket: WebSocket, worker: Worker, waiting: asyncio.Queue[dict[str, object]]) -> None:
         from starlette.websockets import WebSocketDisconnect
-
-        async def heard(progress: str) -> None:
-            self._last_message = time.monotonic()
-            await socket.send_text(progress)
 
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the page has gone while it was computed
             while True:
-                message = await line.waiting.get()
+                message = await waiting.get()
                 self._answering += 1
                 try:
-                    reply = await line.worker.ask(message, heard)
+                    reply = await worker.ask(message)
                 finally:
                     self._answering -= 1
                     self._last_message = time.monotonic()
                 await socket.send_text(reply)
-
-
-class _Line(NamedTuple):
-    worker: Worker
-    waiting: asyncio.Queue[dict[str, object]]
-
-
-def _without_model(message: Mapping[str, object]) -> str:
-    identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
-    if message.get("op") == "model":
-        return json.dumps({**identity, "ok": True, "model": None})
-    error = "the studio was started without a model: attnflow studio MODEL"
-    return json.dumps({**identity, "ok": False, "error": error})
 
 
 def is_token(shown: object, token: str) -> bool:
