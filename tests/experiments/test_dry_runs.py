@@ -3,12 +3,11 @@
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +15,10 @@ import torch
 
 from attnflow.models import names as packages
 from attnflow.models.loaded import Loaded
-from experiments.bias_comparison import data, study
 from experiments.claims.claim import Measured
 from experiments.claims.page import claims
-from experiments.daa_evaluation import study as evaluation
 from experiments.editing import study as editing
-from experiments.evaluation import sources
-from experiments.geometry_checkpoints.checkpoints import Checkpoint
-from experiments.geometry_corpus import study as corpus
 from experiments.knowledge_ablation import ablate
-from experiments.reader import bench as reader
-from experiments.runner import text as texts
 from experiments.runner.command import dry_run
 from experiments.runner.experiment import find, names
 from experiments.runner.text import Split, stream, stream_rows, word_pieces
@@ -71,58 +63,59 @@ def _tokenizer() -> Any:
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -> None:
     """In place of pretrained models, of texts of packages, and of the hub."""
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr(texts, "DATA", tmp_path / "data")
-    monkeypatch.setattr(texts, "named_tokenizer", lambda name: tokenizer)
-    monkeypatch.setattr(texts, "learned_from_training", lambda size: tokenizer)
-    monkeypatch.setattr(texts, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
 
-    def loaded(name: str, dtype: str) -> tuple[Any, Any]:
+    def loaded(*_: object, **__: object) -> Loaded:
         model = tiny("Llama", torch.float32)
         model.resize_token_embeddings(len(tokenizer))
-        return model, tokenizer
+        return Loaded(model, tokenizer)
 
-    for module in (data, study):
-        monkeypatch.setattr(module, "load_model", loaded)
-    monkeypatch.setattr(data, "named_tokenizer", lambda name: tokenizer)
-    monkeypatch.setattr(data, "learned_from_training", lambda size: tokenizer)
-    monkeypatch.setattr(data, "split_works", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
-    monkeypatch.setattr(data, "works", list)
-    monkeypatch.setattr(
-        ablate, "load_model", lambda name, dtype: SimpleNamespace(model=tiny("Llama", torch.float32), tokenizer=Words())
-    )
-    monkeypatch.setattr(
-        editing,
-        "load_model",
-        lambda *named, **dtype: SimpleNamespace(
-            **dict(zip(("model", "tokenizer"), loaded("tiny", "float32"), strict=True))
-        ),
-    )
-    monkeypatch.setattr(editing, "sample_text", lambda *_: "to be or not to be. that is the question. " * 9)
-    known = [editing.Fact("capital", subject, "alpha", "beta") for subject in ("Norway", "Sweden", "Denmark")]
-    monkeypatch.setattr(editing, "known_facts", lambda *_: known)
-    monkeypatch.setattr(editing, "token_of", lambda _, word: len(word))
-    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (language_model(), tokenizer))
-    monkeypatch.setattr(evaluation, "DATA", tmp_path / "data")
-    monkeypatch.setattr(evaluation, "split_text", lambda *_: Split(rows(8, 0), rows(2, 1), rows(3, 2)))
-    monkeypatch.setattr(sources, "held_out", lambda *_: ["to be or not to be", "that is the question"])
-    monkeypatch.setattr(sources, "_lines", lambda _: [{"prompt": "How many?", "expected": "2"}] * 3)
-    monkeypatch.setattr(sources, "rows", lambda source: [QUESTIONS[source.partition(":")[0]]] * 3)
-    facts = [ablate.Fact("capital", subject, "Oslo", "Reykjavik") for subject in ("Norway", "Sweden", "Denmark")]
-    monkeypatch.setattr(ablate, "known_facts", lambda *_: facts)
-    monkeypatch.setattr(ablate, "token_of", lambda _, word: len(word))
-    monkeypatch.setattr(reader, "load_model", lambda *_, **__: Loaded(language_model(), tokenizer))
-    monkeypatch.setattr(reader, "known_facts", lambda *_: [])
-    monkeypatch.setattr(corpus, "load_model", lambda *_, **__: Loaded(loaded("tiny", "float32")[0], tokenizer))
-    monkeypatch.setattr(
-        corpus, "passages", lambda count: (["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20)[:count]
-    )
-    monkeypatch.setattr(corpus, "documents", lambda _: ["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20)
-    monkeypatch.setattr("experiments.reader.practice.words_of", lambda *_: ["alpha", "beta", "gamma", "delta"])
-    monkeypatch.setattr("experiments.reader.words._STEPS", 2)
-    monkeypatch.setattr(Checkpoint, "is_here", True)
-    monkeypatch.setattr(Checkpoint, "opened", lambda *_: nullcontext(tiny("Llama", torch.float32)))
-    monkeypatch.setattr(ablate, "sample_text", lambda: "to be or not to be that is the question")
+    def split(*_: object) -> Split:
+        return Split(rows(8, 0), rows(2, 1), rows(3, 2))
+
+    def always(value: Any) -> Callable[..., Any]:
+        return lambda *_, **__: value
+
+    def facts(kind: type) -> Callable[..., Any]:
+        return always([kind("capital", subject, "alpha", "beta") for subject in ("Norway", "Sweden", "Denmark")])
+
+    long = ["alpha beta gamma delta " * 20, "delta gamma " * 30] * 20
+    for place, value in {
+        "datasets.load_dataset": load_dataset,
+        "experiments.runner.text.DATA": tmp_path / "data",
+        "experiments.runner.text.named_tokenizer": always(tokenizer),
+        "experiments.runner.text.learned_from_training": always(tokenizer),
+        "experiments.runner.text.split_text": split,
+        "experiments.bias_comparison.data.load_model": loaded,
+        "experiments.bias_comparison.study.load_model": loaded,
+        "experiments.bias_comparison.data.named_tokenizer": always(tokenizer),
+        "experiments.bias_comparison.data.learned_from_training": always(tokenizer),
+        "experiments.bias_comparison.data.split_works": split,
+        "experiments.bias_comparison.data.works": list,
+        "experiments.editing.study.load_model": loaded,
+        "experiments.editing.study.sample_text": always("to be or not to be. that is the question. " * 9),
+        "experiments.editing.study.known_facts": facts(editing.Fact),
+        "experiments.editing.study.token_of": lambda _, word: len(word),
+        "experiments.daa_evaluation.study.load_model": lambda *_, **__: Loaded(language_model(), tokenizer),
+        "experiments.daa_evaluation.study.DATA": tmp_path / "data",
+        "experiments.daa_evaluation.study.split_text": split,
+        "experiments.evaluation.sources.held_out": always(["to be or not to be", "that is the question"]),
+        "experiments.evaluation.sources._lines": always([{"prompt": "How many?", "expected": "2"}] * 3),
+        "experiments.evaluation.sources.rows": lambda source: [QUESTIONS[source.partition(":")[0]]] * 3,
+        "experiments.knowledge_ablation.ablate.load_model": lambda *_, **__: Loaded(loaded().model, Words()),
+        "experiments.knowledge_ablation.ablate.known_facts": facts(ablate.Fact),
+        "experiments.knowledge_ablation.ablate.token_of": lambda _, word: len(word),
+        "experiments.knowledge_ablation.ablate.sample_text": always("to be or not to be that is the question"),
+        "experiments.reader.bench.load_model": lambda *_, **__: Loaded(language_model(), tokenizer),
+        "experiments.reader.bench.known_facts": always([]),
+        "experiments.reader.practice.words_of": always(["alpha", "beta", "gamma", "delta"]),
+        "experiments.reader.words._STEPS": 2,
+        "experiments.geometry_corpus.study.load_model": loaded,
+        "experiments.geometry_corpus.study.passages": lambda count: long[:count],
+        "experiments.geometry_corpus.study.documents": always(long),
+        "experiments.geometry_checkpoints.checkpoints.Checkpoint.is_here": True,
+        "experiments.geometry_checkpoints.checkpoints.Checkpoint.opened": lambda *_: nullcontext(loaded().model),
+    }.items():
+        monkeypatch.setattr(place, value)
 
 
 @pytest.mark.parametrize(("name", "scale"), RECIPES)

@@ -207,63 +207,51 @@ def test_it_holds_for_an_ordinary_user_with_a_control_group(monkeypatch):
         control.rmdir()
 
 
-class TestNotRun:
-    """Where the sandbox cannot be had nothing is run, and the message says what to do."""
+@pytest.fixture
+def tried():
+    """The self-test, which remembers nothing from before and leaves nothing behind."""
+    self_test.self_test.cache_clear()
+    yield self_test.self_test
+    self_test.self_test.cache_clear()
 
-    PROGRAM = "raise AssertionError('it ran')"
 
-    def test_without_bubblewrap(self, monkeypatch, tmp_path):
-        for tool in sandbox.TOOLS[1:]:
-            os.symlink(str(shutil.which(tool)), tmp_path / tool)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(NoSandbox, match=r"bwrap not installed: on Debian, apt-get install bubblewrap"):
-            run_program(self.PROGRAM)
+def test_without_bubblewrap_nothing_is_run(monkeypatch, tmp_path):
+    for tool in sandbox.TOOLS[1:]:
+        os.symlink(str(shutil.which(tool)), tmp_path / tool)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoSandbox, match=r"bwrap not installed: on Debian, apt-get install bubblewrap"):
+        run_program("raise AssertionError('it ran')")
 
-    def test_without_control_groups(self, tmp_path):
-        with (
-            pytest.raises(memory_group.NoGroup, match="no control group for memory"),
-            memory_group.memory_group(1, tmp_path / "none"),
-        ):
-            raise AssertionError("not reached")
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
-    def test_without_rights(self):
-        """The real thing: the same code in a process whose user may make no control group."""
-        problem = as_nobody(lambda: self_test.self_test().problem)
-        assert problem.startswith("the sandbox does not start: no control group for memory")
+def test_without_control_groups_nothing_is_run(tmp_path):
+    with (
+        pytest.raises(memory_group.NoGroup, match="no control group for memory"),
+        memory_group.memory_group(1, tmp_path / "none"),
+    ):
+        raise AssertionError("not reached")
 
-    def test_a_bubblewrap_that_fails(self, monkeypatch, tmp_path):
-        """As where a kernel forbids namespaces."""
-        fake = tmp_path / "bwrap"
-        fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-        fake.chmod(0o755)
-        command = sandbox._command
 
-        def changed(*args):
-            return [str(fake), *command(*args)[1:]]
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
+def test_without_rights_nothing_is_run():
+    """The real thing: the same code in a process whose user may make no control group."""
+    problem = as_nobody(lambda: self_test.self_test().problem)
+    assert problem.startswith("the sandbox does not start: no control group for memory")
 
-        monkeypatch.setattr(sandbox, "_command", changed)
-        self_test.self_test.cache_clear()
-        try:
-            found = self_test.self_test()
-            assert not found.held
-            assert found.problem == "the sandbox does not start: bwrap: No permissions to create new namespace"
-        finally:
-            self_test.self_test.cache_clear()
 
-    def test_a_sandbox_that_does_not_hold(self, monkeypatch):
-        """Every protection that is taken away is missed."""
-        command = sandbox._command
+def test_a_bubblewrap_that_fails_is_said(monkeypatch, tmp_path, tried):
+    """As where a kernel forbids namespaces."""
+    fake, command = tmp_path / "bwrap", sandbox._command
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sandbox, "_command", lambda *args: [str(fake), *command(*args)[1:]])
+    assert not tried().held
+    assert tried().problem == "the sandbox does not start: bwrap: No permissions to create new namespace"
 
-        def open_network(*args):
-            return [word for word in command(*args) if word != "--unshare-net"]
 
-        monkeypatch.setattr(sandbox, "_command", open_network)
-        self_test.self_test.cache_clear()
-        try:
-            assert self_test.self_test().problem in (
-                "the sandbox does not hold: connects to this machine",
-                "the sandbox does not hold: has a network",
-            )
-        finally:
-            self_test.self_test.cache_clear()
+def test_a_protection_that_is_taken_away_is_missed(monkeypatch, tried):
+    command = sandbox._command
+    monkeypatch.setattr(sandbox, "_command", lambda *args: [word for word in command(*args) if word != "--unshare-net"])
+    assert tried().problem in (
+        "the sandbox does not hold: connects to this machine",
+        "the sandbox does not hold: has a network",
+    )
