@@ -46,40 +46,6 @@ def test_memory_is_that_of_the_tensors():
     assert memory["flex"] == sum(tensor.nbytes for tensor in (*tables, *captured))
 
 
-PARTS = [masks.causal(300), masks.sliding_window(300, 20), masks.document([100, 200])]
-
-
-@pytest.mark.parametrize("grid", [masks.batch(PARTS), masks.per_head(PARTS)], ids=["batch", "heads"])
-def test_masks_of_a_batch_and_of_heads_are_added_up(grid):
-    heads = 1 if grid.shape[0] > 1 else 3
-    options = {"head_dim": 8, "block_size": 64}
-    whole, parts = grid.cost(**options), [part.cost(**options) for part in PARTS]
-    assert (whole.num_heads, whole.num_sequences) == (heads, 3 // heads)
-    assert whole.allowed_pairs == sum(part.allowed_pairs for part in parts)
-    assert whole.blocks.full == sum(part.blocks.full for part in parts)
-    assert whole.blocks.used == pytest.approx(whole.allowed_pairs / (whole.blocks.computed * 64**2))
-    for number, each in enumerate(whole.backends):
-        own = [part.backends[number] for part in parts]
-        assert (each.pairs, each.flops) == (sum(one.pairs for one in own), sum(one.flops for one in own))
-        if each.backend != "flex":
-            assert each.memory == sum(one.memory for one in own)
-    made = grid.block_mask(64)
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    tables = [getattr(made, name) for name in names]
-    tables += [made.q_num_blocks, made.q_indices, made.full_q_num_blocks, made.full_q_indices]
-    captured = [cell.cell_contents for cell in made.mask_mod.__closure__ if torch.is_tensor(cell.cell_contents)]
-    assert grid.cost(block_size=64).memory == sum(tensor.nbytes for tensor in (*tables, *captured))
-    assert grid.cost(num_heads=3, head_dim=8, block_size=64).flops == whole.flops * (3 // heads)
-
-
-def test_padding_is_computed_and_not_allowed():
-    grid = masks.batch([masks.causal(200), masks.causal(50)])
-    result = grid.cost(block_size=64)
-    assert result.allowed_pairs == masks.causal(200).nnz + masks.causal(50).nnz
-    made = grid.block_mask(64)
-    assert result.blocks.computed == int(made.full_kv_num_blocks.sum() + made.kv_num_blocks.sum())
-
-
 SHARDINGS = ["contiguous", "head-tail", "document", "greedy"]
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
-from attnflow.masks.costs import Priced
-from attnflow.masks.flex import MAX_UNROLLED, MaskMod, bounds_of, mask_mod_of_bits
+from attnflow.masks.flex import MAX_UNROLLED, Blocked, MaskMod, bounds_of, mask_mod_of_bits
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.registry import not_a_mask
@@ -26,7 +25,7 @@ _SHOWN: Final = 4
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
-class MaskGrid(Priced):
+class MaskGrid(Blocked):
     """A mask for each sequence of a batch, or for each head, or for both; made by `af.masks.batch` and `per_head`.
 
     Sequences may differ in length. A shorter one is padded at its end: in `dense()` and for attention kernels a pad
@@ -129,22 +128,12 @@ class MaskGrid(Priced):
         size = f"{queries} positions" if queries == keys else f"{queries} queries x {keys} keys"
         return f"<masks of {plural(batch, 'sequence')} x {plural(heads, 'head')}, {size}: {text}>"
 
-    @property
-    def nnz(self) -> int:
-        """Number of allowed pairs of all sequences and heads that have a mask of their own, without padding."""
-        return sum(mask.nnz for row in self.masks for mask in row)
-
     def padded(self) -> list[list[Mask]]:
         """The masks of each sequence, by head, with the padding of `dense()`."""
         size = self.num_queries, self.num_keys
         every = {id(mask): mask for row in self.masks for mask in row}
         once = {key: mask if mask.shape == size else _padded(mask, *size) for key, mask in every.items()}
         return [[once[id(mask)] for mask in row] for row in self.masks]
-
-    def _captured(self) -> int:
-        if self._wide():
-            return len(self.masks) * len(self.masks[0]) * self.num_queries * -(-self.num_keys // 8)
-        return self.row_intervals().nbytes
 
     def _wide(self) -> bool:
         return max(rows.width() for rows in self._relations()[0]) > MAX_UNROLLED

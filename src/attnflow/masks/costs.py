@@ -1,22 +1,27 @@
-"""What attention under a mask costs: blocks, work and memory of eager attention, SDPA and FlexAttention."""
+"""What attention under a mask costs on one device, and on several that share the sequence."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 
 import numpy as np
 
 from attnflow._core import checks
+from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
-from attnflow.masks.flex import Blocked
+from attnflow.masks import flex
+from attnflow.masks.intervals import IntervalRows, offsets
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
 
 Backend = Literal["eager", "sdpa", "flex"]
+Sharding = Literal["contiguous", "head-tail", "document", "greedy"]
 _BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
+_SHARDINGS: Final[tuple[Sharding, ...]] = get_args(Sharding)
 _SOFTMAX_BYTES: Final = 4  # transformers' eager attention takes the softmax in float32
 
 
@@ -57,19 +62,13 @@ def block_sparsity(mask: Mask, block: int = 128) -> BlockSparsity:
     return BlockSparsity(block, full, computed - full, counts.size - computed, used)
 
 
-def block_bytes(mask: Mask, block: int = 128) -> int:
-    """Bytes of the tables of torch's `BlockMask`, forward and backward."""
-    rows, columns = (-(-size // block) for size in mask.shape)
-    return 4 * (4 * rows * columns + 2 * rows + 2 * columns)
-
-
 @dataclass(frozen=True)
 class BackendCost:
-    """What one backend needs for one sequence, or for those of a batch together, forward, in one layer.
+    """What one backend needs for one sequence, forward, in one layer.
 
     Attributes:
         backend: "eager", "sdpa" with a table of pairs, or "flex".
-        pairs: pairs (query, key) that it computes, allowed or not: per head, or of all heads where each has its mask.
+        pairs: pairs (query, key) that it computes in each head, allowed or not.
         flops: 4 x head_dim per computed pair and head; a multiply-add is 2. A training step takes 3.5 times as many.
         memory: bytes at its peak beside queries, keys, values and output: the mask, and scores where they are stored.
     """
@@ -89,11 +88,10 @@ class Cost(Result):
         backend: the one that `flops` and `memory` are of.
         num_queries: rows.
         num_keys: columns.
-        allowed_pairs: number of pairs that are allowed; of all sequences and heads that have a mask of their own.
+        allowed_pairs: number of pairs that are allowed.
         num_heads: query heads.
-        blocks: full, partial and skipped blocks, of all these.
+        blocks: full, partial and skipped blocks.
         backends: the cost of each backend.
-        num_sequences: of the batch.
     """
 
     mask: str
@@ -104,7 +102,6 @@ class Cost(Result):
     num_heads: int
     blocks: BlockSparsity
     backends: tuple[BackendCost, ...]
-    num_sequences: int = 1
 
     @property
     def chosen(self) -> BackendCost:
@@ -141,19 +138,88 @@ class Cost(Result):
     __repr__ = __str__
 
 
-class Priced(Blocked):
-    """Adds `cost` to a mask and to the masks of a batch."""
+@dataclass(frozen=True)
+class RankWork:
+    """What one rank does in each layer.
 
-    __slots__ = ()
+    Attributes:
+        rank: its number.
+        queries: positions that it holds: their queries, keys and values.
+        pairs: allowed pairs that it computes.
+        keys: positions whose keys and values its queries read.
+        received: those that other ranks hold: what it must be sent.
+        sent: positions that it sends, counted once for each rank that needs them.
+    """
 
-    @abstractmethod
-    def _captured(self) -> int:
-        """Bytes that the `mask_mod` captures."""
+    rank: int
+    queries: int
+    pairs: int
+    keys: int
+    received: int
+    sent: int
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlan:
+    """Which rank computes which queries under a mask, and what that costs; made by `mask.plan`.
+
+    Attributes:
+        mask: the mask of the whole sequence.
+        sharding: how it was cut.
+        positions: the positions of each rank, ascending.
+        ranks: what each rank does.
+    """
+
+    mask: Mask
+    sharding: Sharding
+    positions: tuple[tuple[int, ...], ...]
+    ranks: tuple[RankWork, ...]
 
     @property
-    @abstractmethod
-    def nnz(self) -> int:
-        """Number of allowed pairs."""
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean: all wait for it; 1.0 is balanced (and no work at all)."""
+        total = sum(each.pairs for each in self.ranks)
+        return max(each.pairs for each in self.ranks) * len(self.ranks) / total if total else 1.0
+
+    @property
+    def received(self) -> int:
+        """Positions whose keys and values travel, all ranks together; an all-gather sends (ranks - 1) x positions."""
+        return sum(each.received for each in self.ranks)
+
+    def keys(self, rank: int) -> IntArray:
+        """The positions whose keys and values a rank needs, ascending, int64: the columns of `local`."""
+        return np.flatnonzero(self._rows(rank).cover())
+
+    def local(self, rank: int) -> Mask:
+        """The mask of one rank: a row for each of its positions, a column for each of `keys(rank)`. O(intervals)."""
+        rows = self._rows(rank)
+        new_key = offsets(rows.cover() > 0)
+        starts = new_key[rows.starts]
+        ends = starts + (rows.ends - rows.starts)  # all keys of an interval are needed, so they stay together
+        rows = IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, int(new_key[-1]))
+        return type(self.mask)(rows, f"rank {rank} of {self.mask!r}")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.sharding} sharding of {self.mask!r}: imbalance {self.imbalance:.3f}, {self.received:,} received"
+        ]
+        lines += [
+            f"rank {e.rank}: {e.queries:,} queries, {e.pairs:,} pairs, {e.received:,} of {e.keys:,} keys received"
+            for e in self.ranks[:16]
+        ]
+        return "\n".join(lines + (["..."] if len(self.ranks) > 16 else []))
+
+    __repr__ = __str__
+
+    def _rows(self, rank: int) -> IntervalRows:
+        rank = checks.integer("rank", rank, 0, len(self.positions) - 1)
+        return self.mask.intervals().take(np.array(self.positions[rank], np.int64))
+
+
+class Priced:
+    """Adds `cost` and `plan` to a mask."""
+
+    __slots__ = ()
 
     def cost(
         self,
@@ -166,20 +232,19 @@ class Priced(Blocked):
     ) -> Cost:
         """What attention under the mask costs: blocks that are skipped, work and memory of eager, SDPA, FlexAttention.
 
-        Exact from row intervals, for one sequence, one layer, forward; of `batch([...])` and `per_head([...])` for all
-        sequences and heads together, padding included (pads are computed). Memory is what the implementations of torch
-        and transformers hold at their peak: eager, two tables of scores, one of them in float32, and an additive mask;
+        Exact from row intervals, for one sequence, one layer, forward. Memory is what the implementations of torch and
+        transformers hold at their peak: eager, two tables of scores, one of them in float32, and an additive mask;
         SDPA, the mask as bools and as an additive table; FlexAttention, block tables and row bounds.
 
         Args:
             backend: the one that the result's `flops` and `memory` are of; `backends` has all.
-            num_heads: query heads; where each has its mask, they are as many as masks.
+            num_heads: query heads.
             head_dim: channels per head.
             bytes_per_value: of scores and of an additive mask; 2 for bfloat16.
             block_size: queries and keys per block.
 
         Raises:
-            ValueError: an unknown backend, or another number of heads than there are masks for.
+            ValueError: an unknown backend.
 
         >>> from attnflow import masks
         >>> result = masks.sliding_window(4096, 256).cost(num_heads=9)
@@ -193,23 +258,97 @@ class Priced(Blocked):
             checks.integer(name, value, 1)
             for name, value in (("head_dim", head_dim), ("bytes_per_value", bytes_per_value))
         )
-        table = self.padded()
-        tables, heads = [each for row in table for each in row], len(table[0])
-        if heads > 1 and num_heads not in (1, heads):
-            raise ValueError(f"these masks are for {heads} heads, one each, got num_heads={num_heads}")
-        alike = num_heads if heads == 1 else 1  # heads that share each table
-        (queries, keys), area = tables[0].shape, tables[0].shape[0] * tables[0].shape[1]
-        every = area * len(tables)
-        parts = [block_sparsity(each, block) for each in tables]
-        memory = {
-            "eager": alike * every * (bytes_per_value + _SOFTMAX_BYTES) + every * bytes_per_value,
-            "sdpa": every * (1 + bytes_per_value),
-            "flex": sum(block_bytes(each, block) for each in tables) + self._captured(),
+        mask = cast("Mask", self)
+        every = mask.num_queries * mask.num_keys
+        blocks = block_sparsity(mask, block)
+        needed = {
+            "eager": (every, num_heads * every * (bytes_per_value + _SOFTMAX_BYTES) + every * bytes_per_value),
+            "sdpa": (every, every * (1 + bytes_per_value)),
+            "flex": (min(blocks.computed * block * block, every), flex.bytes_of(*mask.numbered_keys(), block)),
         }
-        in_blocks = sum(min(part.computed * block * block, area) for part in parts)
-        pairs = {"eager": every, "sdpa": every, "flex": in_blocks}
-        full, partial, empty = (sum(getattr(part, name) for part in parts) for name in ("full", "partial", "empty"))
-        used = self.nnz / ((full + partial) * block * block) if full + partial else 0.0
-        blocks = BlockSparsity(block, full, partial, empty, used)
-        costs = tuple(BackendCost(b, pairs[b], 4 * head_dim * alike * pairs[b], memory[b]) for b in _BACKENDS)
-        return Cost(repr(self), backend, queries, keys, self.nnz, heads * alike, blocks, costs, len(table))
+        costs = tuple(
+            BackendCost(name, needed[name][0], 4 * head_dim * num_heads * needed[name][0], needed[name][1])
+            for name in _BACKENDS
+        )
+        return Cost(repr(mask), backend, *mask.shape, mask.nnz, num_heads, blocks, costs)
+
+    def plan(self, ranks: int, sharding: Sharding = "head-tail", block_size: int = 128) -> ShardPlan:
+        """Which rank computes which queries of one sequence, and what that costs each in work and communication.
+
+        Every rank holds queries, keys and values of its positions; in each layer it is sent the keys and values that
+        its queries read. Work is the number of allowed pairs, exact. Nothing is distributed here: a plan to choose by,
+        and the local masks to check a sharded run with.
+
+        Args:
+            ranks: number of devices.
+            sharding: "contiguous": equal stretches. "head-tail": each rank has a stretch of the first half and its
+                mirror image in the second one, which balances causal masks. "document": whole documents (stretches
+                that no pair leaves), the largest first, each to the rank with the least work; nothing is sent.
+                "greedy": blocks of `block_size` positions, the one with the most work first, each to the rank with the
+                least that has room; all ranks hold the same number of blocks, but one.
+            block_size: positions per block of "greedy"; torch's own context parallelism needs ranks x 128 to divide
+                the sequence.
+
+        Raises:
+            ValueError: the mask is not square, or an unknown sharding.
+
+        Cost: O(intervals x ranks).
+
+        >>> from attnflow import masks
+        >>> [round(masks.causal(1024).plan(4, how).imbalance, 2) for how in ("contiguous", "head-tail")]
+        [1.75, 1.0]
+        """
+        mask = cast("Mask", self)
+        if mask.num_queries != mask.num_keys:
+            raise ValueError(f"a sequence is cut by its positions: expected a square mask, got {mask.shape}")
+        ranks, block_size = checks.integer("ranks", ranks, 1), checks.integer("block_size", block_size, 1)
+        if sharding not in _SHARDINGS:
+            raise ValueError(f"sharding must be one of {', '.join(_SHARDINGS)}, got {sharding!r}")
+        every = np.arange(mask.num_queries)
+        if sharding == "contiguous":
+            return _counted(mask, sharding, np.array_split(every, ranks))
+        if sharding == "head-tail":
+            parts = np.array_split(every, 2 * ranks)
+            return _counted(mask, sharding, [np.concatenate([parts[rank], parts[-1 - rank]]) for rank in range(ranks)])
+        alone = sharding == "document"
+        parts = np.split(every, _borders(mask.intervals()) if alone else every[block_size::block_size])
+        room = mask.num_queries if alone else -(-len(parts) // ranks)
+        return _counted(mask, sharding, _dealt(parts, mask.row_counts(), ranks, room))
+
+
+def _counted(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:
+    """Counts the work and traffic of a plan from the positions of each rank."""
+    count, holder = len(positions), np.empty(mask.num_queries, np.int64)
+    for rank, held in enumerate(positions):
+        holder[held] = rank
+    rows, counts = mask.intervals(), mask.row_counts()
+    needed = [np.flatnonzero(rows.take(held).cover()) for held in positions]
+    sizes = np.stack([np.bincount(holder[keys], minlength=count) for keys in needed])  # [reader, holder]
+    np.fill_diagonal(sizes, 0)
+    work = tuple(
+        RankWork(rank, len(held), int(counts[held].sum()), len(keys), int(sizes[rank].sum()), int(sizes[:, rank].sum()))
+        for rank, (held, keys) in enumerate(zip(positions, needed, strict=True))
+    )
+    return ShardPlan(mask, sharding, tuple(tuple(held.tolist()) for held in positions), work)
+
+
+def _borders(rows: IntervalRows) -> IntArray:
+    """Positions that no pair crosses: the beginnings of documents, except the first."""
+    row, n = rows.row_index(), rows.num_rows
+    first, last = np.minimum(rows.starts, row), np.maximum(rows.ends - 1, row)  # a pair covers what lies between
+    step = np.bincount(first + 1, minlength=n + 1) - np.bincount(last + 1, minlength=n + 1)
+    return np.flatnonzero(np.cumsum(step)[1:n] == 0) + 1
+
+
+def _dealt(parts: Sequence[IntArray], counts: IntArray, ranks: int, room: int) -> list[IntArray]:
+    """Deals parts, the most work first, to the least loaded rank with fewer than `room` parts."""
+    work = np.array([counts[part].sum() for part in parts], np.int64)
+    queue = [(0, rank) for rank in range(ranks)]
+    held: list[list[IntArray]] = [[] for _ in range(ranks)]
+    for number in np.argsort(-work, kind="stable").tolist():
+        load, rank = heapq.heappop(queue)
+        held[rank].append(parts[number])
+        if len(held[rank]) < room:
+            heapq.heappush(queue, (load + int(work[number]), rank))
+    empty = np.zeros(0, np.int64)
+    return [np.sort(np.concatenate([empty, *own])) for own in held]

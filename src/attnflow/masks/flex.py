@@ -135,6 +135,15 @@ def block_mask_of_counts(
     return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=blocks, mask_mod=mask_mod, seq_lengths=shape)
 
 
+def bytes_of(rows: IntervalRows, rank: IntArray | None, block: int) -> int:
+    """Bytes of a `BlockMask`: its tables, forward and backward, and what its `mask_mod` captures."""
+    height, width = -(-rows.num_rows // block), -(-rows.num_keys // block)
+    tables = 4 * (4 * height * width + 2 * height + 2 * width)
+    if rows.width() > MAX_UNROLLED:
+        return tables + rows.num_rows * -(-rows.num_keys // 8)
+    return tables + 8 * rows.num_rows * max(1, rows.width()) + (0 if rank is None else 4 * rows.num_keys)
+
+
 def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """(queries per block, keys per block), checked."""
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)

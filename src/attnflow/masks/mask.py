@@ -22,13 +22,12 @@ from attnflow.masks.costs import Priced
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
-from attnflow.masks.plan import Planned
 from attnflow.masks.registry import CATALOGUE, not_a_mask, read_mask
 
 _MAX_TEXT: Final = 200  # characters of a printed mask
 
 
-class Mask(Priced, Planned):
+class Mask(Priced, flex.Blocked):
     """Which query may attend to which key: `allow[q, k]` is True iff q attends to k (information flows k -> q).
 
     A mask is a relation, nothing more: two masks are equal iff they allow the same pairs, whatever their names.
@@ -296,12 +295,6 @@ class Mask(Priced, Planned):
     def padded(self) -> list[list[Mask]]:
         """The mask as the only one of its batch, which has no padding."""
         return [[self]]
-
-    def _captured(self) -> int:
-        rows, rank = self.numbered_keys()
-        if rows.width() > flex.MAX_UNROLLED:
-            return self.num_queries * -(-self.num_keys // 8)
-        return 8 * self.num_queries * max(1, rows.width()) + (0 if rank is None else 4 * self.num_keys)
 
     @classmethod
     def from_json(cls, text: str) -> Mask:
