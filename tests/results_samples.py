@@ -112,7 +112,7 @@ DTYPES = {"Float": "float32", "Float32": "float32", "Float64": "float64", "Bool"
 MAKERS: dict[str, Callable[[], Any]] = {
     "Flow": lambda: af.order.analyze([af.masks.causal(LENGTH)] * 2),
     "MeasuredOrder": lambda: MeasuredOrder(
-        "Model", 5, {"input_ids": [[1, 2]]}, "layer", (MAKERS["Flow"](),), "sdpa", {"torch": "2"}
+        "Model", 5, {"input_ids": [[1, 2]]}, (MAKERS["Flow"](),), "sdpa", {"torch": "2"}
     ),
     "Hasse": lambda: af.order.analyze(af.masks.butterfly(LENGTH)).hasse,
     "LeakReport": lambda: af.tasks.check(af.tasks.merge(af.tasks.causal_lm([5] * LENGTH))),

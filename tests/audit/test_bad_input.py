@@ -225,7 +225,6 @@ def test_bad_golden_files(content, message):
     [
         ({"model": "GPT2LMHeadModel"}, "another model: the saved order is of GPT2LMHeadModel"),
         ({"parameters": 5}, "with 5 parameters"),
-        ({"by": "output"}, "the saved order is by output, this one by layer"),
         ({"inputs": {"input_ids": [[1] * 5]}}, "other inputs: input_ids differ"),
     ],
 )

@@ -75,7 +75,6 @@ class MeasuredOrder(Result):
         model: the class of the model.
         parameters: how many it has.
         inputs: token ids and other integers that it was called with, by name, as nested lists.
-        by: "layer" or "output", as of `measure`.
         flows: of the batch, one for each sequence where they differ.
         backend: the attention that the model ran with; "" where it does not say.
         versions: of what computed it.
@@ -84,7 +83,6 @@ class MeasuredOrder(Result):
     model: str
     parameters: int
     inputs: Mapping[str, object]
-    by: By
     flows: tuple[Flow, ...]
     backend: str
     versions: Mapping[str, str]
@@ -93,11 +91,9 @@ class MeasuredOrder(Result):
         """The pairs that this one has and `other` has not (extra), and the other way round.
 
         Raises:
-            ValueError: of another model, other inputs, or measured in another way; says in what they differ.
+            ValueError: of another model, or of other inputs; says in what they differ.
         """
         other.require(self.model, self.parameters)
-        if self.by != other.by:
-            raise ValueError(f"the saved order is by {other.by}, this one by {self.by}")
         if self.inputs != other.inputs:
             names = [n for n in {**self.inputs, **other.inputs} if self.inputs.get(n) != other.inputs.get(n)]
             raise ValueError(
@@ -149,18 +145,13 @@ class MeasuredOrder(Result):
 def record(
     model: nn.Module | Loaded,
     inputs: Sequence[int] | Tensor | Mapping[str, Any],
-    *,
-    by: By = "layer",
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> MeasuredOrder:
-    """Measure the order of a model, for a golden file: `record(model, ids).save("order.json")`.
+    """Measure the order of a model's layers, for a golden file: `record(model, ids).save("order.json")`.
 
     Args:
         model: any module that takes token ids, or what `af.load_model` returned; left as it was.
         inputs: token ids, or keyword arguments that are tensors of integers or plain values.
-        by: "layer" or "output", as of `measure`.
-        seed: of the replaced tokens.
         progress: called as `progress(done, total, what)`.
 
     Raises:
@@ -179,7 +170,7 @@ def record(
         else:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{name} is {kind}: a golden file holds integers exactly; pass token ids")
-    measured = measure(model, call, by=by, seed=seed, progress=progress)
+    measured = measure(model, call, progress=progress)
     versions: dict[str, str] = {}
     for name in ("attnflow", "torch", "transformers"):
         with suppress(metadata.PackageNotFoundError):
@@ -188,7 +179,6 @@ def record(
         model=type(module).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         inputs=saved,
-        by=by,
         flows=(measured,) if isinstance(measured, Flow) else tuple(measured),
         backend=str(getattr(getattr(module, "config", None), "_attn_implementation", None) or ""),
         versions=versions,

@@ -36,7 +36,7 @@ class GuardCallback(TrainerCallback):
     def __init__(self, every: int | None = None, **options: Any) -> None:
         signature(guard).bind(None, every, **options)  # a mistyped option is refused before training starts
         self.guard: Guard | None = None
-        self._options = {"every": every, **options}
+        self._options: dict[str, Any] = {"every": every, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Put the guard on the model."""
