@@ -44,6 +44,7 @@ TABLES = {
     "StoreStats",
     "Strength",
     "Varlen",
+    "Verification",
     "Written",
 }
 

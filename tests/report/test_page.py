@@ -165,7 +165,7 @@ def test_everything_asked_for_is_shown():
         "87.5 % of 28",
         "a remark of the audit",
         "3 modules watched",
-        "1.0e-13 of outputs, 3.0e-13 of losses, 2.0e-13 of gradients",
+        "of outputs 1.0e-13, of losses 3.0e-13, of gradients 2.0e-13",
         "One sequence, one head of 64 channels",
         "4 · head_dim per computed pair",
         "attnflow check",

@@ -13,7 +13,6 @@ from attnflow.order import analyze
 from attnflow.report import registry
 from attnflow.report.svg import Svg
 from attnflow.tasks import check
-from attnflow.tasks.verification import TaskDifference, Verification
 from tests.bias.test_map import make as bias_map
 from tests.knowledge.test_provenance import made as trace
 from tests.report.reading import parse_page, parse_svg
@@ -26,7 +25,6 @@ MAKERS = {
     "Flow": lambda: analyze(masks.tree([-1, 0, 0, 1])),
     "Hasse": lambda: analyze(masks.causal(3)).hasse,
     "LeakReport": lambda: check(leaking_task()),
-    "Verification": lambda: Verification(1e-13, 2e-13, 3e-13, 7.5, (TaskDifference(0, 1e-13, 2.5, 3e-13),), 1e-9),
     "AuditReport": bad_audit,
     "BiasMap": bias_map,
     "BiasGraph": lambda: bias_map().graph(),

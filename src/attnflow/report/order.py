@@ -1,4 +1,4 @@
-"""Page sections for orders: the Hasse diagram, receptive fields, leaking labels, and a merged task on a model."""
+"""Page sections for orders: the Hasse diagram, receptive fields, and leaking labels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from attnflow.report.hasse_svg import hasse_svg, runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.page import Context, Part, Section
 from attnflow.tasks.leaks import Leak, LeakReport
-from attnflow.tasks.verification import Verification
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_CLASSES: Final = 8
 _WIDE: Final = 640  # pixels above which a diagram takes the width of the page
 _FEW: Final = 256  # positions up to which the receptive field of every one is followed
 _SAMPLE: Final = 64
@@ -41,7 +39,7 @@ def hasse_part(hasse: Hasse, context: Context) -> Part:
 
 
 def order(flow: Flow, labels: Sequence[str] | None) -> Section:
-    """Shows the Hasse diagram and the classes."""
+    """Shows the Hasse diagram and its numbers."""
     lead = (
         "Positions that can read each other form a class. An arrow leads from a class to the next one that reads it "
         "(a cover of the order): information flows upwards, and only upwards."
@@ -49,7 +47,7 @@ def order(flow: Flow, labels: Sequence[str] | None) -> Section:
     if flow.num_layers is not None:
         lead += " For a stack of layers, this is the order that repeating the whole stack generates."
     body = html.paragraph(lead, kind="lead") + diagram(flow.hasse, labels, (), html.facts(_facts(flow)))
-    return Section("order", "Order and Hasse diagram", body + _classes(flow))
+    return Section("order", "Order and Hasse diagram", body)
 
 
 def diagram(
@@ -110,24 +108,6 @@ def _facts(flow: Flow) -> list[tuple[str, Content]]:
         ("Depth", plural(flow.depth, "layer")),
         ("Dense", "yes: one layer does all" if flow.is_dense else "no"),
     ]
-
-
-def _classes(flow: Flow) -> Html:
-    count = len(flow.classes)
-    edges = np.array(flow.hasse.edges, dtype=np.int64).reshape(-1, 2)
-    above, below = (np.bincount(ends, minlength=count) for ends in edges.T)
-    shown = list(range(count))
-    if count > _CLASSES + 2:
-        shown = [*shown[: _CLASSES // 2], *shown[-_CLASSES // 2 :]]
-    rows: list[list[Content]] = []
-    for previous, index in zip([-1, *shown], shown, strict=False):
-        if index != previous + 1:
-            rows.append([f"… {grouped(index - previous - 1)} more", "", "", "", ""])
-        members = flow.classes[index]
-        cells = (len(members), flow.hasse.levels[index], int(below[index]), int(above[index]))
-        rows.append([shorten(runs(members), 80), *map(grouped, cells)])
-    title = tag("h3", "Classes, lower ones first, with their covers below and above")
-    return title + html.table(["positions", "size", "level", "below", "above"], rows)
 
 
 def growth_by_layer(flow: Flow) -> Section:
@@ -280,30 +260,3 @@ def _idle(report: LeakReport) -> Section:
         sentence = f"{plural(len(unsupervised), 'data token')} {verb} no label: "
         parts.append(html.note("neutral", html.paragraph(sentence, code(shorten(runs(unsupervised), 400)))))
     return Section("dead", "Dead positions and unsupervised tokens", html.join(parts))
-
-
-def verification_part(result: Verification, _: Context) -> Part:
-    """Compares one pass over a merged task with its separate subtasks on a real model."""
-    gradients = "not compared" if result.gradient_difference is None else f"{result.gradient_difference:.1e}"
-    losses = f"{result.loss_difference:.1e}"
-    lead = f"One pass over the merged task against {plural(len(result.tasks), 'subtask')} run alone, on the same model."
-    rows = [[str(t.task), f"{t.output_difference:.1e}", f"{t.loss:.4g}"] for t in result.tasks[:_LISTED]]
-    body = html.paragraph(lead, kind="lead") + html.facts(
-        [
-            (
-                "Largest relative difference",
-                f"{result.output_difference:.1e} of outputs, {losses} of losses, {gradients} of gradients",
-            ),
-            ("Summed loss", f"{result.merged_loss:.6g}"),
-        ]
-    )
-    body += html.table(["subtask", "output difference", "loss"], rows) + html.rest(len(result.tasks) - _LISTED)
-    title = "Merged against its subtasks"
-    reading = f"In one pass it gives what its subtasks give, but for {result.output_difference:.1e} of the outputs."
-    if not result.ok:
-        reading = (
-            f"The merged task does NOT give what its subtasks give: outputs differ by {result.output_difference:.1e}, "
-            f"losses by {losses}."
-        )
-        body = html.note("bad", html.paragraph(f"Beyond the tolerance of {result.tolerance:.0e}.")) + body
-    return Part(title, [Section("verification", title, body)], [reading], failed=not result.ok)

@@ -33,12 +33,11 @@ from attnflow.report.hasse_svg import hasse_svg
 from attnflow.report.knowledge import trace_chart, trace_part
 from attnflow.report.mask import flow_of, mask_part
 from attnflow.report.mask_picture import mask_svg
-from attnflow.report.order import growth_chart, hasse_part, leak_part, verification_part
+from attnflow.report.order import growth_chart, hasse_part, leak_part
 from attnflow.report.page import Context, Page, Part, Section, build
 from attnflow.report.svg import Svg, standalone
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.task import Task
-from attnflow.tasks.verification import Verification
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,32 +46,22 @@ if TYPE_CHECKING:
     from attnflow.report.live.notebook import Widget
 
 
-def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> Svg | Figure:
+def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str | Figure:
     """Draws the order of a mask ("hasse"), or its receptive fields by layer ("growth")."""
     if picture not in ("hasse", "growth"):
         raise ValueError(f'picture must be "hasse" or "growth", got {picture!r}')
-    return standalone(hasse_svg(flow.hasse, **options)) if picture == "hasse" else growth_chart(flow, **options)
+    return hasse_svg(flow.hasse, **options) if picture == "hasse" else growth_chart(flow, **options)
 
 
 def _table_part(result: Result, _: Context) -> Part:
-    """Shows a result without a drawing as a table."""
-    rows = result.rows()
-    name = type(result).__name__
+    """Shows a result without a drawing as a table; one that judges says how first."""
+    rows, name, ok = result.rows(), type(result).__name__, getattr(result, "ok", None)
     head = list(rows[0]) if rows else []
     cells = [["" if value is None else str(value) for value in row.values()] for row in rows]
     body = html.table(head, cells, text_columns=len(head)) if rows else html.paragraph("No rows.")
-    return Part(name, [Section("table", name, body)], failed=not getattr(result, "ok", True))
-
-
-def _as_svg(draw: Callable[..., str]) -> Callable[..., Svg]:
-    def drawing(result: Any, **options: Any) -> Svg:
-        return standalone(draw(result, **options))
-
-    return drawing
-
-
-def _survey_figure(survey: Survey, **options: Any) -> Figure:
-    return score_chart(*survey.models, **options)
+    if ok is not None:
+        body = html.note("good" if ok else "bad", html.paragraph(str(result).partition("\n")[0])) + body
+    return Part(name, [Section(name.lower(), name, body)], failed=ok is False)
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ class Kind:
     """How a result is shown: its part of a page, its picture if any, and whether several results share both."""
 
     part: Callable[[Any, Context], Part] = _table_part
-    figure: Callable[..., Svg | Figure] | None = None
+    figure: Callable[..., str | Figure] | None = None
     together: bool = False
 
 
@@ -88,16 +77,15 @@ _MAX_TOKEN: Final = 40  # characters of a label that a record holds
 _ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
 TABLE: Final = Kind()
 KINDS: Final[dict[type, Kind]] = {
-    Mask: Kind(mask_part, _as_svg(mask_svg)),
+    Mask: Kind(mask_part, mask_svg),
     Flow: Kind(mask_part, _flow_figure),
-    Hasse: Kind(hasse_part, _as_svg(hasse_svg)),
+    Hasse: Kind(hasse_part, hasse_svg),
     LeakReport: Kind(leak_part),
-    Verification: Kind(verification_part),
     AuditReport: Kind(audit_part, audit_chart),
     BiasMap: Kind(bias_part, map_chart),
-    BiasGraph: Kind(graph_part, _as_svg(graph_svg)),
+    BiasGraph: Kind(graph_part, graph_svg),
     GeometryScores: Kind(scores_part, score_chart, together=True),
-    Survey: Kind(figure=_survey_figure),
+    Survey: Kind(figure=lambda survey, **options: score_chart(*survey.models, **options)),
     Trace: Kind(trace_part, trace_chart),
 }
 EXPANDED: Final = (Task,)  # a page shows their parts, see `_subjects`
@@ -150,7 +138,8 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
         raise TypeError(
             f"{type(result).__name__} has no picture, report.page shows it; there are pictures of {', '.join(names)}"
         )
-    return draw(result, *others, **options)
+    drawn = draw(result, *others, **options)
+    return standalone(drawn) if isinstance(drawn, str) else drawn
 
 
 def page(
@@ -342,7 +331,7 @@ def notebook(result: object) -> str:
     title = type(result).__name__
     if kind.figure is not None:
         try:
-            picture = kind.figure(result)
+            picture = figure(result)
             shown = picture.markup if isinstance(picture, Svg) else svg_of(picture, title)
             return f'<div style="background:#fff;color:#1c2024">{shown}</div>'
         except (MissingExtra, ValueError):  # no matplotlib, or nothing to draw
