@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnflow._core.checks import preview
 from attnflow._core.markup import plural
-from attnflow.knowledge.hf.attach import Attached
+from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.store_reader import StoreReader
 
 
@@ -31,8 +31,8 @@ def reading(handle: Attached, ids: Sequence[int]) -> Generator[None]:
     """
     readers, store = cast("list[StoreReader]", handle.readers), handle.store
     chosen = [int(one) for one in ids]
-    missing = [one for one in chosen if store is None or one not in store]
-    if store is None or missing or not chosen:
+    missing = [one for one in chosen if one not in store]
+    if missing or not chosen:
         raise ValueError(f"ids must name entries of the store, one for each row, got {preview(missing or chosen)}")
 
     def named(reader: StoreReader, asked: Tensor) -> Tensor:

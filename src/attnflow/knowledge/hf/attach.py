@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.added_readers import AddedReaders
 from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.modular import ModularModel, ModularReader
 from attnflow.knowledge.hf.store_reader import store_readers
-from attnflow.knowledge.hf.stored_layers import StoredLayers, followed
+from attnflow.knowledge.hf.stored_layers import StoredLayers
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
@@ -86,7 +85,8 @@ def attach(
         raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
     if reader is not None or layers is not None or not reads_entries(module) or store_readers(module):
         return AddedReaders(module, store, retrieval, reader, layers, key_dim, num_heads)
-    if (modular := _modular(module)) is not None:
+    modular = next((one for one in module.modules() if isinstance(one, ModularModel)), None)
+    if modular is not None:
         return ModularReaders(module, modular, store, retrieval, write)
     if retrieval is not None:
         raise ValueError("a model that from_ffn converted reads all its entries: leave the retrieval out")
@@ -125,18 +125,3 @@ class ModularReaders(Attached):
     def _restore(self) -> None:
         self._modular.source = None
         super()._restore()
-
-
-def attached_store(model: nn.Module) -> Store | None:
-    """Return the store that a model reads now, if any."""
-    modular = _modular(model)
-    sources = [reader.source for reader in store_readers(model)] if modular is None else [modular.source]
-    if sources:
-        return None if sources[0] is None else sources[0].store
-    base = getattr(model, "knowledge", None)
-    handle = followed(base) if isinstance(base, LayeredKnowledge) else None
-    return None if handle is None else handle.store
-
-
-def _modular(model: nn.Module) -> ModularModel | None:
-    return next((module for module in model.modules() if isinstance(module, ModularModel)), None)

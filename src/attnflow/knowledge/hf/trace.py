@@ -14,10 +14,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.knowledge.hf.attach import attached_store
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, directions, wide
-from attnflow.knowledge.layered import LayerReader, observed, readers, reads_entries
+from attnflow.knowledge.hf.stored_layers import followed
+from attnflow.knowledge.layered import LayerEntries, LayerReader, SharedReader, observed, readers, reads_entries
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.store import Store
@@ -120,7 +120,7 @@ def trace(
         _names(tokenizer, ids),
         tuple(rows),
         traced,
-        texts=_texts(attached_store(model), traced),
+        texts=_texts(_store_of(every[0]), traced),
         promoted=words,
         by=order,
     )
@@ -195,6 +195,15 @@ def _promoted(
             for entry, (_, head), tokens in zip(ids, mine, frozen.promoted(values, _PROMOTED), strict=True):
                 words.append(Promoted(one.reader.layer, entry, head, _names(tokenizer, tokens)))
     return tuple(words)
+
+
+def _store_of(reader: LayerReader) -> Store | None:
+    """Return the store that a reader's model reads, if any."""
+    if isinstance(reader, LayerEntries):
+        handle = followed(reader.base)
+        return None if handle is None else handle.store
+    now = cast(SharedReader, reader).current()
+    return None if isinstance(now, Tensor) else now.store
 
 
 def _texts(store: Store | None, layers: Sequence[LayerTrace]) -> dict[int, str]:
