@@ -9,7 +9,6 @@ from networkx.algorithms.isomorphism import DiGraphMatcher
 import attnflow as af
 from attnflow.tasks import Label, Task, Token
 from attnflow.tasks import posets as module
-from attnflow.tasks.merging import embedding
 from attnflow.tasks.posets import Graph, Work
 from attnflow.tasks.posets import isomorphic as isomorphism
 
@@ -88,7 +87,7 @@ def test_tasks_over_strongly_regular_graphs_merge():
     assert af.tasks.merge([one, one]).task.size == 65
     merged = af.tasks.merge([one, other])
     assert merged.task.size > 65  # their tops are not equivalent
-    assert embedding(merged.task, [one, other]).ok
+    assert merged.embeds([one, other]).ok
 
 
 def test_work_is_bounded(monkeypatch):

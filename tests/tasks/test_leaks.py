@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Label, Task, Token
-from attnflow.tasks.leaks import Leak, LeakReport
 from attnflow.testing import closure, depth, power
 
 
@@ -59,7 +58,7 @@ def test_against_the_definition(spec, layers):
     json.dumps(report.to_dict())
 
 
-def assert_shortest_witness(leak: Leak, step: np.ndarray) -> None:
+def assert_shortest_witness(leak: tasks.leaks.Leak, step: np.ndarray) -> None:
     path = leak.witness
     assert (path[0], path[-1]) == (leak.carrier, leak.position)
     assert all(step[there, here] for here, there in pairwise(path))
@@ -93,8 +92,6 @@ def test_layers_bound_the_leak():
     assert not tasks.check(leaky(), layers=2).ok
     assert str(tasks.check(leaky(), layers=1)).startswith("no label leaks within 1 layer\n")
     tasks.check(leaky(), layers=1).raise_if_leaks()
-    with pytest.raises(ValueError, match="layers must be at least 0"):
-        tasks.check(leaky(), layers=-1)
 
 
 def test_a_position_that_holds_its_own_label():
@@ -163,6 +160,6 @@ def test_tasks_without_labels_or_positions():
 
 def test_a_report_survives_json_and_says_its_verdict():
     report = tasks.check(leaky())
-    assert LeakReport.from_json(report.to_json()) == report
+    assert type(report).from_json(report.to_json()) == report
     assert report.to_dict()["ok"] is False
     assert [row["route"] for row in report.rows()] == [leak.route for leak in report.leaks]

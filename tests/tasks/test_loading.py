@@ -13,9 +13,10 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import attnflow as af
+from tests.tasks.training import arguments
 
 FAMILY = partial(af.tasks.block_two_stream, block=2, mask_token=31)
 SAMPLES = [[(7 * i + j) % 31 for j in range(n)] for i, n in enumerate([4, 8, 6, 8, 2 + 2, 6, 8, 4])]
@@ -71,45 +72,16 @@ class Stream(IterableDataset):
 
 
 def trained(folder, steps, resume=False):
-    """Parameters after training on a stream, stopped or resumed."""
+    """Parameters after training on a stream up to a step, from the start or from the last checkpoint."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=4,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        save_steps=2,
-        learning_rate=0.01,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-    )
-    stop = [StopAt(steps)]
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options = arguments(folder, max_steps=steps, save_strategy="steps", save_steps=2, **batches)
+    more = {"data_collator": collate(), "compute_loss_func": af.tasks.loss}
     with af.masks.attach(model, "batch"):
-        trainer = Trainer(
-            model,
-            arguments,
-            train_dataset=Stream(),
-            data_collator=collate(),
-            compute_loss_func=af.tasks.loss,
-            callbacks=stop,
-        )
-        trainer.train(resume_from_checkpoint=resume)
+        Trainer(model, options, train_dataset=Stream(), **more).train(resume_from_checkpoint=resume)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = state.global_step >= self.step
-        return control
 
 
 def test_a_training_on_a_stream_goes_on_where_it_stopped_bit_for_bit(tmp_path):

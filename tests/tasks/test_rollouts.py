@@ -1,6 +1,3 @@
-import copy
-import json
-import pickle
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,7 +11,6 @@ import attnflow as af
 from attnflow import tasks
 from attnflow.models.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
-from attnflow.tasks.merging import embedding
 
 DOUBLE = torch.float64
 PROMPTS = [[1, 2, 3], [1, 2, 3], [1, 2, 7], [4]]
@@ -93,7 +89,7 @@ def test_any_group_is_its_tree_depth_first(group):
     }
     assert merged.task.size == len(beginnings)
     assert merged.is_minimal
-    assert embedding(merged.task, family).ok
+    assert merged.embeds(family).ok
     allow = merged.task.mask.dense().numpy()
     for position in range(merged.task.size):
         readers = np.flatnonzero(allow[:, position])
@@ -123,23 +119,17 @@ def test_signed_weights_are_the_policy_gradient(learner):
 
 
 def test_prompts_numbered_apart_are_told():
-    """The same prompt with data numbers of its own in each rollout: nothing is shared, and merge says why."""
-    prompt, length = list(range(1, 1025)), 512
+    """The same prompt with data numbers of its own in each rollout: nothing is shared, and the merged task says so."""
 
     def rollout(number: int, first: int) -> Task:
-        ids = prompt + [2000 + number] * length
-        data = [Token(id, i, (i + first if i < 1024 else 10_000 * number + i,)) for i, id in enumerate(ids)]
-        labels = [Label(i - 1, data[i], number) for i in range(1024, 1024 + length)]
-        return Task(data[:-1], labels, af.masks.causal(1023 + length))
+        data = [Token(id, i, (first + i if i < 3 else 100 * number + i,)) for i, id in enumerate([1, 2, 3, number, 9])]
+        return Task(data[:-1], [Label(i - 1, data[i], number) for i in (3, 4)], af.masks.causal(4))
 
-    apart = tasks.merge([rollout(i, 10_000 * i) for i in range(4)])
-    assert apart.task.size == 6140
+    apart, shared = (tasks.merge([rollout(i, 10 * i * alone) for i in (1, 2)]) for alone in (True, False))
+    assert (apart.task.size, shared.task.size) == (8, 5)
     assert "nothing is shared: tokens are one input only if ids, position and provenance agree" in str(apart)
-    shared = tasks.merge([rollout(i, 0) for i in range(4)])
-    assert shared.task.size == 3068
     assert "nothing is shared" not in str(shared)
-    family = tasks.rollouts(prompt, [[2000 + i] * length for i in range(4)])
-    assert tasks.merge(family).task.size == 3068
+    assert tasks.merge(tasks.rollouts([1, 2, 3], [[1, 9], [2, 9]])).task.size == 5
 
 
 def test_empty_responses_train_nothing():
@@ -162,17 +152,3 @@ def test_tensors_and_arrays_are_welcome():
     assert tasks.rollouts(torch.tensor([[1, 2], [1, 2]]), torch.tensor([[3, 4], [3, 5]])) == tasks.rollouts(
         [1, 2], [[3, 4], [3, 5]]
     )
-
-
-def test_labels_keep_their_numbers_through_json_and_pickling():
-    merged = tasks.merge(tasks.rollouts([1, 2], [[3, 4], [3]], weights=[-1.0, 2.0])).task
-    for made in (
-        Task.from_dict(json.loads(json.dumps(merged.to_dict()))),
-        pickle.loads(pickle.dumps(merged)),
-        copy.deepcopy(merged),
-        Task(merged.inputs, merged.labels, merged.mask),
-    ):
-        assert made == merged
-        assert hash(made) == hash(merged)
-    other = Task(merged.inputs, [*merged.labels[:-1], Label(2, merged.labels[-1].target)], merged.mask)
-    assert other != merged

@@ -8,27 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow import masks, testing
 from attnflow.tasks import Label, Task, Token
-
-LAYERS = 3
-
-
-def tiny_llama(layers=LAYERS):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).double().eval()
 
 
 @st.composite
@@ -97,23 +80,16 @@ def test_a_stack_proves_what_a_closure_cannot():
     assert leak.route == "layer 1: 0 -> 1, layer 2: 1 -> 2"
 
 
-def layered():
-    """A causal sequence under a window in one layer and a dilated window in another."""
+def test_as_plain_data():
     tokens = [Token(id, place) for place, id in enumerate(range(20, 31))]
     layers = [masks.sliding_window(10, 3), masks.dilated_window(10, 2, 3), masks.causal(10)]
-    return Task(tokens[:10], [Label(i, target=tokens[i + 1]) for i in range(10)], layers)
-
-
-def test_as_plain_data():
-    stack = layered()
+    stack = Task(tokens[:10], [Label(i, target=tokens[i + 1]) for i in range(10)], layers)
     again = Task.from_dict(stack.to_dict())
     assert again == stack
     assert hash(again) == hash(stack)
     assert (again.num_layers, again.masks) == (3, stack.masks)
     assert stack != Task(stack.inputs, stack.labels, masks.causal(stack.size))
     assert stack != Task(stack.inputs, stack.labels, stack.masks[:2])
-    with pytest.raises(ValueError, match="task: masks"):
-        Task.from_dict({**stack.to_dict(), "masks": ["no mask"]})
 
 
 @pytest.mark.parametrize(

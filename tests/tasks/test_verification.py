@@ -29,6 +29,7 @@ FAMILIES = {
     "multi-token": tasks.multi_token_prediction(IDS, 3),
     "masked": tasks.masked_lm(IDS, [1, 4]),
     "block diffusion": tasks.block_diffusion(IDS, 2, masked=[1, 3, 6, 7]),
+    "spans": tasks.butterfly(IDS, block=2, masked=[1, 2, 4, 6, 7], mask_token=15),
     "mixed": (*tasks.butterfly(IDS[:5]), *tasks.causal_lm(IDS), *tasks.masked_lm(IDS, [2])),
 }
 

@@ -220,11 +220,6 @@ def test_a_batch_gives_each_gap_what_it_gives_alone(model, per_pass):
     assert together.tokens == tuple(each.tokens[0] for each in alone)
 
 
-def test_verify_holds_for_spans(model):
-    family = tasks.butterfly(TEXT, block=BLOCK, masked=[1, 2, 4, 6, 7, 8, 11], mask_token=MASK)
-    assert tasks.verify(family, tasks.merge(family), model, tolerance=1e-11).ok
-
-
 @pytest.mark.slow
 def test_smollm2_in_blocks_is_the_merged_task():
     model, tokenizer = af.load_model("smollm2-135m")

