@@ -6,7 +6,7 @@ import base64
 
 import numpy as np
 
-from attnflow.report.live.actions import design_of
+from attnflow.report.live.operations import design_of
 from attnflow.report.live.session import Session
 
 

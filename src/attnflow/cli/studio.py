@@ -52,7 +52,7 @@ def studio(
 def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, object]:
     """Returns the plain data of the initial design, and refuses mistakes before the studio opens."""
     from attnflow._core.plain import read_json
-    from attnflow.report.live.actions import design_of
+    from attnflow.report.live.operations import design_of
 
     if is_file(subject):
         if n is not None or settings:

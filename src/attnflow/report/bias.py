@@ -81,7 +81,7 @@ def _layers(bias_map: BiasMap) -> Section:
     for rank in _RANKS:
         energy = bias_map.energy(rank)
         columns[f"Rank {rank}"] = [_share(energy[one.layer]) for one in layers]
-    table = html.columns_table(columns)
+    table = html.table(list(columns), zip(*columns.values(), strict=True))
     parts = [html.paragraph(lead, kind="lead"), table]
     strongest = max(layers, key=lambda one: one.strength, default=None)
     if strongest is not None and strongest.strength > 0 and len(layers) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,11 +74,6 @@ def table(
         cells = (cell("td", i, content) for i, content in enumerate(row))
         body.append(tag("tr", *cells, class_="marked" if index in emphasised else None))
     return tag("div", tag("table", tag("thead", top), tag("tbody", *body)), class_="scroll", tabindex=0, role="region")
-
-
-def columns_table(columns: Mapping[str, Sequence[str]], *, text_columns: int = 1) -> Html:
-    """Builds a table from its columns."""
-    return table(list(columns), zip(*columns.values(), strict=True), text_columns=text_columns)
 
 
 def figure(picture: str | Html, caption: Content | None = None, *, read_out: bool = False, kind: str = "") -> Html:

@@ -83,7 +83,7 @@ def _entries(trace: Trace) -> Section:
         "Norm": html.numbers([one.norm for one in strongest]),
         "Effect": html.numbers(effects, signed=True),
     }
-    table = html.columns_table(columns, text_columns=2)
+    table = html.table(list(columns), zip(*columns.values(), strict=True), text_columns=2)
     what = "Norms of contributions" if trace.without else "Direct effects of entries"
     chart = charts.in_page(lambda: trace_chart(trace, picture="entries", count=_BARS), what)
     return Section("entries", title, html.paragraph(lead, kind="lead") + chart + table)
@@ -120,7 +120,7 @@ def _layers(trace: Trace) -> Section:
             if any(effect is not None for effect in effects):
                 values = [math.nan if effect is None else float(effect[-1]) for effect in effects]
                 columns[name] = html.numbers(values, signed=True)
-    table = html.columns_table(columns)
+    table = html.table(list(columns), zip(*columns.values(), strict=True))
     return Section("layers", "Each layer in numbers", html.paragraph(lead, kind="lead") + table)
 
 

@@ -21,7 +21,7 @@ def main(memory: int) -> None:
     It first prints `{"ready": true}`; each answer is two lines, the reply and the changed design (else an empty line).
     """
     say, first = _begun(memory)
-    from attnflow.report.live.actions import design_of
+    from attnflow.report.live.operations import design_of
     from attnflow.report.live.session import Session
 
     session = Session(design_of(json.loads(first), "the design"))
@@ -29,7 +29,7 @@ def main(memory: int) -> None:
     for line in sys.stdin:
         revision = session.revision
         reply = _plain(session.handle(json.loads(line)))
-        say("\n".join((reply, "" if session.revision == revision else session.plain)))
+        say("\n".join((reply, "" if session.revision == revision else session.design.plain)))
 
 
 def _plain(content: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -146,6 +147,11 @@ class Design:
     def survey(self) -> tuple[LeakReport, IntArray]:
         """Finds which labels leak, and where, without the witness paths."""
         return survey(self.task)
+
+    @cached_property
+    def plain(self) -> str:
+        """Returns the design as JSON."""
+        return json.dumps(self.to_dict(), separators=(",", ":"))
 
     @property
     def texts(self) -> list[str] | None:

@@ -11,9 +11,8 @@ from attnflow._core.parameters import Named, find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow.masks.build import from_edges
 from attnflow.report.hasse_svg import diagram
-from attnflow.report.live.actions import Message
-from attnflow.report.live.answers import tile
 from attnflow.report.live.design import Design, Layer
+from attnflow.report.live.operations import Message, Reply, tile
 from attnflow.tasks.derivation import derive, named_families
 from attnflow.tasks.families import Family
 from attnflow.tasks.leaks import LeakReport, check
@@ -28,8 +27,6 @@ _MAX_SETTING: Final = 400  # characters
 _MAX_LEAKS: Final = 100
 _MAX_CELLS: Final = 6000  # positions of all subtasks together: more are no picture
 _TEXT: Final = "the cat sat on the mat and slept"
-
-Reply = dict[str, object]
 
 
 def families() -> Reply:

@@ -11,11 +11,11 @@ from typing import Final, cast
 
 import numpy as np
 
+from attnflow._core.errors import AttnflowError
 from attnflow._core.plain import as_integer
-from attnflow.report.live.actions import ACTIONS, Message, layer_of
-from attnflow.report.live.answers import QUESTIONS, Reply, answered, tile
 from attnflow.report.live.design import Design, Layer
 from attnflow.report.live.families import families, family
+from attnflow.report.live.operations import ACTIONS, QUESTIONS, Message, Reply, layer_of, tile
 
 _HISTORY: Final = 200
 _LISTED: Final = 4000  # positions and labels
@@ -32,7 +32,7 @@ class Session:
     """The state of one page or widget; `handle` takes a message and gives a reply, both plain data.
 
     - `{"op": "pick", "layer": 0, "name": "sliding_window", "settings": {"n": "64", "window": "8"}}` and the other
-      operations of `attnflow.report.live.actions` change the design; the reply describes it. With a "tile" it also
+      operations of `attnflow.report.live.operations` change the design; the reply describes it. With a "tile" it also
       holds that window of the matrix.
     - `undo` and `redo` change it, too.
     - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`, `code`, `families`
@@ -44,7 +44,6 @@ class Session:
     def __init__(self, design: Design) -> None:
         self.design = design
         self.revision = 0
-        self._plain: tuple[Design, str] | None = None
         self._past: list[tuple[str, Design]] = []  # what was done, and what there was before it
         self._future: list[tuple[str, Design]] = []
         self._questions: Mapping[str, Callable[[Message], Reply]] = {
@@ -56,7 +55,16 @@ class Session:
 
     def handle(self, message: Mapping[str, object]) -> Reply:
         """Replies to one message, with its `id`."""
-        return answered(message, lambda: self._answer(message))
+        identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
+        try:
+            return {**identity, "ok": True, **self._answer(message)}
+        except (AttnflowError, ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
+            said = str(error)
+        except MemoryError:
+            said = "not enough memory for this"
+        except RecursionError:
+            said = "the message is nested too deeply"
+        return {**identity, "ok": False, "error": said}
 
     def _answer(self, message: Message) -> Reply:
         _require_small(message)
@@ -89,13 +97,6 @@ class Session:
             reply["tile"] = self._tile(window)
         return reply
 
-    @property
-    def plain(self) -> str:
-        """Returns the design as JSON."""
-        if self._plain is None or self._plain[0] is not self.design:
-            self._plain = self.design, json.dumps(self.design.to_dict(), separators=(",", ":"))
-        return self._plain[1]
-
     def _state(self, notices: list[str], before: Design | None = None) -> Reply:
         """Describes the design, omitting lists that are unchanged since `before`."""
         design = self.design
@@ -115,7 +116,7 @@ class Session:
             "num_labels": len(design.labels),
             "undo": self._past[-1][0] if self._past else None,
             "redo": self._future[-1][0] if self._future else None,
-            "design": self.plain if len(self.plain) <= _MAX_LINK else None,
+            "design": design.plain if len(design.plain) <= _MAX_LINK else None,
             "notices": notices,
         }
         for name, (value, listed) in lists.items():
