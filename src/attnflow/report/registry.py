@@ -64,6 +64,10 @@ def _table_part(result: Result, _: Context) -> Part:
     return Part(name, [Section(name.lower(), name, body)], failed=ok is False)
 
 
+def _survey_figure(survey: Survey, **options: Any) -> Figure:
+    return score_chart(*survey.models, **options)
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a result is shown: its part of a page, its picture if any, and whether several results share both."""
@@ -85,7 +89,7 @@ KINDS: Final[dict[type, Kind]] = {
     BiasMap: Kind(bias_part, map_chart),
     BiasGraph: Kind(graph_part, graph_svg),
     GeometryScores: Kind(scores_part, score_chart, together=True),
-    Survey: Kind(figure=lambda survey, **options: score_chart(*survey.models, **options)),
+    Survey: Kind(figure=_survey_figure),
     Trace: Kind(trace_part, trace_chart),
 }
 EXPANDED: Final = (Task,)  # a page shows their parts, see `_subjects`

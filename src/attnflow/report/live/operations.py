@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from attnflow._core.checks import integer
 from attnflow._core.markup import plural
-from attnflow._core.parameters import find
+from attnflow._core.parameters import EXAMPLES, find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import named_masks
