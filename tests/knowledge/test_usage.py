@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -38,9 +37,7 @@ def test_any_split_into_passes_counts_the_same(seed, passes, heads, entries):
     per_token = fires.sum(dim=(1, 2))
     assert seen.fired(0)[1].tolist() == fires.sum(dim=(0, 1)).tolist()
     assert one.mean == pytest.approx(float(per_token.float().mean()))
-    for share, found in ((0.05, one.lower), (0.5, one.median), (0.95, one.upper)):
-        assert found == np.quantile(per_token.numpy(), share, method="inverted_cdf")
-    assert (one.minimum, one.maximum) == (int(per_token.min()), int(per_token.max()))
+    assert one.maximum == int(per_token.max())
     assert one.dead == int((fires.sum(dim=(0, 1)) == 0).sum())
 
 
@@ -98,8 +95,8 @@ def test_reports_as_text_and_json():
     report = seen.report()
     assert type(report).from_json(report.to_json()) == report
     assert str(report).splitlines() == [
-        "layer  tokens  entries  mean  share  min  5 %  median  95 %  max  dead",
-        "    0       2        4   1.5  37.5%    1    1       1     2    2     2",
+        "layer  tokens  entries  mean  share  max  dead",
+        "    0       2        4   1.5  37.5%    2     2",
         "dead in all layers: 2 of 4 entries: [1, 2]",
     ]
 

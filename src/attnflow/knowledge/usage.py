@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Int
@@ -31,10 +28,6 @@ class LayerActivity:
     entries: int  # that the layer may read
     read_all: bool  # whether all of them were read; if not, the numbers are of those that were
     mean: float  # active entries per token
-    minimum: int  # of any token
-    lower: int  # 5 % of the tokens have at most so many
-    median: int  # half of the tokens have at most so many
-    upper: int  # 95 % of the tokens have at most so many
     maximum: int  # of any token
     dead: int  # entries that were active for no token here
 
@@ -52,7 +45,7 @@ class ActivityReport(Result):
         return [asdict(one) for one in self.layers]
 
     def __str__(self) -> str:
-        head = ["layer", "tokens", "entries", "mean", "share", "min", "5 %", "median", "95 %", "max", "dead"]
+        head = ["layer", "tokens", "entries", "mean", "share", "max", "dead"]
         rows = [
             [
                 str(one.layer),
@@ -60,7 +53,8 @@ class ActivityReport(Result):
                 f"{one.entries:,}",
                 f"{one.mean:,.1f}{'' if one.read_all else '*'}",
                 f"{100 * one.mean / max(one.entries, 1):.1f}%",
-                *(f"{count:,}" for count in (one.minimum, one.lower, one.median, one.upper, one.maximum, one.dead)),
+                f"{one.maximum:,}",
+                f"{one.dead:,}",
             ]
             for one in self.layers
         ]
@@ -166,7 +160,10 @@ class Activity:
             counts.read_all &= reading.certificate is None
             positions = reading.ids.flatten(0, -3) if counted is None else reading.ids[counted.to(fires.device)]
             counts.add(*ids(positions[active_here]).cpu().unique(return_counts=True))
-        counts.tokens.update(active_here.sum(dim=(1, 2)).tolist())
+        each = active_here.sum(dim=(1, 2))
+        counts.tokens += len(each)
+        counts.active += int(each.sum())
+        counts.most = max([counts.most, *each.tolist()])
 
     def may_read(self, layer: int, ids: Int[Tensor, " entries"]) -> None:
         """Register the entries that a layer may read, so that unused ones count as dead."""
@@ -203,7 +200,7 @@ class _Counts:
     def __init__(self) -> None:
         self.ids = torch.zeros(0, dtype=torch.int64)  # ascending
         self.fired = torch.zeros(0, dtype=torch.int64)
-        self.tokens = Counter[int]()  # by their number of active entries
+        self.tokens = self.active = self.most = 0  # tokens, active entries of all tokens and of any one
         self.read_all = True
 
     @property
@@ -220,10 +217,5 @@ class _Counts:
         self.fired = fresh.index_add(0, place, torch.cat([self.fired, fired]))
 
     def summary(self, layer: int) -> LayerActivity:
-        tokens, active_entries = self.tokens.total(), sorted(self.tokens)
-        at_most = list(accumulate(self.tokens[count] for count in active_entries))
-        lower, median, upper = (active_entries[bisect_left(at_most, share * tokens)] for share in (0.05, 0.5, 0.95))
-        least, most = active_entries[0], active_entries[-1]
-        mean = sum(count * number for count, number in self.tokens.items()) / tokens
         entries, dead = len(self.ids), len(self.ids) - len(self.alive)
-        return LayerActivity(layer, tokens, entries, self.read_all, mean, least, lower, median, upper, most, dead)
+        return LayerActivity(layer, self.tokens, entries, self.read_all, self.active / self.tokens, self.most, dead)
