@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnflow import masks
 from attnflow.masks.batches import MaskGrid
-from attnflow.masks.rows import block_mask_of_rows
+from attnflow.masks.flex import block_mask_of_rows
 
 HEADS, WIDTH = 4, 64
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import attnflow as af
-from attnflow.masks.rows import allowed_of_rows, is_row_intervals
+from attnflow.masks.flex import allowed_of_rows, is_row_intervals
 from attnflow.tasks import Collator, Label, Task, Token
 from attnflow.tasks.embedding import embed
 

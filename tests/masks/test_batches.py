@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from attnflow import masks
 from attnflow.masks.batches import MaskGrid
-from attnflow.masks.rows import allowed_of_rows, block_counts_of_rows, block_mask_of_rows
+from attnflow.masks.flex import allowed_of_rows, block_counts_of_rows, block_mask_of_rows
 from tests.strategies import square_masks
 
 TABLES = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"]

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
 from attnflow.masks.build import computed_pairs
-from attnflow.masks.rows import allowed_of_rows, is_row_intervals, num_layers_of, rows_of_layer
+from attnflow.masks.flex import allowed_of_rows, is_row_intervals, num_layers_of, rows_of_layer
 
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)

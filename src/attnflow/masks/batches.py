@@ -14,11 +14,10 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
-from attnflow.masks.flex import MAX_UNROLLED, Blocked, MaskMod, bounds_of, mask_mod_of_bits
+from attnflow.masks.flex import MAX_UNROLLED, Blocked, MaskMod, bounds_of, mask_mod_of_bits, mask_mod_of_rows
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.registry import not_a_mask
-from attnflow.masks.rows import mask_mod_of_rows
 
 _NARROW: Final = 8  # intervals of a row up to which keys are not numbered anew
 _SHOWN: Final = 4

@@ -14,8 +14,7 @@ from attnflow._core.checks import boolean, integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow.masks.batches import MaskGrid
-from attnflow.masks.hf.attention import FlexOnCpu, MaskedAttention
-from attnflow.masks.hf.batched import BatchAttention
+from attnflow.masks.hf.attention import BatchAttention, FlexOnCpu, MaskedAttention
 from attnflow.masks.hf.forms import GridForms
 from attnflow.masks.hf.selfcheck import Check, check_stack
 from attnflow.masks.mask import Mask
