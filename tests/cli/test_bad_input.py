@@ -25,7 +25,6 @@ CASES = [
     ("mask export causal --to varlin", "did you mean varlen"),
     ("mask export causal --to varlen -o causal.jsn", "must end in .json"),
     ("mask debug none.npy", "cannot read none.npy"),
-    ("mask debug task.json --set window=3", "--set belongs to the mask of --against"),
     ("mask merge buterfly --tokens 5", "did you mean butterfly"),
     ("mask merge block_two_stream --tokens 8 --set blok=2", "did you mean block"),
     ("mask merge butterfly", "--tokens"),

@@ -280,6 +280,3 @@ def test_a_mask_upside_down(run: Callable, tmp_path: Path) -> None:
     assert (code, err) == (1, "")
     assert "inverted        its complement is causal(n=8)" in out
     assert run("mask", "debug", str(file), "--masked-true").code == 0
-    code, out, _ = run("mask", "debug", str(file), "--masked-true", "--against", "sliding_window", "--set", "window=7")
-    assert code == 1
-    assert "allows query 7, key 0" in out

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from attnflow._core.markup import percent, plural
-from attnflow.cli._arguments import EXAMPLES, MaskLength, OutputOption, Settings, is_file, mask_argument, settings_from
+from attnflow.cli._arguments import EXAMPLES, MaskLength, OutputOption, Settings, mask_argument, settings_from
 from attnflow.cli._output import (
-    BadUsage,
     JsonFlag,
     console,
     output_path,
@@ -216,11 +215,6 @@ def mask_debug(
         str,
         typer.Argument(metavar="FILE", help='A mask as .json, .npy, .pt or .safetensors; "-" reads JSON from stdin.'),
     ],
-    against: Annotated[
-        str | None,
-        typer.Option("--against", metavar="MASK", help="What it should be: a name of the catalogue, or a file."),
-    ] = None,
-    settings: Settings = None,
     masked_true: Annotated[
         bool,
         typer.Option("--masked-true", help="True, or 1, forbids, as in Transformer Engine; not in additive masks."),
@@ -231,31 +225,17 @@ def mask_debug(
 
     Tensors are [queries, keys], with one or two more axes before them; True or 1 allows, and of floats 0. JSON is what
     `mask export` writes, or a mask as the guide has it. Exits with 1 if something looks wrong: queries without keys, a
-    mask upside down, a few pairs that a well-known mask does not have. --set belongs to --against.
+    mask upside down, a few pairs that a well-known mask does not have.
     """
     from attnflow.masks.diagnosis import diagnose, read_mask
 
-    if settings and against is None:
-        raise BadUsage("--set belongs to the mask of --against")
     with working(f"reading {file}"):
-        mask = read_mask(file, masked_true)
-        other = None if against is None else _other(against, mask.num_queries, settings or [])
-        diagnosis = diagnose(mask, other)
+        diagnosis = diagnose(read_mask(file, masked_true))
     if json_output:
         print_result(diagnosis)
     else:
         _say_verdict(diagnosis)
     raise typer.Exit(0 if diagnosis.ok else 1)
-
-
-def _other(against: str, num_queries: int, settings: list[str]) -> Mask:
-    """Reads the mask of `--against`, with the compared length if it can have any."""
-    from attnflow.masks.spec import named_masks
-
-    entry = None if is_file(against) else named_masks().get(against)
-    sized = entry is not None and any(parameter.name == "n" for parameter in entry.parameters)
-    has_n = any(text.split("=")[0].strip() == "n" for text in settings)
-    return mask_argument(against, num_queries if sized and not has_n else None, settings)
 
 
 def _say_verdict(result: Diagnosis | LeakReport) -> None:

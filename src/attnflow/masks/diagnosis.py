@@ -31,7 +31,7 @@ class Finding:
     """One thing that looks wrong.
 
     Attributes:
-        kind: "empty", "diagonal", "inverted", "transposed", "nearly" or "against".
+        kind: "empty", "diagonal", "inverted", "transposed" or "nearly".
         message: what it is, and what it does.
         pairs: the first pairs (query, key) that show it.
     """
@@ -105,12 +105,12 @@ def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
         raise ValueError(f"{path}: {error}") from error
 
 
-def diagnose(mask: Mask, against: Mask | None = None) -> Diagnosis:
-    """Tells what a mask is and what looks wrong with it; `against` is what it should be."""
+def diagnose(mask: Mask) -> Diagnosis:
+    """Tells what a mask is and what looks wrong with it."""
     equal = equal_to(mask)
     formats = tuple(name for name in export.FORMATS if _can_say(name, mask))
     same_as = None if equal is None else repr(equal)
-    return Diagnosis(*mask.shape, mask.nnz, same_as, tuple(_findings(mask, against)), formats)
+    return Diagnosis(*mask.shape, mask.nnz, same_as, tuple(_findings(mask)), formats)
 
 
 def equal_to(mask: Mask) -> Mask | None:
@@ -126,7 +126,7 @@ def _can_say(name: str, mask: Mask) -> bool:
     return True
 
 
-def _findings(mask: Mask, against: Mask | None) -> Iterator[Finding]:
+def _findings(mask: Mask) -> Iterator[Finding]:
     counts = mask.row_counts()
     empty = np.flatnonzero(counts == 0)
     if len(empty) and mask.num_keys:
@@ -138,12 +138,7 @@ def _findings(mask: Mask, against: Mask | None) -> Iterator[Finding]:
         if blind:
             message = f"{_some(blind)} may attend to other keys and not to the own one"
             yield Finding("diagonal", message, tuple((query, query) for query in blind[:_SHOWN]))
-    if against is not None:
-        if against.shape != mask.shape:
-            yield Finding("against", f"expected {against.shape} queries and keys, got {mask.shape}")
-        elif pairs := mask.difference(against, limit=_SHOWN):
-            yield Finding("against", f"differs from {against!r}: {_said(mask, pairs)}", tuple(pairs))
-    elif equal_to(mask) is None:
+    if equal_to(mask) is None:
         yield from _mistaken(mask)
 
 
