@@ -75,7 +75,7 @@ def ticks(size: int, most: int = 6) -> list[int]:
     return [*[t for t in range(0, size, step) if t == 0 or size - 1 - t >= 0.6 * step], size - 1]
 
 
-def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440, title: str | None = None) -> str:
+def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440) -> str:
     """Draws a mask as one `<svg>`, queries downwards, keys to the right; filled means allowed.
 
     Above 64 queries or keys it is a heat map of at most 96 x 96 blocks; only fully allowed blocks have the full colour.
@@ -102,7 +102,7 @@ def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440
         margin + width + max(16.0, 5.0 * len(grouped(mask.num_keys))), margin + 330 if legend else 0.0, margin + 96
     )
     body = element("g", "".join(parts) + legend, transform=f"translate({number(margin)},{number(above)})")
-    what = title if title is not None else f"Mask {mask!r}: {percent(mask.density)} of {mask.shape} pairs allowed"
+    what = f"Mask {mask!r}: {percent(mask.density)} of {mask.shape} pairs allowed"
     return root(
         body,
         full_width,
