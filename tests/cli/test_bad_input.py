@@ -23,7 +23,6 @@ CASES = [
     ("mask check bad.json", "bad.json is not JSON"),
     ("mask exprt causal", "did you mean 'export'"),
     ("mask export causal --to varlin", "did you mean varlen"),
-    ("mask export causal --to varlen -o causal.jsn", "must end in .json"),
     ("mask debug none.npy", "cannot read none.npy"),
     ("mask merge buterfly --tokens 5", "did you mean butterfly"),
     ("mask merge block_two_stream --tokens 8 --set blok=2", "did you mean block"),

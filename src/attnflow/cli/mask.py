@@ -165,31 +165,24 @@ def mask_merge(
 @app.command("export")
 def mask_export(
     name: _Name,
-    to: Annotated[
-        str,
-        typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer, te."),
-    ],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer, te.")],
     n: MaskLength = None,
     settings: Settings = None,
-    output: OutputOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Say a mask in the words of another kernel.
 
-    What the format cannot say exits with 1 and names a pair (query, key). -o writes the same JSON as --json to a
-    .json file, which every command takes in place of a mask's name.
+    What the format cannot say exits with 1 and names a pair (query, key). What --json prints goes into a .json file,
+    which every command takes in place of a mask's name.
     """
     from attnflow._core.parameters import find
     from attnflow.masks.export import FORMATS, NotExpressible
 
     make = find(to, FORMATS, "format")
-    target = None if output is None else output_path(output, (".json",))
     mask = mask_argument(name, n, settings or [])
     try:
         with working(f"exporting {mask.name}"):
             form = make(mask)
-            if target is not None:
-                form.save(target)
     except NotExpressible as error:
         if json_output:
             refusal = {"format": error.format, "reason": str(error), "pair": error.pair, "allowed": error.allowed}
@@ -205,8 +198,6 @@ def mask_export(
     for label, value in form.to_dict().items():
         if label not in ("attnflow", "version"):
             say(screen, f"{label:<16} {_short(value)}")
-    if output is not None:
-        say(screen, f"{'written':<16} {output}")
 
 
 @app.command("debug")
