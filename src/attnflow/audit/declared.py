@@ -19,7 +19,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents, masks_by_layer, real_positions
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents, real_positions
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
@@ -73,9 +73,7 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
         allow = pairs_passed(inputs, slot)
         if allow is None or len(inputs.slots) > 1:
             raise ValueError("order='mask' needs an attention_mask of pairs, [batch, heads, n, n], among the inputs")
-        layers = masks_by_layer(inputs.kwargs["attention_mask"])
-        pairs = [each for mask in layers if (each := allowed_pairs(mask, inputs.batch, slot.length)) is not None]
-        return Relation(tuple(pairs), len(layers) == 1, "the pairs that attention_mask allows")
+        return Relation((allow,), True, "the pairs that attention_mask allows")
     repeat, masks = _masks_of(order)
     for mask in masks:
         if (mask.num_queries, mask.num_keys) != (inputs.size, inputs.size):

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from attnflow._core.markup import plural
 from attnflow.audit.inputs import Inputs, Slot
 from attnflow.masks.build import computed_pairs
-from attnflow.masks.flex import allowed_of_rows, is_row_intervals, num_layers_of, rows_of_layer
+from attnflow.masks.flex import allowed_of_rows, is_row_intervals
 
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
@@ -92,19 +92,15 @@ def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
 
 
 def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
-    """The pairs that a mask allows in any head and layer, bool [batch or 1, n, n]; None for a mask of positions.
+    """The pairs that a mask allows in any head, bool [batch or 1, n, n]; None for a mask of positions.
 
-    It may be a `BlockMask`, 0 and 1 or bool, additive, row intervals of `af.masks.batch`, or one of these for each
-    layer.
+    It may be a `BlockMask`, 0 and 1 or bool, additive, or row intervals of `af.masks.batch`.
     """
     if isinstance(mask, BlockMask):
         mask = computed_pairs(mask)
     pairs = as_tensor(mask)
     if pairs.ndim < 3:
         return None
-    if num_layers_of(pairs) is not None:
-        layers = [allowed_pairs(each, batch, n) for each in masks_by_layer(pairs)]
-        return torch.stack([each for each in layers if each is not None]).any(0)
     if is_row_intervals(pairs) and pairs.shape[-2] != n:
         pairs = allowed_of_rows(pairs, n)
     if pairs.shape[-2:] != (n, n) or pairs.shape[0] not in (1, batch):
@@ -112,14 +108,6 @@ def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     zero_one = not pairs.is_floating_point() or bool(((pairs == 0) | (pairs == 1)).all() and (pairs == 1).any())
     allow = pairs != 0 if zero_one else pairs == 0
     return allow.any(1) if allow.ndim == 4 else allow
-
-
-def masks_by_layer(mask: object) -> list[object]:
-    """The masks of the layers, or one mask for all."""
-    layers = num_layers_of(mask)
-    if layers is None or not isinstance(mask, Tensor):
-        return [mask]
-    return [rows_of_layer(mask, layer) for layer in range(layers)]
 
 
 def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) -> Tensor | None:

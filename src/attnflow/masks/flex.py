@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 # torch reads a mask_mod's signature and closure: `no_type_check` keeps run-time type checkers from wrapping it.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-LAYERED: Final = torch.int64  # of row intervals for each layer
 MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
 _COVERED: Final = 1 << 22  # keys that are counted at a time where they are numbered anew
 
@@ -328,21 +327,3 @@ def block_counts_of_rows(
         for h in range(heads)
     ]
     return torch.stack(parts).unflatten(0, (batch, heads))
-
-
-def num_layers_of(mask: object) -> int | None:
-    """The number of layers in per-layer row intervals; None for anything else."""
-    return mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == LAYERED else None
-
-
-def rows_of_layer(rows: Tensor, layer: int) -> Tensor:
-    """The row intervals of one layer, in the form without layers."""
-    return rows[:, layer : layer + 1].to(torch.int32)
-
-
-def first_alike(rows: Tensor) -> list[int]:
-    """For each layer the first with the same mask; compares each layer with every different mask."""
-    views, first = rows.unbind(1), list[int]()
-    for layer, view in enumerate(views):
-        first.append(next((other for other in dict.fromkeys(first) if torch.equal(views[other], view)), layer))
-    return first

@@ -161,10 +161,10 @@ def attach(
         for form in forms.values():
             form.prepare(devices - {torch.device("meta")})
     interceptors = {
-        site.module: BatchAttention(site.name, layer, len(masked), flex_on_cpu)
+        site.module: BatchAttention(site.name, flex_on_cpu)
         if by_batch
         else MaskedAttention(site.name, forms[masks[site.module]], site.kind == "cross", crop, flex_on_cpu)
-        for layer, site in enumerate(masked)
+        for site in masked
     }
     interception = intercept(
         models_around(masked), interceptors, role="mask", implementation=backend, replaces_mask=not by_batch

@@ -13,10 +13,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.flex import (
     allowed_of_rows,
     block_mask_of_rows,
-    first_alike,
     is_row_intervals,
-    num_layers_of,
-    rows_of_layer,
 )
 from attnflow.masks.hf.forms import GridForms, MaskForms, Span
 from attnflow.models.interception import AttentionCall, Output, Proceed
@@ -292,25 +289,16 @@ class BatchAttention:
     """Interceptor that reads the masks of a batch; a call without them runs under the model's own mask."""
 
     name: str  # the module's path, for messages
-    layer: int  # its number among the attention modules
-    num_layers: int
     flex_on_cpu: FlexOnCpu
 
     def __call__(self, call: AttentionCall, proceed: Proceed) -> Output:
         """Computes attention under the masks of the batch."""
         mask, (batch, heads, queries, _), num_keys = call.mask, call.query.shape, call.key.shape[2]
-        layers = num_layers_of(mask)
-        if not isinstance(mask, Tensor) or not (layers or is_row_intervals(mask)):
+        if not isinstance(mask, Tensor) or not is_row_intervals(mask):
             return proceed(call)
         route = route_of(self.name, self.flex_on_cpu, call, proceed)
-        if layers is not None and layers != self.num_layers:
-            raise ValueError(
-                f"{self.name} was given masks for {layers} layers, one each, but the model has {self.num_layers} "
-                "attention modules: tasks with a mask per layer are for models of exactly that many"
-            )
-        layer = None if layers is None else self.layer
-        self._check(mask if layer is None else mask[:, layer : layer + 1], batch, heads, queries, num_keys)
-        return attend(call, proceed, route, _native(mask, layer, num_keys, route, call.query))
+        self._check(mask, batch, heads, queries, num_keys)
+        return attend(call, proceed, route, _native(mask, num_keys, route, call.query))
 
     def _check(self, rows: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
         """Raises unless the masks fit this call; reads values only for a cache."""
@@ -343,17 +331,13 @@ class BatchAttention:
             )
 
 
-def _native(mask: Tensor, layer: int | None, num_keys: int, implementation: str, query: Tensor) -> Native:
-    """A layer's mask in the implementation's form; outside a compiler, layers with the same mask share it."""
+def _native(mask: Tensor, num_keys: int, implementation: str, query: Tensor) -> Native:
+    """The masks in the implementation's form; outside a compiler, layers share it."""
     kept = _kept(mask)
-    if layer is not None and kept is not None:
-        if "layers" not in kept:
-            kept["layers"] = first_alike(mask)
-        layer = kept["layers"][layer]
-    key = layer, num_keys, implementation, query.device, query.dtype
+    key = num_keys, implementation, query.device, query.dtype
     if kept is not None and key in kept:
         return kept[key]
-    rows = (mask if layer is None else rows_of_layer(mask, layer)).to(query.device)
+    rows = mask.to(query.device)
     if implementation == FLEX:
         native = block_mask_of_rows(rows, num_keys), None
     else:
