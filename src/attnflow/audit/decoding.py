@@ -62,7 +62,7 @@ def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]
     if takes(model.forward, "attention_mask") and "attention_mask" not in inputs.kwargs:
         every.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
     if "transformers" in sys.modules:
-        from attnflow.audit.hf.callback import static_cache
+        from attnflow.audit.hf.decoding import static_cache
 
         every.append(DecodingPath("static cache", steps, cache=partial(static_cache, model, n)))
     return every
@@ -104,7 +104,7 @@ class SteppedRunner(Runner):
             if encoder:
                 state["encoder_outputs"] = (_entry(output, "encoder_last_hidden_state"),)
                 if "transformers" in sys.modules:
-                    from attnflow.audit.hf.callback import encoder_output
+                    from attnflow.audit.hf.decoding import encoder_output
 
                     state["encoder_outputs"] = encoder_output(*state["encoder_outputs"])
                 state |= {} if encoder[0].name is None else {encoder[0].name: None}

@@ -247,7 +247,9 @@ class _Reader:
         if match is None:
             return self._map(read, 1, outer=False)
         columns, scales = match
-        if len(columns.paths) > 1 or not torch.equal(columns.index, torch.arange(arguments[columns.paths[0]].shape[1])):
+        if len(columns.paths) != 1 or not torch.equal(
+            columns.index, torch.arange(arguments[columns.paths[0]].shape[1])
+        ):
             raise NotLinear("are made of a part of the token")
         if _distinct(scales, read.dtype, outer=True) is not None:
             raise NotLinear("are made of a token whose components are weighted")

@@ -1,29 +1,14 @@
-"""What audits share with transformers: a guard as a `Trainer`'s callback, a static cache, an encoder's output."""
+"""`GuardCallback`: a guard as a callback of a `Trainer`."""
 
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback
-from transformers.cache_utils import StaticCache
-from transformers.modeling_outputs import BaseModelOutput
+from torch import nn
+from transformers import TrainerCallback
 
-from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.guards import Guard, guard
-
-
-def static_cache(model: nn.Module, length: int) -> StaticCache:
-    """A static cache for `length` tokens; `UnsupportedArchitecture` unless a transformers model that takes one."""
-    if not isinstance(model, PreTrainedModel) or not cast(Any, model)._can_compile_fullgraph:
-        raise UnsupportedArchitecture(f"{type(model).__name__} takes no static cache")
-    return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
-
-
-def encoder_output(hidden: Tensor) -> BaseModelOutput:
-    """The output of an encoder that has run; some decoders read it by name, others by index."""
-    return BaseModelOutput(last_hidden_state=cast(Any, hidden))
 
 
 class GuardCallback(TrainerCallback):
