@@ -27,6 +27,7 @@ def test_the_table_is_whole():
         assert record.fault or abs(record.directionality.median) <= 1
     (bert,) = published_of("bert-base-uncased")[:1]
     assert (bert.num_layers, bert.symmetry.median) == (12, 0.510055)
+    assert {r.modality for r in table if "beit" in r.model} == {"vision-models"}
 
 
 @pytest.mark.parametrize(
@@ -70,10 +71,6 @@ def test_two_records_of_one_model_have_reasons_of_their_own():
     reasons = {record.record: record.fault for record in published_of("meta-llama/Meta-Llama-3-8B")}
     assert "random" in reasons["new"]
     assert "h mod n_kv" in reasons["old"]
-
-
-def test_beit_is_a_vision_model():
-    assert {r.modality for r in published_scores() if "beit" in r.model} == {"vision-models"}
 
 
 @pytest.mark.parametrize(
