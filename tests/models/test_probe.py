@@ -1,4 +1,4 @@
-"""What queries and keys consist of: the probe against the tables, and against the attention interface itself."""
+"""What queries and keys consist of: by the probe, with weights and without, and at the attention interface itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnflow.models.probe import Projections
 from attnflow.models.sites import find_sites, models_around
 from tests.models import ZOO, tiny, tokens
 
-REGISTERED = ["Llama", "GPT2", "GPTNeoX", "Phi3", "OPT", "Qwen3", "Gemma2", "Qwen3Next", "FalconH1", "Bert", "Albert"]
+FAMILIES = ["Llama", "GPT2", "GPTNeoX", "Phi3", "OPT", "Qwen3", "Gemma2", "Qwen3Next", "FalconH1", "Bert", "Albert"]
 LATENT = ["DeepseekV3", "DeepseekV3FullQuery", "DeepseekV2"]
 
 
@@ -19,16 +19,16 @@ def self_attention(model):
     return [site for site in find_sites(model) if site.kind == "self"]
 
 
-@pytest.mark.parametrize("name", REGISTERED)
-def test_it_sees_what_the_tables_say_of_weights_that_are_not_here(name):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_sees_the_same_without_weights(name):
     model = ZOO[name].build().eval()
     sites = self_attention(model)
     probed = projections(model, sites)
     empty = model.to("meta")
-    tables = projections(empty, self_attention(empty))
+    without = projections(empty, self_attention(empty))
     assert sites
-    assert list(probed) == list(tables)
-    for seen, said in zip(probed.values(), tables.values(), strict=True):
+    assert list(probed) == list(without)
+    for seen, said in zip(probed.values(), without.values(), strict=True):
         assert isinstance(seen, Projections)
         assert isinstance(said, Projections)
         assert (seen.num_heads, seen.num_kv_heads, seen.head_dim) == (said.num_heads, said.num_kv_heads, said.head_dim)
@@ -78,8 +78,9 @@ def test_the_model_is_as_it_was():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_what_does_not_read_tokens_is_read_by_its_family():
-    model = ZOO["ViT"].build().eval()
+@pytest.mark.parametrize("name", ["ViT", "Detr"])
+def test_what_does_not_read_tokens_is_called_alone(name):
+    model = ZOO[name].build().eval()
     found = projections(model, self_attention(model)).values()
     assert found
     for one in found:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from attnflow.models.probe import Projections
     from attnflow.models.sites import Site
 
-_ADAPTER: Final = ".base_layer."  # of PEFT, between the path that the model uses and the weight that it wraps
 _HEADS: Final = ("num_attention_heads", "num_heads", "num_key_value_heads")
 
 
@@ -99,50 +98,16 @@ def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projection
     """Return what the queries and keys of each site consist of at run time, or why that is unknown.
 
     Names are those of the model's own code, under adapters and quantisation too. Costs one forward pass of 16 tokens;
-    the registry answers for weights on the meta device and for models that do not run on tokens.
+    modules that it misses, such as those of a model of images or on the meta device, are called alone.
     """
     from attnflow.models.noise import traces
     from attnflow.models.probe import projections_in
 
-    if not _can_run(model):
-        return _registered_projections(model, sites)
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return dict.fromkeys((site.name for site in sites), "its weights are sharded over devices")
     seen = traces(model, sites)
-    found = {name: projections_in(trace) for name, trace in seen.items()}
-    if unseen := [site for site in sites if not seen[site.name].calls]:  # a model of images reads no tokens
-        by_name = _registered_projections(model, unseen)
-        found |= {name: one for name, one in by_name.items() if not isinstance(one, str)}
-    return found
-
-
-def _registered_projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | str]:
-    from attnflow.models.probe import Columns, Projections
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in model.named_modules():
-        wide, narrow = getattr(module, "out_features", None), getattr(module, "in_features", None)
-        if isinstance(wide, int) and isinstance(narrow, int):
-            shapes[f"{name}.weight".replace(_ADAPTER, ".")] = (wide, narrow)
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name and parameter.is_floating_point():  # a quantised weight is stored in another shape
-            shapes[name.replace(_ADAPTER, ".")] = tuple(parameter.shape)
-    found = {stem.path: place for stem, place in registered(shapes, config_of(model))}
-    result: dict[str, Projections | str] = {}
-    for site in sites:
-        place = found.get(site.name, "its weights are not here, and no table says what its queries and keys are")
-        if not isinstance(place, Place):
-            result[site.name] = str(place)
-            continue
-        sides: list[Columns] = []
-        for rows in (place.query_rows, place.key_rows):
-            if isinstance(rows, Selected):
-                path = rows.tensor.removeprefix(place.name).strip(".").removesuffix(".weight")
-                sides.append(Columns((path,), rows.index))
-        result[site.name] = (
-            Projections(place.num_heads, place.num_kv_heads, place.head_dim, *sides)
-            if len(sides) == 2
-            else "its weights are not here, and its queries or keys are products"
-        )
-    return result
+    found = {trace: projections_in(trace) for trace in dict.fromkeys(seen.values())}
+    return {name: found[trace] for name, trace in seen.items()}
 
 
 def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
@@ -220,7 +185,7 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     result = list(pairs)
     if not chosen:
         return result
-    seen = weights_in({site.name: site.module for site in chosen}, traces(model, chosen, alone=True))
+    seen = weights_in({site.name: site.module for site in chosen}, traces(model, chosen))
     for site in chosen:
         named = [pair for pair in pairs if _inside(pair[0].path, site.name)]
         certain = [place for _, place in named if isinstance(place, Place) and not place.discovered]

@@ -6,9 +6,10 @@ tower's, are called alone.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Final, cast
 
@@ -28,7 +29,7 @@ _ALONE: Final = "called alone, it did not run"
 # Shapes of the tokens and of what rotates them that modules take when they are called alone, the usual ones first.
 _TOKENS_LIKE: Final = ((TOKENS, 1), (TOKENS,), (1, TOKENS), (TOKENS, 1, 1))  # the last are images of one patch
 _HEADS: Final = ("num_heads", "num_attention_heads")  # what a module may say of its query heads
-_ROTATION_LIKE: Final = ((1, 1), (1, 1, 1))
+_ROTATION_LIKE: Final = ((1, 1), (1, 1, 1), None)  # or none
 
 _Vectors = Float[Tensor, "tokens features"]
 
@@ -55,11 +56,30 @@ class Trace:
             part.clear()
 
 
-def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict[str, Trace]:
+def traces(model: nn.Module, sites: Sequence[Site]) -> dict[str, Trace]:
     """Trace each attention module, by name, and leave the model unchanged.
 
-    Costs one forward pass of 16 sequences of one token; with `alone`, modules that it misses are called by themselves.
+    Costs one forward pass of 16 sequences of one token; modules that it misses are called by themselves. So are copies
+    of those on the meta device, one for all that are built alike.
     """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return _traces(model, sites)
+    built = {site.name: (str(site.module), *(p.shape for p in site.module.parameters())) for site in sites}
+    first = {form: site for site in reversed(sites) for form in [built[site.name]]}
+    seen = {form: _traces(model, [_empty(site)], alone=True)[site.name] for form, site in first.items()}
+    return {site.name: seen[built[site.name]] for site in sites}
+
+
+def _empty(site: Site) -> Site:
+    """Copy an attention module from the meta device with zeros for weights: noise replaces what they make."""
+    config = site.owner.config
+    module = copy.deepcopy(site.module, {id(config): config}).to_empty(device="cpu").eval()
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.detach().zero_()
+    return replace(site, module=module)
+
+
+def _traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict[str, Trace]:
     around = models_around(sites)[0]
     seen = {site.name: Trace() for site in sites}
     of = {site.module: seen[site.name] for site in sites}
@@ -71,15 +91,16 @@ def traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict
         value = call.value[:, :, -1:].repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
         return value.transpose(1, 2).expand(-1, call.query.shape[2], -1, -1), None
 
-    exact = torch.autocast(next(model.parameters()).device.type, enabled=False)
+    exact = torch.autocast(next(sites[0].module.parameters()).device.type, enabled=False)
     with trial(model, dict.fromkeys(sites, watch), role="pool", implementation="sdpa"), _noise(sites, seen), exact:
         try:
-            read(around, [ordinary_tokens(around, 1)] * TOKENS)
+            if not alone:
+                read(around, [ordinary_tokens(around, 1)] * TOKENS)
         except REFUSALS as error:  # one token of text alone is no input of some models
             for trace in seen.values():
                 trace.why = f"the model did not run on one token ({type(error).__name__}: {refusal(error)})"
         for site in sites:
-            if alone and not seen[site.name].calls:
+            if not seen[site.name].calls:
                 _call_alone(site, seen[site.name])
     return seen
 
@@ -95,7 +116,9 @@ def _call_alone(site: Site, trace: Trace) -> None:
     heads = next((n for word in _HEADS if isinstance(n := getattr(site.module, word, None), int)), None)
     for tokens, rotation in product(_TOKENS_LIKE, _ROTATION_LIKE):
         trace.clear()
-        arguments = _arguments(site.module, weight.new_zeros(*tokens, width), weight.new_ones(rotation))
+        arguments = _arguments(
+            site.module, weight.new_zeros(*tokens, width), None if rotation is None else weight.new_ones(rotation)
+        )
         try:
             site.module(**arguments)
         except Exception as error:  # after the attention, too: an output of another shape than the module expects
@@ -112,7 +135,7 @@ def _seen_tokens(queries: Sequence[Tensor], heads: int | None) -> int:
     return sum(query.shape[0] * query.shape[2] for query in queries)
 
 
-def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor) -> dict[str, object]:
+def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor | None) -> dict[str, object]:
     """Make a module's arguments: the tokens first, no rotation, sequences of one token."""
     made: dict[str, object] = {}
     for name, parameter in inspect.signature(module.forward).parameters.items():
@@ -121,7 +144,7 @@ def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor) -> dict[str,
         if not made:
             made[name] = tokens
         elif name == "position_embeddings":
-            made[name] = rotation, torch.zeros_like(rotation)
+            made[name] = None if rotation is None else (rotation, torch.zeros_like(rotation))
         elif name.startswith("cu_seq"):
             made[name] = torch.tensor([0, TOKENS], dtype=torch.int32, device=tokens.device)
         elif (

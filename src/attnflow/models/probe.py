@@ -63,11 +63,11 @@ def projections_in(trace: Trace) -> Projections | str:
     if not trace.calls:
         return trace.why
     query, key = trace.calls[-1]
-    if query.shape[0] != TOKENS or query.shape[2] != 1 or key.shape[2] != 1:
+    if any(heads.shape[0] * heads.shape[2] != TOKENS for heads in (query, key)):
         return f"it attends from {query.shape[2]} to {key.shape[2]} positions when the model reads one token"
     sides: list[Columns] = []
     for side, heads in (("queries", query), ("keys", key)):
-        match = recognise(heads.reshape(TOKENS, -1), trace.outputs)
+        match = recognise(heads.transpose(1, 2).reshape(TOKENS, -1), trace.outputs)
         if match is None:
             return f"its {side} are more than components of what its submodules put out, normed and rotated"
         twice = next((path for path in match[0].paths if len(trace.inputs[path]) > 1), None)
