@@ -345,9 +345,11 @@ def test_removed_the_model_is_as_before_and_copies_share_on_their_own():
     assert str(handle).endswith("(removed)")
 
 
-def test_a_model_that_accelerate_has_prepared():
+def test_a_model_that_accelerate_has_prepared(monkeypatch):
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # whatever a trainer of this process has set up
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare(ZOO["Llama"].make())
     given = labelled(BATCHES["a group"])
     stock = run(model, given)
