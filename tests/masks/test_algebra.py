@@ -149,11 +149,6 @@ def test_the_order_given_to_permute_may_change_afterwards():
     assert torch.equal(mask.dense(), before)
 
 
-def test_combined_masks_name_what_they_combine():
-    combined = masks.causal(4) & ~masks.sliding_window(4, 2)
-    assert repr(combined) == "(causal(n=4) & ~sliding_window(n=4, window=2, causal=True))"
-
-
 @pytest.mark.parametrize("mask", [m for m in MASKS if 0 in m.shape], ids=repr)
 def test_empty_masks_have_defined_answers(mask):
     assert mask.nnz == 0
