@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
-from attnflow.knowledge.hf.attach import Attached
+from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.records import Record
@@ -265,13 +265,14 @@ class Run:
         return answer + reading + nothing, {name: float(value.detach()) for name, value in parts.items()}
 
     def _read(self, ids: Tensor, mask: Tensor, entries: Tensor, readings: list[Reading]) -> Tensor:
+        before = self.readers[0].source
         for reader in self.readers:
-            reader.given, reader.observer = entries, readings.append
+            reader.source, reader.observer = entries, readings.append
         try:
             return cast(Tensor, cast(Any, self.model)(input_ids=ids, attention_mask=mask, use_cache=False).logits)
         finally:
             for reader in self.readers:
-                reader.given = reader.observer = None
+                reader.source, reader.observer = before, None
 
     def _asked(self, questions: Sequence[Question], entries: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of entries at the end of each question, [questions, entries], and whether the first word is right."""

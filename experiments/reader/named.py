@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -38,16 +40,15 @@ def reading(handle: Attached, ids: Sequence[int]) -> Generator[None]:
     def named(reader: StoreReader, asked: Tensor) -> Tensor:
         distinct = sorted(set(chosen))
         vectors = store.vectors(distinct)[[distinct.index(one) for one in chosen]]
-        return _read(reader, asked, vectors.to(asked))
+        return reader.gate * math.sqrt(reader.attention.model_dim) * _read(reader, asked, vectors.to(asked))
 
-    before = [reader.given for reader in readers]
     try:
         for reader in readers:
-            reader.given = named
+            reader.__dict__["forward"] = partial(named, reader)
         yield
     finally:
-        for reader, one in zip(readers, before, strict=True):
-            reader.given = one
+        for reader in readers:
+            del reader.__dict__["forward"]
 
 
 def _read(reader: StoreReader, asked: Tensor, rows: Tensor) -> Tensor:

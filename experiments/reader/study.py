@@ -13,7 +13,7 @@ from torch import nn
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge import attach
-from attnflow.knowledge.hf.attach import Attached
+from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store

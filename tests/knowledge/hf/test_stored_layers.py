@@ -150,7 +150,11 @@ def test_mistakes_change_nothing():
         with pytest.raises(ValueError, match=match):
             af.knowledge.attach(model, store, **options)
 
-    store.insert(embeddings=torch.randn(1, store.dim), ids=[500])
+    with af.knowledge.attach(model, store):
+        store.insert(embeddings=torch.randn(1, store.dim), ids=[500])
+        for _ in range(2):
+            with pytest.raises(ValueError, match="entry 500 does not say"):
+                outputs(model, input_ids=tokens(1, 4))
     refused("entry 500 does not say which one layer", model, store)
     store.delete(range(48))
     store.delete([500])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -30,7 +30,7 @@ class StoreReader(SharedReader):
     W_K^T e / sqrt(d_k) + b, so a token that matches no entry gets next to nothing. With gate 0, as at first, the model
     is unchanged bit for bit.
 
-    `given` replaces the store, as in training: entries, or a function of the reader and X, whose result is gated.
+    `source` may be a matrix of entries in place of the store's, as in training.
     """
 
     def __init__(
@@ -52,8 +52,7 @@ class StoreReader(SharedReader):
         self.pooled = pooled
         self.pooled_map = nn.Linear(pooled.width, model_dim, bias=False)
         nn.init.normal_(self.pooled_map.weight, std=pooled.width**-0.5)
-        self.source = source
-        self.given: Tensor | Callable[[StoreReader, Tensor], Tensor] | None = None
+        self.source: Tensor | EntrySource = source
 
     def read(self, hidden: Float[Tensor, "batch tokens model_dim"]) -> Float[Tensor, "batch tokens model_dim"]:
         """Compute what the store adds to the tokens that leave the layer."""
@@ -70,15 +69,13 @@ class StoreReader(SharedReader):
 
     def forward(self, hidden: Tensor, source: object = None) -> Float[Tensor, "*tokens model_dim"]:
         """Compute what the store adds, from X."""
-        if isinstance(self.given, Tensor):
-            return self._scale * super().forward(hidden, self.given)
-        if self.given is not None:
-            return self._scale * self.given(self, hidden)
-        read = self.source.entries(hidden) if self.retrieval is None else self.source
-        return self._scale * super().forward(hidden, read)
+        now = self.source
+        if isinstance(now, EntrySource) and self.retrieval is None:
+            now = now.entries(hidden)
+        return self._scale * super().forward(hidden, now)
 
-    def current(self) -> EntrySource:
-        """The store's entries."""
+    def current(self) -> Tensor | EntrySource:
+        """The store's entries, or those in their place."""
         return self.source
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:

@@ -33,9 +33,9 @@ class StoredLayers(Attached):
             save_entries(model, store)
         self._before = (base.entries, base.ids, base.counts.clone(), base.experts)
         base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
-        self._revision = store.revision
+        self.store = store
         try:
-            load_entries(model, store)
+            self._load()
         except BaseException:
             base.put(*self._before)
             raise
@@ -63,8 +63,36 @@ class StoredLayers(Attached):
 
     def _follow(self, _: nn.Module, __: object) -> None:
         if self._revision != self.store.revision:
-            self._revision = self.store.revision
-            load_entries(self.model, self.store)
+            self._load()
+
+    def _load(self) -> None:
+        """Replace the entries of the model by those of the store, bit for bit; after an error they are unchanged.
+
+        Entries that stay keep their order, so an unedited store gives the same bits. The parameter is a new one if the
+        number of entries changed.
+        """
+        base, revision = self._base, self.store.revision
+        _check_widths(base, self.store)
+        ids = self.store.ids()
+        layers, experts = _stored_layers(self.store, ids, base)
+        counts = torch.bincount(layers, minlength=base.num_layers)
+        if not bool(counts.all()):
+            raise ValueError(f"layer {int(counts.argmin())} would be left without entries")
+        before = len(base.ids)
+        places = {key: row for row, key in enumerate(base.ids.tolist())}
+        at = torch.tensor([places.get(key, before) for key in ids.tolist()])
+        at[torch.cat([_layers_of(base), torch.tensor([-1])])[at] != layers] = before  # moved to another layer
+        if experts is not None and base.experts is not None:
+            at[torch.cat([base.experts.cpu(), torch.tensor([-2])])[at] != experts] = before
+        order = np.lexsort((ids, at, torch.zeros_like(ids) if experts is None else experts, layers))
+        ids = ids[order]
+        rows = torch.as_tensor(self.store.vectors(ids)).to(base.entries)
+        if rows.shape == base.entries.shape:  # in place: then the parameter, which optimisers hold, stays the same
+            with torch.no_grad():
+                rows = base.entries.copy_(rows)
+        tags = None if experts is None else experts[order].to(base.ids)
+        base.put(rows, ids.to(base.ids.device), counts.to(base.counts), tags)
+        self._revision = revision  # an edit that is refused is refused again
 
 
 def followed(base: LayeredKnowledge) -> StoredLayers | None:
@@ -129,36 +157,6 @@ def save_entries(model: nn.Module, store: Store, *, name: str | None = None, pro
         if progress is not None:
             progress(start + len(batch), len(ids), "entries")
     store.delete(held[~torch.isin(held, ids)])
-
-
-def load_entries(model: nn.Module, store: Store) -> None:
-    """Replace the entries of a converted model by those of a store, bit for bit.
-
-    Entries that stay keep their order, so an unedited store gives the same bits. The parameter is a new one if the
-    number of entries changed. A ValueError reports other widths, an entry without exactly one layer, or a layer without
-    entries; the model is then unchanged.
-    """
-    base = _base(model)
-    _check_widths(base, store)
-    ids = store.ids()
-    layers, experts = _stored_layers(store, ids, base)
-    counts = torch.bincount(layers, minlength=base.num_layers)
-    if not bool(counts.all()):
-        raise ValueError(f"layer {int(counts.argmin())} would be left without entries")
-    before = len(base.ids)
-    places = {key: row for row, key in enumerate(base.ids.tolist())}
-    at = torch.tensor([places.get(key, before) for key in ids.tolist()])
-    at[torch.cat([_layers_of(base), torch.tensor([-1])])[at] != layers] = before  # moved to another layer
-    if experts is not None and base.experts is not None:
-        at[torch.cat([base.experts.cpu(), torch.tensor([-2])])[at] != experts] = before
-    order = np.lexsort((ids, at, torch.zeros_like(ids) if experts is None else experts, layers))
-    ids = ids[order]
-    rows = torch.as_tensor(store.vectors(ids)).to(base.entries)
-    if rows.shape == base.entries.shape:  # in place: then the parameter, which optimisers hold, stays the same
-        with torch.no_grad():
-            rows = base.entries.copy_(rows)
-    tags = None if experts is None else experts[order].to(base.ids)
-    base.put(rows, ids.to(base.ids.device), counts.to(base.counts), tags)
 
 
 def _base(model: nn.Module) -> LayeredKnowledge:
