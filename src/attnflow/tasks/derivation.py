@@ -80,13 +80,12 @@ def derive(family: Named[Family], num_tokens: int, values: Mapping[str, object])
 
 def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:
     """The formula of the paper's families, and its mask."""
-    block = values.get("block")
     if family in ("causal_lm", "multi_token_prediction"):
         return f"causal({n - 1})", masks.causal(n - 1)
-    if family == "butterfly" and block is None:
+    if family == "butterfly" and values["block"] is None:
         return f"butterfly({n}), eq. 58 corrected", masks.butterfly(n)
     if family == "block_two_stream" or (family == "block_diffusion" and values["masked"] is None):
-        first = bool(values.get("predict_first", True))
+        block, first = values["block"], bool(values.get("predict_first", True))
         call = f"block_two_stream({n // block}, {block}{', predict_first=True' if first else ''}), eq. 45"
         return call, masks.block_two_stream(n // block, block, first)
     return None, None
