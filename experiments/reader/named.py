@@ -44,11 +44,11 @@ def reading(handle: Attached, ids: Sequence[int]) -> Generator[None]:
 
     try:
         for reader in readers:
-            reader.__dict__["forward"] = partial(named, reader)
+            vars(reader)["forward"] = partial(named, reader)
         yield
     finally:
         for reader in readers:
-            del reader.__dict__["forward"]
+            del vars(reader)["forward"]
 
 
 def _read(reader: StoreReader, asked: Tensor, rows: Tensor) -> Tensor:
