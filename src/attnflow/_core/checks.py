@@ -36,11 +36,11 @@ def integer(name: str, value: object, minimum: int = 0, maximum: int | None = No
     return result
 
 
-def size(name: str, value: object, minimum: int = 0) -> int:
-    """Return `value` as a number of positions: an int in [minimum, `LARGEST_SIZE`]."""
+def size(name: str, value: object) -> int:
+    """Return `value` as a number of positions: an int in [0, `LARGEST_SIZE`]."""
     result = _index(name, value)
-    if result < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {result}")
+    if result < 0:
+        raise ValueError(f"{name} must be at least 0, got {result}")
     if result > LARGEST_SIZE:
         raise ValueError(
             f"{name} must be at most {LARGEST_SIZE} positions, got {result}: a mask so long does not fit into memory"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import TypeVar
 
 from torch import nn
@@ -50,9 +49,7 @@ class Handle(ABC):
             raise RuntimeError(f"this {type(self).__name__} was removed; attach again")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __str__(self) -> str:
