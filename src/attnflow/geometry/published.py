@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,50 +17,17 @@ from attnflow.models.families.find import Kind
 
 Matrix = Literal["all", "head"]
 
-_PAIRING: Final = "it pairs query head h with key head h mod n_kv instead of h // (heads / n_kv)"
-_TRANSPOSE: Final = "it is W_q W_k^T, as the transpose of the fused projection is missing"
-_INTERLEAVED: Final = (
-    "it cuts a projection that is interleaved by head as if it were contiguous, which mixes query, key and value"
-)
-_RANDOM: Final = "it is of a random initialisation, which reproduces it, not of the trained weights"
-_CROSS: Final = "it is of the cross-attention, not of the decoder's self-attention"
-_OUT_OF_RANGE: Final = "its directionality lies outside [-1, 1], where the definition cannot take it"
-
-# Records of random weights, by model and layout of the record.
-_RANDOM_RECORDS: Final = frozenset(
-    {
-        ("meta-llama/meta-llama-3-8b", "new"),
-        ("meta-llama/llama-3.2-1b", "new"),
-        ("microsoft/phi-3-mini-4k-instruct", "new"),
-    }
-)
-# First that matches family and model holds; the 7B and 13B models of LLaMA-2 have as many key heads as query heads.
-_WRONG: Final = (
-    (r"llama llama2?-?2?-?(7b|13b)", ""),
-    (r"llama meta-llama/llama-2-(7b|13b)", ""),
-    (r"llama meta-llama/llama-3\.2-11b-vision", ""),
-    (r"(llama|mistral|mobilellm) ", _PAIRING),
-    (r"(modernbert|phi-3) ", _TRANSPOSE),
-    (r"(pythia|deberta microsoft/deberta-(base|large)$)", _INTERLEAVED),
-    (r"musicgendecoder ", _CROSS),
-)
-# Names in the records of the authors' own, by the hub's.
-_OTHER_NAMES: Final[Mapping[str, str]] = {
-    "bert-base-uncased": "bert-base",
-    "bert-large-uncased": "bert-large",
-    "distilbert-base-uncased": "bert-distill",
-    "openai-gpt": "gpt1",
-    "gpt2-xl": "gpt2-xlarge",
-    "distilgpt2": "gpt2-distill",
-    "meta-llama-3-8b": "llama3-8b",
-    "llama-3.1-8b": "llama3.1-8b",
-    "llama-3.2-1b": "llama3.2-1b",
-    "llama-3.2-3b": "llama3.2-3b",
-    "tinystories-1m": "tinygpt-1m",
-    "tinystories-3m": "tinygpt-3m",
-    "tinystories-8m": "tinygpt-8m",
-    "tinystories-1layer-21m": "tinygpt-21m",
-    "tinystories-28m": "tinygpt-28m",
+# What is wrong with a record, by the word in the table.
+_FAULTS: Final = {
+    "pairing": "it pairs query head h with key head h mod n_kv instead of h // (heads / n_kv)",
+    "transpose": "it is W_q W_k^T, as the transpose of the fused projection is missing",
+    "interleaved": (
+        "it cuts a projection that is interleaved by head as if it were contiguous, which mixes query, key and value"
+    ),
+    "random": "it is of a random initialisation, which reproduces it, not of the trained weights",
+    "cross": "it is of the cross-attention, not of the decoder's self-attention",
+    "range": "its directionality lies outside [-1, 1], where the definition cannot take it",
+    "": "",
 }
 
 
@@ -119,34 +86,15 @@ class PublishedScores:
     modality: str  # "language-models", "vision-models" or "audio-models"
     family: str  # as the authors file it
     model: str
+    hub_name: str  # the model's name on the hub, where the authors use another one
+    tower: str  # the part of the model: "encoder", "decoder", "vision", or "" where it has one part
+    kind: str  # the attention that it is about, "self" or "cross"
     record: str  # its layout: "old", "new" or "bare"
     num_layers: int
     parameters: int  # of the whole model
     symmetry: Quartiles
     directionality: Quartiles  # gamma 2, mode "excess"
-
-    @property
-    def tower(self) -> str:
-        """The part of the model that it is about: "encoder", "decoder", "vision", or "" where it has one part."""
-        if "vision" in self.model.lower():
-            return "vision"
-        return next((tower for tower in ("encoder", "decoder") if self.family.lower().endswith(tower)), "")
-
-    @property
-    def kind(self) -> str:
-        """The attention that it is about, "self" or "cross"."""
-        return "cross" if self.fault == _CROSS else "self"
-
-    @property
-    def fault(self) -> str:
-        """What is wrong with the record, "" if nothing is known to be."""
-        name = self.model.lower()
-        if (name, self.record) in _RANDOM_RECORDS:
-            return _RANDOM
-        if max(abs(self.directionality.q25), abs(self.directionality.q75)) > 1:
-            return _OUT_OF_RANGE
-        subject = f"{self.family.lower()} {name}"
-        return next((fault for pattern, fault in _WRONG if re.match(pattern, subject)), "")
+    fault: str  # what is wrong with the record, "" if nothing is known to be
 
 
 @dataclass(frozen=True)
@@ -178,21 +126,17 @@ def published_scores() -> tuple[PublishedScores, ...]:
     (210, 'facebook/hubert-base-ls960')
     """
     text = (files("attnflow.geometry") / "data" / "published.csv").read_text(encoding="utf-8")
-    records: dict[tuple[object, ...], PublishedScores] = {}
-    rows = list(csv.DictReader(text.splitlines()))
-    for row in sorted(rows, key=lambda row: row["family"] == "BERT" and "beit" in row["model"]):
-        record = PublishedScores(
-            row["modality"],
-            row["family"],
-            row["model"],
-            row["record_format"],
+    return tuple(
+        PublishedScores(
+            *(row[name] for name in ("modality", "family", "model", "hub_name", "tower", "kind", "record_format")),
             int(row["n_layers"]),
             int(row["params_total"]),
             Quartiles(*(float(row[f"sym_{q}"]) for q in ("q25", "median", "q75"))),
             Quartiles(*(float(row[f"dir_{q}"]) for q in ("q25", "median", "q75"))),
+            _FAULTS[row["fault"]],
         )
-        records.setdefault((record.model, record.tower, record.symmetry, record.directionality), record)
-    return tuple(records.values())
+        for row in csv.DictReader(text.splitlines())
+    )
 
 
 def published_of(model: str) -> tuple[PublishedScores, ...]:
@@ -202,8 +146,8 @@ def published_of(model: str) -> tuple[PublishedScores, ...]:
     ['decoder', 'encoder']
     """
     name = _plain_name(model)
-    names = {name, _OTHER_NAMES.get(name, name)}
-    return tuple(record for record in published_scores() if _plain_name(record.model) in names)
+    found = (record for record in published_scores() if name in (_plain_name(record.model), record.hub_name))
+    return tuple(found) if name else ()
 
 
 def compare(model: str, summaries: Sequence[Summary], gamma: float, mode: str) -> tuple[Comparison, ...]:
