@@ -125,7 +125,7 @@ def _step(
     before = None if log_probs is None else log_probs()
     loss, held = run()
     gradients = {name: g.clone() for name, g in held.items()}
-    reports = [af.tasks.share_prefixes(model)]
+    reports = [af.tasks.share_prefixes(trainer)]
     if getattr(trainer, "ref_model", None) is not None:
         reports.append(af.tasks.share_prefixes(trainer.ref_model))
     after = None if log_probs is None else log_probs()

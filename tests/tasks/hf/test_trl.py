@@ -1,5 +1,8 @@
 """trl's trainers as they are, on rows that begin alike: the same log-probabilities, gradients and steps."""
 
+import importlib
+from functools import partial
+
 import pytest
 import torch
 
@@ -28,14 +31,15 @@ def reward(completions, **_):
     return [float(len(completion) % 7) for completion in completions]
 
 
-def grpo(model, folder, **more):
+def grpo(model, folder, kind="GRPO", **more):
+    import trl
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
+    config, make = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
     options = {"num_generations": GROUP, "per_device_train_batch_size": 8, "max_completion_length": 8, "beta": 0.0}
-    arguments = GRPOConfig(str(folder), **{**options, **QUIET, **STEPS, **more})
+    arguments = config(str(folder), **{**options, **QUIET, **STEPS, **more})
     data = Dataset.from_dict({"prompt": prompts(8)})
-    return GRPOTrainer(model, reward, arguments, train_dataset=data, processing_class=tokenizer(padding_side="left"))
+    return make(model, reward, arguments, train_dataset=data, processing_class=tokenizer(padding_side="left"))
 
 
 def dpo(model, folder, **more):
@@ -62,7 +66,7 @@ def sft(model, folder, **more):
     return SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer())
 
 
-TRAINERS = {"grpo": grpo, "dpo": dpo, "sft": sft}
+TRAINERS = {"grpo": grpo, "rloo": partial(grpo, kind="RLOO"), "dpo": dpo, "sft": sft}
 
 
 def losses(trainer):
@@ -128,7 +132,7 @@ def test_steps_are_the_same(name, tmp_path):
     for share in (False, True):
         one = model()
         trainer = TRAINERS[name](one, tmp_path, gradient_checkpointing=True)
-        handle = af.tasks.share_prefixes(trainer.model) if share else None
+        handle = af.tasks.share_prefixes(trainer) if share else None
         trainer.train()
         runs.append((losses(trainer), {key: p.detach().clone() for key, p in one.named_parameters()}))
     report = handle.report
@@ -144,16 +148,49 @@ def test_steps_are_the_same(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_groups_stay_whole_where_each_batch_is_generated_by_itself(tmp_path):
+def test_groups_stay_whole_over_accumulated_steps_where_the_trainer_is_shared(tmp_path):
     """trl shuffles rows over `steps_per_generation` batches, which shares less, never wrongly."""
     shares = {}
-    for steps in (1, 4):
-        trainer = grpo(model(), tmp_path, gradient_accumulation_steps=4, steps_per_generation=steps, max_steps=1)
-        with af.tasks.share_prefixes(trainer.model) as handle:
+    for whole in (False, True):
+        trainer = grpo(model(), tmp_path, gradient_accumulation_steps=4, steps_per_generation=4, max_steps=1)
+        with af.tasks.share_prefixes(trainer if whole else trainer.model) as handle:
             trainer.train()
         assert handle.report.calls == 4
-        shares[steps] = handle.report.tokens_after / handle.report.tokens_before
-    assert shares[1] < 0.6 < shares[4] < 1.0
+        shares[whole] = handle.report.tokens_after / handle.report.tokens_before
+        assert "_prepare_inputs" not in vars(trainer)
+    assert shares[True] < 0.6 < shares[False] < 1.0
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_shared_trainer_shuffles_whole_groups_with_the_random_numbers_of_trl(kind, tmp_path):
+    module = importlib.import_module(f"trl.trainer.{kind}_trainer")
+    rows = module.shuffle_sequence_dict
+    trainer = TRAINERS[kind](model(), tmp_path, gradient_accumulation_steps=4, steps_per_generation=4)
+    generated = next(iter(trainer.get_train_dataloader()))
+    trainer.model.train()
+    batches, states = {}, {}
+    for share in (False, True):
+        torch.manual_seed(3)
+        trainer._buffered_inputs = None
+        with af.tasks.share_prefixes(trainer if share else trainer.model):
+            trainer._prepare_inputs(generated)
+        batches[share], states[share] = trainer._buffered_inputs, torch.get_rng_state()
+        assert module.shuffle_sequence_dict is rows
+    assert torch.equal(states[False], states[True])
+    prompts_of = {s: [tuple(r.tolist()) for b in batches[s] for r in b["prompt_ids"]] for s in batches}
+    groups = prompts_of[True][::GROUP]
+    assert len(batches[True]) == 4
+    assert prompts_of[True] == [group for group in groups for _ in range(GROUP)]
+    assert groups == list(dict.fromkeys(prompts_of[False]))  # in the order of the rows that trl draws first
+    columns = {s: sorted(tuple(r.tolist()) for b in batches[s] for r in b["completion_ids"]) for s in batches}
+    assert columns[False] == columns[True]
+
+
+def test_a_trainer_without_groups_is_shared_as_its_model(tmp_path):
+    trainer = sft(model(), tmp_path)
+    with af.tasks.share_prefixes(trainer) as handle:
+        assert handle.model is trainer.model
+        assert "_prepare_inputs" not in vars(trainer)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
@@ -33,6 +33,7 @@ from attnflow.models.mask_request import MaskRequest
 from attnflow.models.sites import Site, find_sites
 from attnflow.models.trial import DoesNotRun, trial
 from attnflow.tasks.hf.shared_calls import Calls, SharingReport
+from attnflow.tasks.hf.trainers import shuffle_groups
 from attnflow.tasks.prefixes import Cost
 
 _log: Final = logging.getLogger("attnflow.tasks")
@@ -49,11 +50,11 @@ class SharedPrefixes(Handle):
         no_copies: why calls with labels run their head for every token of the rows; "" if once for a token.
     """
 
-    def __init__(self, model: nn.Module, calls: Calls, no_copies: str, hooks: list[RemovableHandle]) -> None:
+    def __init__(self, model: nn.Module, calls: Calls, no_copies: str, restore: Sequence[Callable[[], None]]) -> None:
         super().__init__(model)
         self.no_copies = no_copies
         self._calls = calls
-        self._hooks = hooks
+        self._restorers = restore
 
     @property
     def report(self) -> SharingReport:
@@ -61,22 +62,22 @@ class SharedPrefixes(Handle):
         return self._calls.report
 
     def _restore(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for restore in self._restorers:
+            restore()
 
     def _summary(self) -> str:
         head = f" (its head for each of them: {self.no_copies})" if self.no_copies else ""
         return f"{type(self.model).__name__} runs common beginnings of rows once{head}: {self.report}"
 
 
-def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
+def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
     """Let a causal model run the common prefixes of the sequences of a batch once: same outputs, same gradients.
 
     The sequences [B, S] of a call become prefix trees (G rollouts of one prompt of P tokens are P + sum of completions
     in place of G x P + sum of completions), which run under the mask of ancestors at the positions of the call; the
     states are read back to [B, S, hidden], and their gradients add up. trl's trainers (GRPO, RLOO, DPO, KTO, SFT),
-    `Trainer` or a loop of your own stay the same: `share_prefixes(trainer.model)`. With GRPO and RLOO set
-    `steps_per_generation=1`, so that a group of rollouts stays in one batch.
+    `Trainer` or a loop of your own stay the same. `share_prefixes(trainer)` shares the model that the trainer calls,
+    and lets GRPO and RLOO shuffle whole groups of rollouts, which they take apart otherwise.
 
     - A call with `labels` is replaced as a whole where that is less work, so that its head, too, runs once for a token:
       a token that predicts c labels takes c slots. No label is dropped, not even the first of a completion.
@@ -87,8 +88,8 @@ def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
       packed sequences). `handle.report` counts these by reason, and the log names each once.
 
     Args:
-        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, or what `load_model` returns.
-            A trainer's reference model is another: `share_prefixes(trainer.ref_model)`.
+        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, what `load_model` returns,
+            or a transformers or trl trainer of one. A reference model is another: `share_prefixes(trainer.ref_model)`.
 
     Returns:
         A handle: `.report` has the tokens before and after, `.remove()` restores the model.
@@ -97,7 +98,7 @@ def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
         UnsupportedArchitecture: a model that `masks.attach` refuses (layers with a state), one of several stacks, one
             whose attention is not causal or in chunks, or whose states came out different when both forms were run.
         RuntimeError: it shares prefixes already.
-        ValueError: at a call, while dropout is active.
+        ValueError: a trainer of groups that trl 1.16 does not have; at a call, while dropout is active.
 
     Cost: when it is put on, a few runs of 4 x 7 tokens. In a call: O(tokens) on the CPU for the trees, and for sdpa
     and eager a dense mask, width x width bytes a tree; for flex_attention blocks, never dense.
@@ -112,12 +113,15 @@ def share_prefixes(model: nn.Module | Loaded) -> SharedPrefixes:
     >>> handle.report.last_before, handle.report.last_after, bool(torch.allclose(stock, shared, atol=1e-5))
     (18, 10, True)
     """
-    outer, backbone, calls, in_force = prepared(split(model)[0])
+    inner = cast(nn.Module, model.model) if isinstance(model, Trainer) else split(model)[0]
+    outer, backbone, calls, in_force = prepared(inner)
     if in_force:
         raise RuntimeError(f"{type(outer).__name__} shares prefixes already: remove that handle first, or use it")
     no_copies = check_sharing(outer, backbone, calls)
     calls.with_labels = not no_copies
-    handle = SharedPrefixes(outer, calls, no_copies, _hooked(outer, backbone.module, calls))
+    restore = [shuffle_groups(model)] if isinstance(model, Trainer) else []
+    restore += [hook.remove for hook in _hooked(outer, backbone.module, calls)]
+    handle = SharedPrefixes(outer, calls, no_copies, restore)
     _log.info("%s", str(handle))
     return handle
 
