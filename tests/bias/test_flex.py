@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnflow.bias import attention, flex
+from attnflow.bias.attention import attention, flex_refuses, form_of, run_flex, score_mod
 from attnflow.bias.terms import per_head
 from attnflow.testing import tolerance
 from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, plain, reference
@@ -13,11 +13,11 @@ from tests.bias.cases import MASKS, TERMS, Case, cast, check_against_float64, pl
 
 def test_refuses_what_it_cannot_compute():
     call, _ = cast(Case().build(), requires_grad=True)
-    assert "no backward pass on the CPU" in (flex.refuses(call) or "")
+    assert "no backward pass on the CPU" in (flex_refuses(call) or "")
     with torch.no_grad():
-        assert flex.refuses(call) is None
-    assert "sinks" in (flex.refuses(Case(sinks=True).build()) or "")
-    assert "float64" in (flex.refuses(cast(Case().build(), torch.float64, False)[0]) or "")
+        assert flex_refuses(call) is None
+    assert "sinks" in (flex_refuses(Case(sinks=True).build()) or "")
+    assert "float64" in (flex_refuses(cast(Case().build(), torch.float64, False)[0]) or "")
     with pytest.raises(ValueError, match="backend='flex' cannot compute this call: FlexAttention has no backward"):
         attention(call.query, call.key, call.value, call.terms, backend="flex")
 
@@ -35,7 +35,7 @@ def test_score_function_of_rows_that_all_batch_elements_share():
 
 def check_score(call):
     tile = per_head(call.terms[0].tile(slice(0, 5), slice(0, 7)), call.num_heads).expand(2, -1, -1, -1)
-    modify, score = flex.score_mod(call), torch.tensor(1.5)
+    modify, score = score_mod(call), torch.tensor(1.5)
     for b, h, q, k in [(0, 0, 0, 0), (1, 1, 4, 6), (0, 2, 3, 1), (1, 3, 1, 5)]:
         found = modify(score, *map(torch.tensor, (b, h, q, k)))
         torch.testing.assert_close(found, 3.0 * torch.tanh(score / 3.0) + tile[b, h, q, k])
@@ -46,11 +46,11 @@ def check_score(call):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_block_mask_is_the_relation(mask, queries, keys):
     call = Case(terms=(), mask=mask, queries=queries, keys=keys, head_dim=4).build()
-    allowed, (blocks, empty) = call.allow.dense(), flex.form_of(call.allow, torch.device("cpu"))
+    allowed, (blocks, empty) = call.allow.dense(), form_of(call.allow, torch.device("cpu"))
     if allowed is None:
         assert blocks is None is empty
         return
-    assert flex.form_of(call.allow, torch.device("cpu"))[0] is blocks
+    assert form_of(call.allow, torch.device("cpu"))[0] is blocks
     assert torch.equal(empty, ~allowed.any(dim=-1, keepdim=True))
     grid = torch.meshgrid(*map(torch.arange, allowed.shape), indexing="ij")
     assert torch.equal(blocks.mask_mod(*grid), allowed)
@@ -72,7 +72,7 @@ CASES = [
 def test_forward_on_the_cpu(case):
     call = case.build()
     with torch.no_grad():
-        found = flex.run(call)
+        found = run_flex(call)
         true = reference(cast(call, torch.float64, False)[0])[0]
         limit = tolerance(plain(call), true)
     assert found.dtype == call.value.dtype

@@ -22,7 +22,7 @@ from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import holds_attention, missing_pairs
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
-from attnflow.audit.survey import Survey, survey, surveyed
+from attnflow.audit.survey import Survey, survey
 from attnflow.models.evaluation import evaluating, precision
 from attnflow.models.loaded import Loaded, split
 
@@ -90,12 +90,11 @@ def check(
     model, tokenizer = split(model)
     with evaluating(model), precision(model, dtype):
         asked = read(model, inputs, tokenizer).in_precision(dtype)
-        at_layers = surveyed(model, asked, seed) if mode == "quick" else None
-        seen = survey(model, asked) if at_layers is None else at_layers[0]
+        seen = survey(model, asked, seed if mode == "quick" else None)
         call, relation = seen.inputs, relation_of(model, seen, order)
         audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, progress)
         work = audit(notes=_notes(model, seen, order))
-        if at_layers is not None and not work.quick(cache, *at_layers[1:]):  # what moves and where, the long way
+        if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
             work, mode = audit(notes=_notes(model, seen, order)), "perturb"
         if mode == "perturb":
             work.perturb(Runner(model, call, watch, seed), "forward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,20 +41,25 @@ class LayerCall:
 
 @dataclass
 class Survey:
-    """The result of one forward pass: the call with its slots, the layer calls, and unused masks."""
+    """The result of one forward pass: the call with its slots, the layer calls, and what else it showed."""
 
     inputs: Inputs  # the call, with slots for the positions that enter stacks of layers
     calls: list[LayerCall]  # the layer calls of these stacks, in order of execution
     unused: list[str] = field(default_factory=list[str])  # arguments that hold a mask of pairs which no module received
+    runner: Runner | None = None  # at the layers, if it was asked for
+    base: Recording | None = None  # what that runner saw of the survey's own pass, if that can serve as a base pass
 
     def slot_of(self, call: LayerCall) -> Slot:
         """The slot whose positions a layer call works on."""
         return next(slot for slot in self.inputs.slots if call.name in slot.layers)
 
 
-def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = None) -> Survey:
-    """Run the model once, or by `run`, and read off what it does with its inputs."""
+def survey(model: nn.Module, inputs: Inputs, seed: int | None = None) -> Survey:
+    """Run the model once, and read off what it does with its inputs; with a `seed` by a runner at the layers."""
     layers = layer_names(model)
+    whole = replace(inputs, slots=tuple(replace(slot, layers=frozenset(layers)) for slot in inputs.slots))
+    first = None if seed is None else Runner(model, whole, "layers", seed)
+    events, intact = None, False
     listening: AbstractContextManager[Asked | None] = nullcontext()
     if "transformers" in sys.modules:  # else the model is not one of its own
         from attnflow.models.mask_request import asking
@@ -62,7 +67,10 @@ def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = 
         listening = asking()
     seed_all(0)
     with listening as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
-        _ = model(**inputs.kwargs) if run is None else run()
+        if first is None:
+            model(**inputs.kwargs)
+        else:
+            events, intact = first.distinct(inputs.base)
     inputs = _positions(model, inputs, calls)
     result = Survey(inputs, [call for call in calls if call.name in inputs.layers])
     if asked is not None:
@@ -70,22 +78,12 @@ def survey(model: nn.Module, inputs: Inputs, run: Callable[[], object] | None = 
     passed = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
     reached = {tuple(arrival.mask.shape[-2:]) for arrival in seen if isinstance(arrival.mask, Tensor)}
     result.unused = [n for n, mask in passed.items() if tuple(mask.shape[-2:]) not in reached]
+    if first is not None:
+        result.runner = Runner(model, inputs, "layers", first.seed)
+        if intact and inputs.layers == frozenset(layers) and frame_of(inputs) == frame_of(whole):
+            result.runner.layer_calls, result.runner.skipped = first.layer_calls, first.skipped
+            result.base = events
     return result
-
-
-def surveyed(model: nn.Module, inputs: Inputs, seed: int) -> tuple[Survey, Runner, Recording | None]:
-    """(survey, runner at the layers, recording of the survey's own pass, None if that cannot serve as the base)."""
-    every = frozenset(layer_names(model))
-    whole = replace(inputs, slots=tuple(replace(slot, layers=every) for slot in inputs.slots))
-    first = Runner(model, whole, "layers", seed)
-    passes: list[tuple[Recording, bool]] = []
-    seen = survey(model, inputs, lambda: passes.append(first.distinct(inputs.base)))
-    ((events, intact),) = passes
-    runner = Runner(model, seen.inputs, "layers", seed)
-    if not intact or seen.inputs.layers != every or frame_of(seen.inputs) != frame_of(whole):
-        return seen, runner, None
-    runner.layer_calls, runner.skipped = first.layer_calls, first.skipped
-    return seen, runner, events
 
 
 class _Arrival(NamedTuple):
