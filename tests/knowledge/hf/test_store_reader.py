@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture, WrongBase
 from attnflow.knowledge import Retrieval, Store
-from attnflow.knowledge.hf.store_reader import store_readers
+from attnflow.knowledge.layered import readers
 from attnflow.knowledge.store import StoreError
 from tests.knowledge.hf.readers import DIM, opened, store_of
 from tests.models import outputs, tiny, tokens
@@ -263,7 +263,7 @@ def test_half_precision_and_copies():
         opened(handle)
         again = copy.deepcopy(model)
         assert torch.equal(outputs(again, input_ids=ids), outputs(model, input_ids=ids))
-        assert store_readers(again)[0] is not store_readers(model)[0]
+        assert readers(again)[0] is not readers(model)[0]
     assert outputs(again, input_ids=ids).isfinite().all()
 
 

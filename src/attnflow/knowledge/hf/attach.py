@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attnflow.knowledge.hf.added_readers import AddedReaders
 from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.modular import ModularModel, ModularReader
-from attnflow.knowledge.hf.store_reader import store_readers
+from attnflow.knowledge.hf.store_reader import AddedReaders, StoreReader
 from attnflow.knowledge.hf.stored_layers import StoredLayers
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.retrieval import Retrieval
@@ -83,45 +83,40 @@ def attach(
     module, _ = split(model)
     if not isinstance(cast(object, store), Store):
         raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
-    if reader is not None or layers is not None or not reads_entries(module) or store_readers(module):
+    added = any(isinstance(one, StoreReader) for one in module.modules())
+    if reader is not None or layers is not None or added or not reads_entries(module):
         return AddedReaders(module, store, retrieval, reader, layers, key_dim, num_heads)
     modular = next((one for one in module.modules() if isinstance(one, ModularModel)), None)
     if modular is not None:
-        return ModularReaders(module, modular, store, retrieval, write)
+        return _modular(module, modular, store, retrieval, write)
     if retrieval is not None:
         raise ValueError("a model that from_ffn converted reads all its entries: leave the retrieval out")
     return StoredLayers(module, store, write)
 
 
-class ModularReaders(Attached):
-    """A modular model that reads a store in place of its own entries."""
+def _modular(
+    model: nn.Module, modular: ModularModel, store: Store, retrieval: Retrieval | None, write: bool
+) -> Attached:
+    """Let a modular model read a store in place of its own entries."""
+    width = modular.config.entry_dim
+    if modular.source is not None:
+        raise ValueError(f"{type(modular).__name__} reads a store already: remove that one first")
+    if store.dim != width:
+        raise ValueError(f"the model's entries have width {width}, those of the store {store.dim}")
+    layers = [module for module in modular.modules() if isinstance(module, ModularReader)]
 
-    def __init__(
-        self, model: nn.Module, modular: ModularModel, store: Store, retrieval: Retrieval | None, write: bool
-    ) -> None:
-        width = modular.config.entry_dim
-        if modular.source is not None:
-            raise ValueError(f"{type(modular).__name__} reads a store already: remove that one first")
-        if store.dim != width:
-            raise ValueError(f"the model's entries have width {width}, those of the store {store.dim}")
-        layers = [module for module in modular.modules() if isinstance(module, ModularReader)]
+    def thresholds(entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
+        moved = entries.to(modular.knowledge.entries)
+        return torch.cat([layer.threshold_columns(moved) for layer in layers], dim=1).cpu()
 
-        def thresholds(entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
-            moved = entries.to(modular.knowledge.entries)
-            return torch.cat([layer.threshold_columns(moved) for layer in layers], dim=1).cpu()
-
-        source = EntrySource(store, thresholds)
-        if write:
-            source.write_thresholds()
-        elif len(stale := source.stale()):
-            raise ValueError(
-                f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
-                "attach(model, store, write=True) computes them anew"
-            )
-        self._modular, self.source = modular, source
-        modular.source = source
-        super().__init__(model, store, retrieval)
-
-    def _restore(self) -> None:
-        self._modular.source = None
-        super()._restore()
+    source = EntrySource(store, thresholds)
+    if write:
+        source.write_thresholds()
+    elif len(stale := source.stale()):
+        raise ValueError(
+            f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
+            "attach(model, store, write=True) computes them anew"
+        )
+    modular.source, undo = source, ExitStack()
+    undo.callback(setattr, modular, "source", None)
+    return Attached(model, store, retrieval, source, undo)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,21 @@ class Attached(Handle):
         readers: the layers that read it; each has its own `retrieval`, and bounds the error of what it left out.
     """
 
-    source: EntrySource | None = None  # None where each layer reads entries of its own
     encoder = ""  # that made the entries, "" if unknown
 
-    def __init__(self, model: nn.Module, store: Store, retrieval: Retrieval | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        retrieval: Retrieval | None,
+        source: EntrySource | None,  # None where each layer reads entries of its own
+        undo: ExitStack,  # takes the store away again when it is closed
+    ) -> None:
         super().__init__(model)
-        self.store, self.readers = store, readers(model)
-        self._retrievals = [reader.retrieval for reader in self.readers]
-        for reader in self.readers if retrieval is not None else ():
-            reader.retrieval = retrieval
+        self.store, self.source, self.readers, self._undo = store, source, readers(model), undo
+        for reader in self.readers:
+            undo.callback(setattr, reader, "retrieval", reader.retrieval)
+            reader.retrieval = retrieval or reader.retrieval
 
     def insert(
         self,
@@ -87,8 +94,7 @@ class Attached(Handle):
         return None if self.source is None else self.source.thresholds(rows)
 
     def _restore(self) -> None:
-        for reader, retrieval in zip(self.readers, self._retrievals, strict=True):
-            reader.retrieval = retrieval
+        self._undo.close()
 
     def _summary(self) -> str:
         kinds = {str(reader.retrieval or "all of them") for reader in self.readers}

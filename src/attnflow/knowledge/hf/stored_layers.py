@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
@@ -31,17 +32,15 @@ class StoredLayers(Attached):
             raise ValueError(f"{type(model).__name__} reads a store already: remove that one first")
         if write:
             save_entries(model, store)
-        self._before = (base.entries, base.ids, base.counts.clone(), base.experts)
-        base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
-        self.store = store
-        try:
-            self._load()
-        except BaseException:
-            base.put(*self._before)
-            raise
-        base.__dict__[_FOLLOWED] = self
-        self._hook = model.register_forward_pre_hook(self._follow)
-        super().__init__(model, store)
+        self.store, self._revision = store, None
+        with ExitStack() as undo:
+            undo.callback(base.put, base.entries, base.ids, base.counts.clone(), base.experts)
+            base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
+            self._follow()
+            base.__dict__[_FOLLOWED] = self
+            self._hook = model.register_forward_pre_hook(self._follow)
+            undo.callback(self.stop)
+            super().__init__(model, store, None, None, undo.pop_all())
 
     def stop(self) -> None:
         """Stop following the store; the entries stay as they are."""
@@ -56,41 +55,31 @@ class StoredLayers(Attached):
             raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
         return layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
 
-    def _restore(self) -> None:
-        self.stop()
-        self._base.put(*self._before)
-        super()._restore()
-
-    def _follow(self, _: nn.Module, __: object) -> None:
-        if self._revision != self.store.revision:
-            self._load()
-
-    def _load(self) -> None:
-        """Replace the entries of the model by those of the store, bit for bit; after an error they are unchanged.
+    def _follow(self, *_: object) -> None:
+        """Replace the entries of the model by those of an edited store, bit for bit; after an error they are unchanged.
 
         Entries that stay keep their order, so an unedited store gives the same bits. The parameter is a new one if the
         number of entries changed.
         """
         base, revision = self._base, self.store.revision
+        if self._revision == revision:
+            return
         _check_widths(base, self.store)
         ids = self.store.ids()
         layers, experts = _stored_layers(self.store, ids, base)
         counts = torch.bincount(layers, minlength=base.num_layers)
         if not bool(counts.all()):
             raise ValueError(f"layer {int(counts.argmin())} would be left without entries")
-        before = len(base.ids)
-        places = {key: row for row, key in enumerate(base.ids.tolist())}
-        at = torch.tensor([places.get(key, before) for key in ids.tolist()])
-        at[torch.cat([_layers_of(base), torch.tensor([-1])])[at] != layers] = before  # moved to another layer
-        if experts is not None and base.experts is not None:
-            at[torch.cat([base.experts.cpu(), torch.tensor([-2])])[at] != experts] = before
-        order = np.lexsort((ids, at, torch.zeros_like(ids) if experts is None else experts, layers))
+        now = _layers_of(base), torch.full_like(base.ids, -1) if base.experts is None else base.experts
+        places = {key: row for row, key in enumerate(_keys(base.ids, *now))}
+        at = [places.get(key, len(places)) for key in _keys(ids, layers, experts)]  # new, or moved: behind
+        order = np.lexsort((ids, at, experts, layers))
         ids = ids[order]
         rows = torch.as_tensor(self.store.vectors(ids)).to(base.entries)
         if rows.shape == base.entries.shape:  # in place: then the parameter, which optimisers hold, stays the same
             with torch.no_grad():
                 rows = base.entries.copy_(rows)
-        tags = None if experts is None else experts[order].to(base.ids)
+        tags = None if base.experts is None else experts[order].to(base.ids)
         base.put(rows, ids.to(base.ids.device), counts.to(base.counts), tags)
         self._revision = revision  # an edit that is refused is refused again
 
@@ -178,9 +167,13 @@ def _layers_of(base: LayeredKnowledge) -> Tensor:
     return torch.arange(base.num_layers).repeat_interleave(base.counts.cpu())
 
 
-def _stored_layers(store: Store, ids: Tensor, base: LayeredKnowledge) -> tuple[Tensor, Tensor | None]:
-    """Decode the layer of each entry, and its expert if there are any, from the threshold columns."""
-    columns, experts = store.thresholds(ids), None
+def _keys(*columns: Tensor) -> Iterator[tuple[int, ...]]:
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _stored_layers(store: Store, ids: Tensor, base: LayeredKnowledge) -> tuple[Tensor, Tensor]:
+    """Decode the layer of each entry, and its expert, -1 without, from the threshold columns."""
+    columns, experts = store.thresholds(ids), torch.full_like(ids, -1)
     if base.experts is not None:
         columns, experts = columns[:, :-1], columns[:, -1].round().long()
     own = columns == 0
@@ -191,13 +184,12 @@ def _stored_layers(store: Store, ids: Tensor, base: LayeredKnowledge) -> tuple[T
             "attnflow.knowledge.hf.stored_layers.layer_thresholds"
         )
     layers = own.int().argmax(dim=1)
-    if experts is not None:
-        numbers = torch.tensor([base.num_experts(layer) for layer in range(base.num_layers)])[layers]
-        bad = torch.where(numbers > 0, (experts < 0) | (experts >= numbers), experts != -1)
-        if bool(bad.any()):
-            entry, layer, number, expert = (int(one[bad][0]) for one in (ids, layers, numbers, experts))
-            raise ValueError(
-                f"entry {entry} belongs to expert {expert} of layer {layer}, which has {number} experts: the last "
-                "threshold column must be an expert's number, -1 in layers without (see layer_thresholds)"
-            )
+    numbers = torch.tensor([base.num_experts(layer) for layer in range(base.num_layers)])[layers]
+    bad = torch.where(numbers > 0, (experts < 0) | (experts >= numbers), experts != -1)
+    if bool(bad.any()):
+        entry, layer, number, expert = (int(one[bad][0]) for one in (ids, layers, numbers, experts))
+        raise ValueError(
+            f"entry {entry} belongs to expert {expert} of layer {layer}, which has {number} experts: the last "
+            "threshold column must be an expert's number, -1 in layers without (see layer_thresholds)"
+        )
     return layers, experts
