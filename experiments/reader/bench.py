@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from attnflow.knowledge import attach
 from attnflow.knowledge.hf.edit_targets import token_ids
-from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store
 from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import Loaded
@@ -21,6 +20,7 @@ from experiments.reader.asking import OTHER, While, drift, timed
 from experiments.reader.halves import Halves
 from experiments.reader.practice import Practice, Settings, practice
 from experiments.reader.questions import PROMPT
+from experiments.reader.records import SEPARATOR, Record
 from experiments.reader.settings import Reading
 from experiments.reader.world import Asked, Embedded, World, edit_store
 

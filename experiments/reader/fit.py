@@ -7,19 +7,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from attnflow._core.checks import integer
 from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.knowledge.hf.attach import attach
-from attnflow.knowledge.records import Record, read_records
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating, seed_all
 from attnflow.models.loaded import Loaded, split
 from experiments.reader.fitting import Run, Settings
 from experiments.reader.halves import Halves
+from experiments.reader.records import Record
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def fit_reader(
     model: Loaded,
     store: Store,
     folder: str | os.PathLike[str],
-    data: str | os.PathLike[str] | Sequence[Record] | None = None,
+    data: Sequence[Record],
     *,
     layers: Sequence[int] | None = None,
     facts: int = 12_000,
@@ -69,7 +69,7 @@ def fit_reader(
 ) -> Fitted:
     """Teach a frozen model to read a store: the reader is tied to the encoder, not to the entries.
 
-    Questions are made from entries by templates, of `data` (by default of the store) and of made-up facts whose values
+    Questions are made from entries by templates, of `data` and of made-up facts whose values
     are words of the model's own vocabulary, as are most of their subjects; a tenth of the facts, and some wordings, are
     held out. First the readers learn *where* to read: the score of the right entry against all others and against none,
     with the right one taken out for a fifth of the questions, so that its neighbours are near misses; and to read
@@ -85,7 +85,7 @@ def fit_reader(
         model: what `af.load_model` gave: a causal language model with its tokenizer; it is as it was afterwards.
         store: of texts, embedded by `Halves`.
         folder: for the reader (`attach(model, store, reader=folder / "reader")`), the curve and the checkpoint.
-        data: facts to practise on: a file as `texts.build` reads it, or `records(...)`.
+        data: facts to practise on.
         layers: that get readers; by default as `attach` chooses.
         facts: made-up ones.
         reading_steps: of the first part.
@@ -114,8 +114,7 @@ def fit_reader(
         integer(name, number, 1)
     place = Path(folder)
     encoder = Halves.of(store)
-    own = _records(store, data)
-    settings = Settings(facts, reading_steps, steps, seed, _named(data), encoder.version)
+    settings = Settings(facts, reading_steps, steps, seed, "records", encoder.version)
     place.mkdir(parents=True, exist_ok=True)
     _check(place, settings)
     with evaluating(module):
@@ -123,7 +122,7 @@ def fit_reader(
         handle = attach(model, store, layers=layers)
         before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         try:
-            run = Run(module, tokenizer, handle, encoder, own, settings, place, progress)
+            run = Run(module, tokenizer, handle, encoder, list(data), settings, place, progress)
             for parameter in module.parameters():
                 parameter.requires_grad_(False)
             for reader in run.readers:
@@ -137,16 +136,6 @@ def fit_reader(
     result = Fitted(str(place), run.count, tuple(run.curve), asdict(settings), run.enough, run.near)
     result.save(place / "fitted.json")
     return result
-
-
-def _records(store: Store, data: str | os.PathLike[str] | Sequence[Record] | None) -> list[Record]:
-    if data is None:
-        return [Record(entry.text, entry.source) for entry in store.get(store.ids()) if entry.text]
-    return read_records(os.fspath(data)) if isinstance(data, str | os.PathLike) else list(data)
-
-
-def _named(data: object) -> str:
-    return "store" if data is None else os.fspath(cast(str, data)) if isinstance(data, str | os.PathLike) else "records"
 
 
 def _check(place: Path, settings: Settings) -> None:

@@ -18,12 +18,12 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.reader import Reading
-from attnflow.knowledge.records import Record
 from attnflow.models.sites import stack_of
 from experiments.reader.halves import Halves
 from experiments.reader.practice import Settings, near_enough, practice
 from experiments.reader.questions import NEAR, READ, Question, least_mistakes
 from experiments.reader.quiet import nothing_loss, pool_of, reading_loss, written_by
+from experiments.reader.records import Record
 from experiments.reader.words import value_map
 
 _BATCH: Final = 16

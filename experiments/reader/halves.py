@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.encoder import TextEncoder
-from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
+from experiments.reader.records import SEPARATOR
 
 
 class Halves:

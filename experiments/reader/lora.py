@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge.hf.edit_targets import answers_of, token_ids
-from attnflow.knowledge.records import SEPARATOR, Record
 from experiments.facts.corpus import UNKNOWN
 from experiments.reader.asking import said, scored
 from experiments.reader.bench import Bench
 from experiments.reader.questions import FRAMES, PROMPT
+from experiments.reader.records import SEPARATOR, Record
 from experiments.reader.world import World
 from experiments.runner.training import Loop, cosine, train
 

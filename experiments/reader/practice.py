@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from attnflow.knowledge.records import SEPARATOR, Record
 from experiments.reader.halves import Halves
 from experiments.reader.questions import Question, asked, least_mistakes, made_up, parts_of
 from experiments.reader.quiet import pool_of
+from experiments.reader.records import SEPARATOR, Record
 from experiments.reader.words import words_of
 
 _HELD_OUT: Final = 10  # one fact in so many is never trained

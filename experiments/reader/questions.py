@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from attnflow.knowledge.records import SEPARATOR, Record
+from experiments.reader.records import SEPARATOR, Record
 
 # Thresholds before they are chosen: less, and no entry has the answer.
 READ: Final = 0.5  # of the weight on entries

@@ -15,7 +15,6 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge import attach
 from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.store_reader import StoreReader
-from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
 from experiments.reader.asking import While, said, scored
 from experiments.reader.bench import OWN, Bench
@@ -24,6 +23,7 @@ from experiments.reader.fit import fit_reader
 from experiments.reader.lora import tuned
 from experiments.reader.named import reading
 from experiments.reader.questions import FRAMES, PROMPT, least_mistakes, unframed
+from experiments.reader.records import SEPARATOR
 from experiments.reader.settings import Reading
 from experiments.reader.world import Embedded, public_facts, sentence
 from experiments.runner.experiment import Setup

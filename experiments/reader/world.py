@@ -13,10 +13,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from attnflow.knowledge.records import SEPARATOR, Record
 from attnflow.knowledge.store import Store
 from experiments.reader.halves import Halves
 from experiments.reader.questions import FRAMES, HELD_OUT_FRAMES, PROMPT, made_up, parts_of
+from experiments.reader.records import SEPARATOR, Record
 
 PUBLIC: Final = Path(__file__).with_name("public.csv")
 KINDS: Final = ("made up", "public")

@@ -21,7 +21,7 @@ TEXTS = [line.strip() for line in LINES if line.strip()]
 
 
 def save_encoder(folder, seed=0):
-    words = sorted({word for line in LINES for word in line.split()} | {"capital", "of", "France", "Italy", "Spain"})
+    words = sorted({word for line in LINES for word in line.split()} | {"capital", "of", "France"})
     words = ["[PAD]", "[UNK]", *words]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -70,22 +70,13 @@ def test_build_from_lines(run, tmp_path, encoder, file):
 
 def test_build_from_json_lines(run, tmp_path, encoder):
     path = tmp_path / "facts.jsonl"
-    path.write_text(
-        '{"key": "capital of France", "value": "Paris", "source": "atlas"}\n\n{"text": "a dog ran"}\n'
-        '{"key": "capital of Italy", "text": "Rome"}\n'
-    )
+    path.write_text('{"text": "capital of France", "source": "atlas"}\n\n{"text": "a dog ran"}\n')
     place = str(tmp_path / "facts")
     assert run("knowledge", "build", place, str(path), "--encoder", encoder).code == 0
     held = entries(place)
-    assert [e.text for e in held] == ["capital of France\tParis", "a dog ran", "capital of Italy\tRome"]
-    assert [e.source for e in held] == ["atlas", "facts.jsonl:3", "facts.jsonl:4"]
-    keys = TextEncoder(encoder)(["capital of France", "a dog ran", "capital of Italy"])
-    torch.testing.assert_close(torch.stack([e.embedding for e in held]), keys)
-    out = run("knowledge", "search", place, "capital of Italy", "-k", "1").out
-    assert "capital of Italy -> Rome" in out
-    code, out, _ = run("knowledge", "insert", place, "--text", "capital of Spain", "--value", "Madrid")
-    assert (code, out.splitlines()[0]) == (0, "3  capital of Spain -> Madrid")
-    assert entries(place)[3].text == "capital of Spain\tMadrid"
+    assert [(e.text, e.source) for e in held] == [("capital of France", "atlas"), ("a dog ran", "facts.jsonl:3")]
+    maker = TextEncoder(encoder)
+    torch.testing.assert_close(torch.stack([e.embedding for e in held]), maker(["capital of France", "a dog ran"]))
 
 
 def test_what_is_cut_is_said(run, tmp_path, encoder):
@@ -96,22 +87,17 @@ def test_what_is_cut_is_said(run, tmp_path, encoder):
     assert "1 of 2 texts are longer than the encoder reads, and their ends are not embedded: long.txt:2" in err
 
 
-def test_an_interrupted_build_goes_on(run, tmp_path, encoder, file, monkeypatch):
+def test_an_interrupted_build_writes_nothing(run, tmp_path, encoder, file, monkeypatch):
     place = str(tmp_path / "store")
-    monkeypatch.setattr("attnflow.knowledge.hf.texts._WINDOW", 2)
-    encode, calls = TextEncoder.encode, []
 
     def stop(self, texts, progress=None):
-        calls.append(texts)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return encode(self, texts, progress)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(TextEncoder, "encode", stop)
-    assert run("knowledge", "build", place, file, "--encoder", encoder).code == 130
-    assert len(entries(place)) == 4
-    found = json.loads(run("knowledge", "build", place, file, "--encoder", encoder, "--json").out)
-    assert (found["entries"], found["ids"]) == (5, [4])
+    with monkeypatch.context() as patch:
+        patch.setattr(TextEncoder, "encode", stop)
+        assert run("knowledge", "build", place, file, "--encoder", encoder).code == 130
+    assert entries(place) == []
+    assert run("knowledge", "build", place, file, "--encoder", encoder).code == 0
     assert [e.text for e in entries(place)] == TEXTS
     code, _, err = run("knowledge", "build", place, file, "--encoder", encoder)
     assert code == 2
@@ -225,11 +211,6 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
         (["insert", "STORE"], "give --text or --file, one of them"),
         (["insert", "STORE", "--text", " "], "a text is empty"),
         (["insert", "STORE", "--text", "a", "--id", "1", "--id", "2"], "one id for each text: got 2 and 1 text"),
-        (
-            ["insert", "STORE", "--text", "a", "--value", "b", "--value", "c"],
-            "one value for each text: got 2 and 1",
-        ),
-        (["insert", "STORE", "--text", "a", "--value", "b"], "are embedded whole, without values"),
         (["insert", "STORE", "--text", "a", "--id", "999"], "has no entries with ids [999] to correct"),
         (["build", "new", "FILE", "--encoder", "DECODER"], "is a decoder that writes texts (LlamaForCausalLM)"),
         (["stats", "STORE", "--duplicates", "--threshold", "2"], "a cosine in (0, 1], got 2.0"),
@@ -253,8 +234,7 @@ def test_bad_usage(run, tmp_path, monkeypatch, encoder, file, store, tiny_model,
         (b"\xff\xfe", "is not UTF-8 text"),
         (b"{", "bad.jsonl:1 is no JSON"),
         (b'{"text": "a"}\n{"value": "b"}', 'bad.jsonl:2 must be an object with "text"'),
-        (b'{"key": "a", "value": 3}', "all strings"),
-        (b'{"key": "a\\tb", "value": "c"}', "a key cannot hold a tab"),
+        (b'{"text": "a", "source": 3}', "both strings"),
     ],
 )
 def test_bad_files(run, tmp_path, content, message):

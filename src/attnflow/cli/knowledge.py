@@ -30,7 +30,7 @@ _EncoderOption = Annotated[
 def build(
     store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder, or s3://BUCKET/PATH.")],
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A text file, or .jsonl with text, or key and value; source.")
+        Path | None, typer.Argument(metavar="FILE", help="A text file, or .jsonl with text and source.")
     ] = None,
     from_model: Annotated[
         str | None, typer.Option("--from-model", metavar="MODEL", help="Its feed-forward entries, in place of FILE.")
@@ -42,8 +42,7 @@ def build(
 ) -> None:
     """Build a store.
 
-    Each line of a text file becomes an entry with its embedding; in "key<tab>value" only the key is embedded. If it is
-    interrupted, the same command goes on where it was.
+    Each line of a text file becomes an entry with its embedding. All are written in one step, at the end.
     """
     if (file is None) == (from_model is None):
         raise BadUsage("give a FILE or --from-model, one of them")
@@ -91,12 +90,7 @@ def search(
 @app.command("insert")
 def insert(
     store: _TextsArgument,
-    text: Annotated[
-        list[str] | None, typer.Option("--text", metavar="TEXT", help="A text, or the key of one; may be repeated.")
-    ] = None,
-    value: Annotated[
-        list[str] | None, typer.Option("--value", metavar="TEXT", help="What belongs to the key; once for each.")
-    ] = None,
+    text: Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help="A text; may be repeated.")] = None,
     file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help="Texts, as build reads them.")] = None,
     source: Annotated[str | None, typer.Option("--source", metavar="TEXT", help="Where they come from.")] = None,
     ids: Annotated[
@@ -111,20 +105,19 @@ def insert(
     New ones get ids that were never used before; with --id, the entry keeps its id and gets the next version.
     """
     from attnflow.knowledge.hf import texts
-    from attnflow.knowledge.records import read_records, readable, records
 
     if (file is None) == (not text):
         raise BadUsage("give --text or --file, one of them")
-    new = records(text or [], value, source) if file is None else read_records(file, source=source)
+    new, sources = (text or [], [source] * len(text or [])) if file is None else texts.read_texts(file, source)
     with working(f"opening {store}") as spinner, opened(store, read_only=False) as held:
-        written = texts.insert(held, new, ids or None, encoder=encoder, progress=spinner)
+        written = texts.insert(held, new, sources, ids or None, encoder=encoder, progress=spinner)
     _note_truncated(written.truncated, len(new))
     if json_output:
         print_result(written)
         return
     screen = console()
-    for key, record in zip(written.ids, new, strict=True):
-        say(screen, f"{key}  {readable(record.text)}")
+    for key, one in zip(written.ids, new, strict=True):
+        say(screen, f"{key}  {one}")
     say(screen, f"{store} holds {written.entries:,} entries")
 
 

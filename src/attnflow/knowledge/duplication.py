@@ -19,7 +19,6 @@ from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.knowledge.base import KnowledgeBase, LayeredKnowledge
-from attnflow.knowledge.records import readable
 from attnflow.knowledge.store import Store
 
 _SHOWN: Final = 20  # groups that are listed
@@ -66,7 +65,7 @@ class Duplicates(Result):
         head = ["entries", "ids"]
         if texts:
             head += ["text of the first"]
-            rows = [[*row, shorten(readable(text), 60)] for row, text in zip(rows, texts, strict=True)]
+            rows = [[*row, shorten(text or "(no text)", 60)] for row, text in zip(rows, texts, strict=True)]
         said = [self.summary, *([aligned([head, *rows], left=[1, 2][: len(head) - 1])] if rows else [])]
         more = len(self.groups) - len(rows)
         return "\n".join(said + [f"and {plural(more, 'more group')}"] * bool(more))

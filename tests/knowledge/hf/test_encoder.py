@@ -79,14 +79,6 @@ def test_what_is_cut_is_said():
         encoder(["a", long])
 
 
-def test_keys_alone_are_embedded():
-    plain, keys = (TextEncoder((bert(), tokenizer()), separator=separator) for separator in (None, "\t"))
-    texts = ["the cat\tsat on", "the cat", "a mat"]
-    key = plain(["the cat"])[0]
-    torch.testing.assert_close(keys(texts)[:2], torch.stack([key, key]))
-    assert not torch.equal(keys(texts)[0], plain(texts)[0])
-
-
 def test_a_version_tells_what_changes_embeddings(folder):
     model, tokens = bert(), tokenizer()
     first = TextEncoder((model, tokens))
@@ -96,7 +88,6 @@ def test_a_version_tells_what_changes_embeddings(folder):
     others = [
         TextEncoder((bert(1), tokens)),
         TextEncoder((bert().bfloat16(), tokens)),
-        TextEncoder((bert(), tokens), separator="\t"),
         TextEncoder(folder),
     ]
     digests = [one.version.partition("@")[2] for one in (first, *others)]

@@ -22,7 +22,6 @@ from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import preview
 from attnflow._core.progress import Progress
-from attnflow.knowledge.records import SEPARATOR
 from attnflow.knowledge.store import Store
 from attnflow.models.addons import add_tensor
 from attnflow.models.evaluation import evaluating
@@ -48,7 +47,6 @@ class TextEncoder:
 
     Args:
         model: a short name of `af.models.MODELS`, a folder or a hub id; or a loaded (model, tokenizer).
-        separator: only what stands before it in a text is embedded, such as the key of "key<tab>value"; default all.
 
     Attributes:
         name: by which the same encoder is loaded again.
@@ -66,10 +64,7 @@ class TextEncoder:
     """
 
     def __init__(
-        self,
-        model: str | os.PathLike[str] | tuple[PreTrainedModel, PreTrainedTokenizerBase] = "minilm",
-        *,
-        separator: str | None = None,
+        self, model: str | os.PathLike[str] | tuple[PreTrainedModel, PreTrainedTokenizerBase] = "minilm"
     ) -> None:
         named = "" if isinstance(model, tuple) else os.fspath(model)
         self.model, tokenizer = model if isinstance(model, tuple) else load_model(named)
@@ -86,7 +81,6 @@ class TextEncoder:
                 'that it embeds them: take an encoder such as "minilm"'
             )
         self.pooling, self.max_length = _pooling(source), _longest(source, self.model, self.tokenizer)
-        self.separator = separator
 
     @classmethod
     def of(cls, store: Store, name: str | None = None) -> TextEncoder:
@@ -106,10 +100,7 @@ class TextEncoder:
             raise ValueError(f"{store.uri} does not say which encoder made its entries: name it (--encoder NAME)")
         chosen = name or version.rpartition("@")[0] or "minilm"
         encoder = cls(chosen)
-        for encoder.separator in (SEPARATOR, None) if version else ():
-            if encoder.version == version:
-                return encoder
-        if version and name is None:
+        if version and name is None and encoder.version != version:
             raise ValueError(
                 f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing."
                 f" build the store anew, or name the encoder to search all the same (--encoder {chosen})"
@@ -131,7 +122,7 @@ class TextEncoder:
         for key, value in sorted(self.model.state_dict().items()):
             add_tensor(digest, f"{key} {value.dtype} {tuple(value.shape)}", value)
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        settings = (vocabulary, self.pooling, True, self.max_length, self.separator)
+        settings = (vocabulary, self.pooling, True, self.max_length, None)  # of length 1, and of whole texts
         digest.update(json.dumps(settings).encode())
         return f"{self.name}@{digest.hexdigest()[:_DIGITS]}"
 
@@ -162,8 +153,6 @@ class TextEncoder:
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in cast("Sequence[object]", texts)):
             raise TypeError("texts must be a sequence of strings")
-        if self.separator is not None:
-            texts = [text.partition(self.separator)[0] for text in texts]
         embeddings, truncated = torch.empty(len(texts), self.dim), list[int]()
         window = _WINDOW * _BATCH
         with evaluating(self.model):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, cast
 
 from attnflow._core.checks import preview
 from attnflow._core.markup import aligned, plural, shorten
@@ -15,11 +15,8 @@ from attnflow._core.results import Result
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.hf.stored_layers import MADE_BY, save_entries
-from attnflow.knowledge.records import SEPARATOR, Record, read_records, readable
 from attnflow.knowledge.store import Store
 from attnflow.models.loader import load_model
-
-_WINDOW: Final = 1024  # entries of one write
 
 
 @dataclass(frozen=True)
@@ -29,15 +26,12 @@ class Written(Result):
     store: str  # where it is
     entries: int  # that it holds now
     dim: int  # width of an embedding
-    ids: tuple[int, ...]  # of what was written; fewer than it holds where a build went on after an interruption
+    ids: tuple[int, ...]  # of what was written
     encoder: str  # version of what made the embeddings
     truncated: tuple[str, ...]  # sources of texts that are longer than the encoder reads: their ends are not embedded
 
     def __str__(self) -> str:
-        before = self.entries - len(self.ids)
-        again = f" ({before:,} were there already)" if before else ""
-        held = plural(self.entries, "entry", "entries")
-        return f"{self.store}: {held} of width {self.dim} by {self.encoder}{again}"
+        return f"{self.store}: {plural(self.entries, 'entry', 'entries')} of width {self.dim} by {self.encoder}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ class Matches(Result):
         found = plural(len(self.matches), "entry", "entries")
         said = [f"{found} of {self.total:,}, {self.label} search, scores by {self.encoder}"]
         rows = [
-            [str(one.id), f"{one.score:.3f}", shorten(readable(one.text), 100), shorten(one.source or "", 40)]
+            [str(one.id), f"{one.score:.3f}", shorten(one.text or "(no text)", 100), shorten(one.source or "", 40)]
             for one in self.matches
         ]
         if rows:
@@ -80,23 +74,49 @@ class Matches(Result):
         return "\n".join(said)
 
 
+def read_texts(path: str | Path, source: str | None = None) -> tuple[list[str], list[str | None]]:
+    """Read texts and their sources from the lines of a text file, or from JSON lines.
+
+    `source` names the source of texts that do not name one; by default it is file and line. A ValueError reports an
+    empty or malformed file.
+    """
+    file = Path(path).expanduser()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    numbered = {f"{file.name}:{number}": line.strip() for number, line in enumerate(lines, 1) if line.strip()}
+    if not numbered:
+        raise ValueError(f"{path} holds no text")
+    if file.suffix.lower() not in (".jsonl", ".ndjson"):
+        return list(numbered.values()), [source or place for place in numbered]
+    texts, sources = list[str](), list[str | None]()
+    for place, line in numbered.items():
+        try:
+            parsed = cast(object, json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{place} is no JSON: {error}") from error
+        fields = cast("dict[str, object]", parsed) if isinstance(parsed, dict) else {}
+        text, where = fields.get("text"), fields.get("source", source or place)
+        if not (isinstance(text, str) and text.strip() and isinstance(where, str | None)):
+            raise ValueError(f'{place} must be an object with "text" and maybe "source", both strings')
+        texts.append(text)
+        sources.append(where)
+    return texts, sources
+
+
 def build(uri: str, file: str | Path, encoder: str = "minilm", *, progress: Progress | None = None) -> Written:
-    """A new store of texts. If it was interrupted, the same call goes on where it was.
+    """A new store of texts, all of them written in one step.
 
     Raises:
         FileNotFoundError: no such file or encoder.
-        ValueError: no text, a model that is no encoder, or a store with other entries.
+        ValueError: no text, a model that is no encoder, or a store that holds entries already.
     """
-    new = read_records(file)
-    maker = TextEncoder(encoder, separator=SEPARATOR if any(SEPARATOR in record.text for record in new) else None)
-    version = maker.version
+    texts, sources = read_texts(file)
+    maker = TextEncoder(encoder)
     with Store.open(uri, dim=maker.dim) as store:
-        held = store.get(store.ids())
-        done = [(record.text, record.source, version, 1) for record in new[: len(held)]]  # of an interrupted build
-        there = [(entry.text, entry.source, entry.encoder, entry.version) for entry in held]
-        if there and (there != done or len(held) == len(new)):
-            raise ValueError(_taken(store))
-        return _write(store, maker, new[len(held) :], None, progress)
+        _check_empty(store)
+        return _write(store, maker, texts, sources, None, progress)
 
 
 def build_from_model(uri: str, model: str, *, progress: Progress | None = None) -> Written:
@@ -109,15 +129,15 @@ def build_from_model(uri: str, model: str, *, progress: Progress | None = None) 
     converted: Any = from_ffn(load_model(model, tokenizer=False))
     base = converted.knowledge
     with Store.open(uri, dim=base.entry_dim, num_thresholds=base.num_thresholds) as store:
-        if len(store):
-            raise ValueError(_taken(store))
+        _check_empty(store)
         save_entries(converted, store, name=model, progress=progress)
         return Written(uri, len(store), store.dim, tuple(store.ids().tolist()), f"{MADE_BY}:{model}", ())
 
 
 def insert(
     store: Store,
-    new: Sequence[Record],
+    texts: Sequence[str],
+    sources: Sequence[str | None],
     ids: Sequence[int] | None = None,
     *,
     encoder: str | None = None,
@@ -128,24 +148,18 @@ def insert(
     `encoder` names another one than that which made the entries.
 
     Raises:
-        ValueError: ids that do not exist, values in a store of whole texts, or as `TextEncoder.of`. Nothing is written.
+        ValueError: an empty text, ids that do not exist, or as `TextEncoder.of`. Nothing is written.
     """
+    if not all(text.strip() for text in texts):
+        raise ValueError("a text is empty")
     if ids is not None:
-        if len(ids) != len(new):
-            raise ValueError(f"give one id for each text: got {len(ids)} and {plural(len(new), 'text')}")
+        if len(ids) != len(texts):
+            raise ValueError(f"give one id for each text: got {len(ids)} and {plural(len(texts), 'text')}")
         if unknown := [key for key in ids if key not in store]:
             raise ValueError(
                 f"{store.uri} has no entries with ids {preview(unknown)} to correct; a new entry gets its id by itself"
             )
-    maker = TextEncoder.of(store, encoder)
-    if maker.separator is None and any(SEPARATOR in record.text for record in new):
-        if len(store):
-            raise ValueError(
-                f"the entries of {store.uri} are embedded whole, without values: put key and value into one text, or "
-                "build a store from a .jsonl file with keys and values"
-            )
-        maker = TextEncoder(maker.name, separator=SEPARATOR)
-    return _write(store, maker, new, ids, progress)
+    return _write(store, TextEncoder.of(store, encoder), texts, sources, ids, progress)
 
 
 def search(store: Store, query: str, k: int = 10, *, encoder: str | None = None) -> Matches:
@@ -168,29 +182,32 @@ def search(store: Store, query: str, k: int = 10, *, encoder: str | None = None)
 
 
 def _write(
-    store: Store, maker: TextEncoder, new: Sequence[Record], ids: Sequence[int] | None, progress: Progress | None
+    store: Store,
+    maker: TextEncoder,
+    texts: Sequence[str],
+    sources: Sequence[str | None],
+    ids: Sequence[int] | None,
+    progress: Progress | None,
 ) -> Written:
     """Insert texts, or correct the entries with these ids."""
-    version, written, cut = maker.version, list[int](), list[str]()
-    for start in range(0, len(new), _WINDOW):
-        batch = new[start : start + _WINDOW]
-        texts, sources = [record.text for record in batch], [record.source for record in batch]
-        shown = None if progress is None else partial(_shifted, progress, start, len(new))
-        embeddings, truncated = maker.encode(texts, shown)
-        cut += [sources[place] or repr(texts[place][:20]) for place in truncated]
-        columns: dict[str, Any] = {"embeddings": embeddings, "texts": texts, "sources": sources, "encoder": version}
-        if ids is None:
-            written += store.insert(**columns).tolist()
-        else:
-            store.upsert(ids=ids[start : start + _WINDOW], **columns)
-            written += ids[start : start + _WINDOW]
-    return Written(store.uri, len(store), store.dim, tuple(written), version, tuple(cut))
+    embeddings, truncated = maker.encode(texts, progress)
+    columns: dict[str, Any] = {
+        "embeddings": embeddings,
+        "texts": texts,
+        "sources": sources,
+        "encoder": (version := maker.version),
+    }
+    if ids is None:
+        ids = store.insert(**columns).tolist()
+    else:
+        store.upsert(ids=ids, **columns)
+    cut = tuple(sources[place] or repr(texts[place][:20]) for place in truncated)
+    return Written(store.uri, len(store), store.dim, tuple(ids), version, cut)
 
 
-def _shifted(progress: Progress, start: int, total: int, done: int, _: int, what: str) -> None:
-    progress(start + done, total, what)
-
-
-def _taken(store: Store) -> str:
-    held = plural(len(store), "entry", "entries")
-    return f"{store.uri} holds {held} already: `attnflow knowledge insert` adds to it; build makes a new one"
+def _check_empty(store: Store) -> None:
+    if len(store):
+        held = plural(len(store), "entry", "entries")
+        raise ValueError(
+            f"{store.uri} holds {held} already: `attnflow knowledge insert` adds to it; build makes a new one"
+        )
