@@ -29,13 +29,15 @@ def repack(folder, change):
     save_file(change(tensors) or tensors, file)
 
 
-def write_gguf(path, architecture, tensors, heads=4, kv_heads=2, kind=gguf.GGMLQuantizationType.F32, **more):
+def write_gguf(path, architecture, tensors, heads=4, kv_heads=2, kind=gguf.GGMLQuantizationType.F32, **stated):
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_block_count(2)
-    writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(5000)])
-    writer.add_array("tokenizer.ggml.scores", [0.5] * 5000)
+    for name, value in ({"block_count": 2} | stated).items():
+        getattr(writer, f"add_{name}")(value)
+    if not stated:  # a vocabulary of more tokens than are read
+        writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(5000)])
+        writer.add_array("tokenizer.ggml.scores", [0.5] * 5000)
     writer.add_array("some.short.list", [1, 2, 3])
     writer.add_bool("some.flag", True)
     for name, value in tensors.items():
@@ -50,23 +52,10 @@ def write_gguf(path, architecture, tensors, heads=4, kv_heads=2, kind=gguf.GGMLQ
 def write_llama(path, seed=0):
     """A whole Llama of one layer, width 32 and 16 tokens, as llama.cpp's converter writes it."""
     generator = torch.Generator().manual_seed(seed)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(32)
-    writer.add_block_count(1)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_vocab_size(16)
-    writer.add_layer_norm_rms_eps(1e-5)
     maps = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 32, "ffn_up": 32, "ffn_down": 32}
     shapes = {"token_embd": (16, 32), "output": (16, 32), "output_norm": (32,)}
     shapes |= {f"blk.0.{name}": (rows, 32) for name, rows in maps.items()}
     shapes |= {"blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    sizes = {"context_length": 64, "embedding_length": 32, "feed_forward_length": 32, "vocab_size": 16}
+    return write_gguf(path, "llama", tensors, block_count=1, layer_norm_rms_eps=1e-5, **sizes)

@@ -107,7 +107,7 @@ def test_the_real_model_in_the_cache_holds_what_its_file_holds(monkeypatch):
     monkeypatch.delenv("ATTNFLOW_CACHE")  # the cache of this machine, as other tests load this model, too
     af.load_model("smollm2-135m")
     monkeypatch.setattr(cache, "_unpack", None)
-    monkeypatch.setattr(cache, "_unpack_tokenizer", None)
+    monkeypatch.setattr(cache, "_tokenizer", None)
     started = time.perf_counter()
     model, tokenizer = af.load_model("smollm2-135m")
     assert time.perf_counter() - started < 10  # some 1 s; unpacking takes 20 s

@@ -40,7 +40,17 @@ def test_one_word_never_goes_to_the_hub_by_itself(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["/no/such/folder", "./nothing", "nothing.gguf", "a/b/c", "org/model.safetensors", "own.pt", "hub:a/b/c", " "],
+    [
+        "/no/such/folder",
+        "./nothing",
+        "nothing.gguf",
+        "~/nothing/at all",
+        "a/b/c",
+        "org/model.safetensors",
+        "own.pt",
+        "hub:a/b/c",
+        " ",
+    ],
 )
 def test_what_is_no_id_of_the_hub_is_not_there(name):
     with pytest.raises(FileNotFoundError, match=r"no file or folder.*short names are smollm2-135m, minilm"):

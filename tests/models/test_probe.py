@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from attnflow.models.attention import projections
 from attnflow.models.interception import intercept
@@ -19,12 +21,19 @@ def self_attention(model):
     return [site for site in find_sites(model) if site.kind == "self"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_it_sees_the_same_without_weights(name):
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("name", "sharded"), [*((name, False) for name in FAMILIES), ("Llama", True), ("GPT2", True)])
+def test_it_sees_the_same_where_the_weights_are_not_here(name, sharded, one_process):
     model = ZOO[name].build().eval()
     sites = self_attention(model)
     probed = projections(model, sites)
-    empty = model.to("meta")
+    empty = fully_shard(model, mesh=one_process) if sharded else model.to("meta")
     without = projections(empty, self_attention(empty))
     assert sites
     assert list(probed) == list(without)

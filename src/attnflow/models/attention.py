@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from jaxtyping import Float
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.checkpoints import Weights, config_of
-from attnflow.models.families.find import Config, Pairs, Place, Shapes, Stem, ordered, registered
+from attnflow.models.families.find import Config, Pairs, Place, Shapes, Stem, inside, ordered, registered
 from attnflow.models.families.rows import Composed, Read, Selected
 from attnflow.models.families.table import UnknownHeads, is_query_or_key
 
@@ -103,8 +103,6 @@ def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projection
     from attnflow.models.noise import traces
     from attnflow.models.probe import projections_in
 
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return dict.fromkeys((site.name for site in sites), "its weights are sharded over devices")
     seen = traces(model, sites)
     found = {trace: projections_in(trace) for trace in dict.fromkeys(seen.values())}
     return {name: found[trace] for name, trace in seen.items()}
@@ -137,18 +135,22 @@ def _stored_places(weights: Weights, config: Mapping[str, object]) -> tuple[Plac
     try:
         return ordered(registered(shapes, config), shapes, config)
     except UnknownHeads:
-        try:
-            from attnflow.models.loader import complete_config
-        except ImportError:  # without transformers nobody knows what a config leaves out
-            pass
-        else:
-            config = complete_config(config)
-            return ordered(registered(shapes, config), shapes, config)
-        raise
+        config = _with_defaults(config)
+        return ordered(registered(shapes, config), shapes, config)
 
 
-def _can_run(model: nn.Module) -> bool:
-    return not any(parameter.is_meta or hasattr(parameter, "device_mesh") for parameter in model.parameters())
+def _with_defaults(config: Config) -> Config:
+    """Fill in the defaults of the config's family, also in nested configs; unchanged if unknown.
+
+    Released configs of models with several towers often list only what differs from these.
+    """
+    try:
+        from transformers import CONFIG_MAPPING
+
+        family = cast(Any, CONFIG_MAPPING)[config["model_type"]]
+        return cast(Config, family.from_dict(dict(config)).to_dict())
+    except (ImportError, TypeError, ValueError, KeyError, AttributeError):  # entries that this family has never had
+        return config
 
 
 def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ...]:
@@ -161,7 +163,7 @@ def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ..
         return {word: n for word in _HEADS if isinstance(n := getattr(at[path], word, None), int)}
 
     pairs = registered(shapes, root, stated)
-    if _can_run(model):
+    if not any(parameter.is_meta or hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         try:
             from attnflow.models.sites import find_sites, moves_between_positions
 
@@ -187,7 +189,7 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
         return result
     seen = weights_in({site.name: site.module for site in chosen}, traces(model, chosen))
     for site in chosen:
-        named = [pair for pair in pairs if _inside(pair[0].path, site.name)]
+        named = [pair for pair in pairs if inside(pair[0].path, site.name)]
         certain = [place for _, place in named if isinstance(place, Place) and not place.discovered]
         weights = seen[site.name]
         if isinstance(weights, Unread):
@@ -207,7 +209,3 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
         result = [pair for pair in result if pair not in named]
         result.append((stems[site.name], place))
     return result
-
-
-def _inside(path: str, name: str) -> bool:
-    return name == "" or path == name or path.startswith(f"{name}.")

@@ -114,17 +114,11 @@ def _locate(name: str) -> tuple[str, str | None]:
 
 
 def _config(folder: str) -> Config:
-    config = _parsed_config(folder)
-    check_sizes(folder, config.to_dict(), sum(map(_tensors_in, Path(folder).glob("*.safetensors"))))
-    return config
-
-
-def _parsed_config(folder: str) -> Config:
     try:
         kind = Config.get_config_dict(folder)[0].get("model_type")
         if kind in REGISTRATIONS:
             REGISTRATIONS[kind]()
-        return cast(Config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        config = cast(Config, AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except OSError as error:
         if Path(folder).is_dir():
             raise BadCheckpoint(f"{folder} has no config that can be read: {first_line(error)}") from error
@@ -140,6 +134,8 @@ def _parsed_config(folder: str) -> Config:
         raise BadCheckpoint(
             f"{folder} has no config of a model that transformers knows: {first_line(error)}"
         ) from error
+    check_sizes(folder, config.to_dict(), sum(map(_tensors_in, Path(folder).glob("*.safetensors"))))
+    return config
 
 
 def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -203,13 +199,15 @@ def _class_of(config: Config, folder: str) -> Any:
     return AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModel
 
 
-def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
+def _tokenizer(folder: str, **gguf_file: str) -> PreTrainedTokenizerBase:
     try:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        tokenizer: object = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **gguf_file)
+        return cast(PreTrainedTokenizerBase, tokenizer)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # damaged files fail anywhere, with any class of error
-        raise BadCheckpoint(f"{folder} has no tokenizer: {first_line(error)}; pass tokenizer=False") from error
+        place = "/".join([folder, *gguf_file.values()])
+        raise BadCheckpoint(f"{place} has no tokenizer: {first_line(error)}; pass tokenizer=False") from error
 
 
 def _not_found(name: str, error: Exception) -> FileNotFoundError:
@@ -226,33 +224,27 @@ def _load_gguf(
     Transformers treats a GGUF model as quantised and refuses to save or train it. We copy the weights to a fresh model
     in float32, with identical logits, cached under the file's hash and the version of transformers.
     """
-
-    def stored_model(folder: Path) -> PreTrainedModel:
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-
-    def stored_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
-
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
     key = f"gguf-{digest}-transformers-{transformers.__version__}"
-    model = _cached(f"{key}-model", stored_model, lambda: _unpack(file))
+    model = _cached(f"{key}-model", AutoModelForCausalLM, lambda: _unpack(file), dtype=torch.float32)
     model.config._name_or_path = model.name_or_path = str(file.parent)
     model.config.dtype = dtype
     nn.Module.to(model, dtype)
     if not tokenizer:
         return model, None
-    words = _cached(f"{key}-tokenizer", stored_tokenizer, lambda: _unpack_tokenizer(file))
-    words.name_or_path = str(file.parent)
+    folder = str(file.parent)
+    words = _cached(f"{key}-tokenizer", AutoTokenizer, lambda: _tokenizer(folder, gguf_file=file.name))
+    words.name_or_path = folder
     return model, words
 
 
-def _cached(key: str, load: Callable[[Path], _Entry], unpack: Callable[[], _Entry]) -> _Entry:
-    """Load an entry of the cache; unpack and store it if missing or damaged."""
+def _cached(key: str, kind: Any, unpack: Callable[[], _Entry], **options: object) -> _Entry:
+    """Load an entry of the cache by transformers' class `kind`; unpack and store it if missing or damaged."""
     entry = cache_folder() / key
     if entry.is_dir():
         try:
-            return load(entry)
+            return kind.from_pretrained(entry, **options)
         except Exception as error:  # whatever a damaged file makes transformers raise
             _LOG.warning("%s cannot be loaded and is made again: %s", entry, first_line(error))
     value = unpack()
@@ -288,37 +280,12 @@ def _unpack(file: Path) -> PreTrainedModel:
     return model
 
 
-def _unpack_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    try:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name))
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:
-        raise BadCheckpoint(f"{file} has no tokenizer: {first_line(error)}; pass tokenizer=False") from error
-
-
 def cache_folder() -> Path:
     """Where the cache is: `$ATTNFLOW_CACHE`, or `attnflow` in `$XDG_CACHE_HOME`, which is `~/.cache` by default."""
     own = os.environ.get("ATTNFLOW_CACHE")
     if own:
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnflow"
-
-
-def complete_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Fill in the defaults of the config's family, also in nested configs; unchanged if unknown.
-
-    Released configs of models with several towers often list only what differs from these.
-    """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        return config
-    try:
-        return cast(
-            Mapping[str, object], cast(Any, transformers.CONFIG_MAPPING[kind]).from_dict(dict(config)).to_dict()
-        )
-    except (TypeError, ValueError, KeyError, AttributeError):  # entries that this family has never had
-        return config
 
 
 @contextmanager

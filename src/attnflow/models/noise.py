@@ -16,6 +16,7 @@ from typing import Final, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attnflow.models.evaluation import REFUSALS, refusal
 from attnflow.models.interception import AttentionCall, Output, Proceed
@@ -60,9 +61,9 @@ def traces(model: nn.Module, sites: Sequence[Site]) -> dict[str, Trace]:
     """Trace each attention module, by name, and leave the model unchanged.
 
     Costs one forward pass of 16 sequences of one token; modules that it misses are called by themselves. So are copies
-    of those on the meta device, one for all that are built alike.
+    of those whose weights are not here (on the meta device, or sharded over devices), one for all that are built alike.
     """
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in model.parameters()):
         return _traces(model, sites)
     built = {site.name: (str(site.module), *(p.shape for p in site.module.parameters())) for site in sites}
     first = {form: site for site in reversed(sites) for form in [built[site.name]]}
@@ -71,12 +72,14 @@ def traces(model: nn.Module, sites: Sequence[Site]) -> dict[str, Trace]:
 
 
 def _empty(site: Site) -> Site:
-    """Copy an attention module from the meta device with zeros for weights: noise replaces what they make."""
+    """Copy an attention module whose weights are not here with zeros for weights: noise replaces what they make."""
     config = site.owner.config
-    module = copy.deepcopy(site.module, {id(config): config}).to_empty(device="cpu").eval()
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.detach().zero_()
-    return replace(site, module=module)
+    own = {
+        id(p): nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device="cpu"), p.requires_grad)
+        for p in site.module.parameters()
+    }
+    own |= {id(buffer): torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu") for buffer in site.module.buffers()}
+    return replace(site, module=copy.deepcopy(site.module, {id(config): config, **own}).eval())
 
 
 def _traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict[str, Trace]:

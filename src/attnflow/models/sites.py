@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType
 from typing import Any, Literal, cast
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.addons import identity
-from attnflow.models.families.find import CROSS, Kind
+from attnflow.models.families.find import CROSS, Kind, inside
 from attnflow.models.mixing import INTERFACE, attends, calls_interface, moves_between_positions
 
 Part = Literal["", "encoder", "decoder"]
@@ -70,7 +71,7 @@ def find_sites(model: object) -> tuple[Site, ...]:
             module,
             "cross" if CROSS.search(name) or getattr(module, "is_cross_attention", False) is True else "self",
             _part(name) if two else "",
-            tuple(owner for path, owner in owners.items() if _inside(name, path)) or (next(iter(owners.values())),),
+            tuple(owner for path, owner in owners.items() if inside(name, path)) or (next(iter(owners.values())),),
         )
         for name, module in callers
     )
@@ -111,12 +112,9 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
             continue
         for index, layer in enumerate(layers):
             here = f"{path}.{index}"
-            attends = any(_inside(name, here) for name in covered)
-            inner = [
-                (name, m)
-                for name, m in layer.named_modules(prefix=here)
-                if m is not layer and moves_between_positions(m)
-            ]
+            attends = any(inside(name, here) for name in covered)
+            parts = layer.named_modules(prefix=here)
+            inner = [(name, m) for name, m in parts if m is not layer and moves_between_positions(m)]
             mixers += [f"{name} ({type(m).__name__})" for name, m in inner]
             if not attends and not inner:
                 mixers.append(f"{here} ({type(layer).__name__}, without attention)")
@@ -125,16 +123,32 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The list of layers of a model; `attention` maps a layer's number to its first self-attention.
+    """The one list of layers of a model, with the self-attention in it."""
 
-    `owner` is the innermost transformers model around the list.
-    """
+    sites: Sequence[Site]
+    layers: Sequence[nn.Module]  # the attention module itself, where it lies in no list
 
-    path: str
-    layers: Sequence[nn.Module]
-    attention: Mapping[int, Site]
-    owner: PreTrainedModel
-    root: nn.Module
+    @property
+    def path(self) -> str:
+        """The path of the list."""
+        return self.sites[0].layers
+
+    @property
+    def owner(self) -> PreTrainedModel:
+        """The innermost transformers model around the list."""
+        return self.sites[0].owner
+
+    @cached_property
+    def attention(self) -> Mapping[int, Site]:
+        """The first self-attention of each layer that has one, by the layer's number."""
+        if self.sites[0].name == self.path:
+            raise UnsupportedArchitecture(
+                f"the attention of {type(self.owner).__name__} lies in no list of layers ({self.path})"
+            )
+        first: dict[int, Site] = {}
+        for site in self.sites:
+            first.setdefault(int(site.name[len(self.path) :].split(".")[1]), site)
+        return first
 
     def identity(self, without: str) -> dict[str, object]:
         """Identify the model by weights, leaving out adapters and parameters whose name contains `without`."""
@@ -147,20 +161,18 @@ def stack_of(model: nn.Module) -> Stack:
     """Find the one list of layers whose self-attention calls the attention interface.
 
     `ValueError` for no transformers model or several stacks (encoder and decoder, an image tower);
-    `UnsupportedArchitecture` for attention that bypasses the interface or lies outside of the list.
+    `UnsupportedArchitecture` for attention that bypasses the interface.
     """
     sites = [site for site in find_sites(model) if site.kind == "self"]
-    paths = list(dict.fromkeys(site.layers for site in sites))
-    if len(paths) != 1:
-        parts = f"several stacks of layers: {', '.join(paths)}; pass the one that you mean" if paths else "no layers"
-        raise ValueError(f"{type(model).__name__} has {parts}")
-    layers = model.get_submodule(paths[0])
-    if not isinstance(layers, nn.ModuleList):
-        raise UnsupportedArchitecture(f"the attention of {type(model).__name__} lies in no list of layers ({paths[0]})")
-    attention: dict[int, Site] = {}
-    for site in sites:
-        attention.setdefault(int(site.name[len(paths[0]) :].split(".")[1]), site)
-    return Stack(paths[0], list(layers), attention, sites[0].owner, model)
+    if not sites:
+        raise UnsupportedArchitecture(f"{type(model).__name__} has no self-attention on the attention interface")
+    stacks = {site.layers: type(site.owner).__name__ for site in sites}
+    if len(stacks) > 1:
+        names = ", ".join(f"{owner} ({path})" for path, owner in stacks.items())
+        raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
+    path, first = sites[0].layers, sites[0]
+    inside = model.get_submodule(path)._modules.values()  # a layer that is there twice counts twice
+    return Stack(sites, [first.module] if first.name == path else [one for one in inside if one is not None])
 
 
 def eager_kernel(module: nn.Module) -> Callable[..., object]:
@@ -179,7 +191,3 @@ def _part(name: str) -> Part:
         if word in ("encoder", "decoder"):
             return word
     return ""
-
-
-def _inside(name: str, path: str) -> bool:
-    return path == "" or name == path or name.startswith(path + ".")

@@ -19,7 +19,7 @@ from attnflow.bias.hf.cache import refuse_biased
 from attnflow.bias.kind import LayerBias
 from attnflow.models.attention import projections
 from attnflow.models.probe import Columns, Projections
-from attnflow.models.sites import Site, find_sites
+from attnflow.models.sites import Site, stack_of
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
 
@@ -43,17 +43,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
         ValueError: not a transformers model, or several stacks of self-attention.
         UnsupportedArchitecture: no layer calls the attention interface of transformers.
     """
-    sites = [site for site in find_sites(model) if site.kind == "self"]
-    if not sites:
-        raise UnsupportedArchitecture(f"{type(model).__name__} has no self-attention on the attention interface")
-    stacks = {site.layers: type(site.owner).__name__ for site in sites}
-    if len(stacks) > 1:
-        names = ", ".join(f"{owner} ({path})" for path, owner in stacks.items())
-        raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
-    seen = projections(model, sites)
-    stack = model.get_submodule(sites[0].layers)
-    depth = len(stack) if isinstance(stack, nn.ModuleList) else len(sites)
-    return [_layer(index, site, depth, seen[site.name]) for index, site in enumerate(sites)]
+    stack = stack_of(model)
+    seen = projections(model, stack.sites)
+    return [_layer(index, site, len(stack.layers), seen[site.name]) for index, site in enumerate(stack.sites)]
 
 
 def _layer(index: int, site: Site, depth: int, seen: Projections | str) -> Layer:

@@ -64,7 +64,8 @@ class LocalFolder(Folder):
 
     def __init__(self, path: Path, only: str | None = None) -> None:
         there = sorted(entry for entry in path.iterdir() if entry.is_file())
-        sizes = {entry.name: entry.stat().st_size for entry in there if only in (None, entry.name) or _json(entry)}
+        mine = [entry for entry in there if only in (None, entry.name) or entry.suffix == ".json"]
+        sizes = {entry.name: entry.stat().st_size for entry in mine}
         super().__init__(str(path), str(path / only) if only else str(path), sizes)
 
     def local(self, file: str) -> Path:
@@ -85,10 +86,6 @@ class LocalFolder(Folder):
         if count < len(buffer):
             raise BadCheckpoint(f"{self.title(file)} is truncated: it ends at byte {start + count}, not {stop}")
         return buffer
-
-
-def _json(path: Path) -> bool:
-    return path.suffix == ".json"
 
 
 def model_files(folder: Folder, suffix: str) -> list[str]:

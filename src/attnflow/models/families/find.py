@@ -107,6 +107,11 @@ class Stem:
         return next((words[part] for part in self.path.split(".") if part in words), "")
 
 
+def inside(name: str, path: str) -> bool:
+    """Whether a module is the one at `path` or lies in it; all lie in ""."""
+    return path == "" or name == path or name.startswith(f"{path}.")
+
+
 Pairs = list[tuple[Stem, Place | UnsupportedArchitecture]]
 
 
@@ -242,10 +247,10 @@ def _latent(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: 
     queries = torch.arange(count * dim, device="cpu")
     keys = torch.arange(count * (nope + value), device="cpu").view(count, -1)[:, :nope].flatten()
     return (
-        latent(query, names[0], dim, queries, slice(0, shapes[names[0]][0]), heads=count)
+        latent(query, names[0], dim, queries, shapes[names[0]][0], heads=count)
         if low
         else blocks(query, dim, count, 0, count),
-        latent(names[2], names[1], dim, keys, slice(0, rank), torch.arange(rank, rank + rope, device="cpu"), count),
+        latent(names[2], names[1], dim, keys, rank, torch.arange(rank, rank + rope, device="cpu"), count),
         Heads(count, count, dim),
     )
 

@@ -122,15 +122,15 @@ class Composed:
 
 
 def latent(
-    up: str, down: str, head_dim: int, index: Tensor, ranks: slice, shared: Tensor | None = None, heads: int = 1
+    up: str, down: str, head_dim: int, index: Tensor, rank: int, shared: Tensor | None = None, heads: int = 1
 ) -> Composed:
     """Compose the heads of latent attention (DeepSeek), `W_up W_down x`, without the norm in between.
 
-    `index` selects rows of `up`, [rows, rank], and `ranks` the rows of `down`, [rank + others, in], that it reads;
-    `shared` rows of `down`, the rotated part of a key, end every head.
+    `index` selects rows of `up`, [rows, rank], which reads the first rows of `down`, [rank + others, in]; `shared` rows
+    of `down`, the rotated part of a key, end every head.
     """
-    inner = torch.arange(ranks.stop, device="cpu")[ranks]
-    source = Composed(1, (Piece(Selected(down, 1, inner), torch.arange(len(inner), device="cpu"), None, None),))
+    inner = torch.arange(rank, device="cpu")
+    source = Composed(1, (Piece(Selected(down, 1, inner), inner, None, None),))
     places = torch.arange(heads * head_dim, device="cpu").view(heads, head_dim)
     own = len(index) // heads
     pieces = [Piece(Selected(up, head_dim, index), places[:, :own].flatten(), None, source)]

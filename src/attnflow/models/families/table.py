@@ -94,26 +94,22 @@ class Fused:
 
     word: str  # last part of the tensor's path
     arrange: Arrange  # the order of its rows
-    model_types: frozenset[str]  # in the configs of these families; empty if the word alone tells
+    model_types: frozenset[str] = frozenset()  # in the configs of these families; empty if the word alone tells
     transposed: bool = False  # stored (in, out), by `Conv1D`
 
 
-def _fused(word: str, arrange: Arrange, model_types: str = "", transposed: bool = False) -> Fused:
-    return Fused(word, arrange, _words(model_types), transposed)
-
-
 FUSED: Final = (
-    _fused("c_attn", contiguous, "gpt2 openai-gpt imagegpt", transposed=True),
-    _fused("c_attn", grouped, "gpt_bigcode"),
-    _fused("query_key_value", grouped, "gpt_neox gpt_neox_japanese bloom persimmon falcon"),
-    _fused("in_proj", grouped, "deberta"),
-    _fused("qkv_proj", contiguous, "phi3"),
-    _fused("qkv_proj", quarters, "codegen"),
-    _fused("Wqkv", contiguous, "modernbert mpt dbrx"),
-    _fused("qkv", contiguous, "blip_vision_model qwen2_5_vl qwen2_5_vl_vision qwen2_vl_vision qwen3_vl_vision"),
-    _fused("qkv", contiguous, "got_ocr2_vision sam_vision_model unlimited_ocr_sam_vision_model"),
-    _fused("in_proj_weight", contiguous),  # torch.nn.MultiheadAttention
-    _fused("attn_qkv", contiguous),  # GGUF: whatever the original order was
+    Fused("c_attn", contiguous, _words("gpt2 openai-gpt imagegpt"), transposed=True),
+    Fused("c_attn", grouped, _words("gpt_bigcode")),
+    Fused("query_key_value", grouped, _words("gpt_neox gpt_neox_japanese bloom persimmon falcon")),
+    Fused("in_proj", grouped, _words("deberta")),
+    Fused("qkv_proj", contiguous, _words("phi3")),
+    Fused("qkv_proj", quarters, _words("codegen")),
+    Fused("Wqkv", contiguous, _words("modernbert mpt dbrx")),
+    Fused("qkv", contiguous, _words("blip_vision_model qwen2_5_vl qwen2_5_vl_vision qwen2_vl_vision qwen3_vl_vision")),
+    Fused("qkv", contiguous, _words("got_ocr2_vision sam_vision_model unlimited_ocr_sam_vision_model")),
+    Fused("in_proj_weight", contiguous),  # torch.nn.MultiheadAttention
+    Fused("attn_qkv", contiguous),  # GGUF: whatever the original order was
 )
 # Names that have one order of rows wherever they occur: those of torch.nn.MultiheadAttention and of GGUF.
 UNIVERSAL: Final = frozenset({"q_proj_weight"} | {row.word for row in FUSED if not row.model_types})
