@@ -15,37 +15,39 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 Indices = Sequence[int] | npt.NDArray[np.integer] | Tensor  # what a caller may give where positions are listed
 
-
 LARGEST_SIZE: Final = 1 << 27
 """Positions that a sequence may have: building a mask of as many takes tens of gigabytes, and no model reads more."""
 
 _LARGEST: Final = (1 << 63) - 1  # of int64, in which everything is computed
 
 
-def integer(name: str, value: object, minimum: int = 0, maximum: int | None = None) -> int:
+def integer(
+    name: str, value: object, minimum: int = 0, maximum: int | None = None, unit: str = "", why: str = ""
+) -> int:
     """Return `value` as an int within [minimum, maximum], by default at most 2**63 - 1.
 
     Accepts 0-d integers of numpy and torch; refuses bools, floats and texts.
     """
-    result = _index(name, value)
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    if isinstance(value, bool) or dtype in (torch.bool, np.bool_):
+        raise TypeError(f"{name} must be an integer, got the bool {value}")
+    if shape != ():
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__} of shape {tuple(shape)}")
+    try:
+        result = operator.index(cast(SupportsIndex, value))
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
     if result < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {result}")
     maximum = _LARGEST if maximum is None else maximum
     if result > maximum:
-        raise ValueError(f"{name} must be at most {maximum}, got {result}")
+        raise ValueError(f"{name} must be at most {maximum}{unit}, got {result}{why}")
     return result
 
 
 def size(name: str, value: object) -> int:
     """Return `value` as a number of positions: an int in [0, `LARGEST_SIZE`]."""
-    result = _index(name, value)
-    if result < 0:
-        raise ValueError(f"{name} must be at least 0, got {result}")
-    if result > LARGEST_SIZE:
-        raise ValueError(
-            f"{name} must be at most {LARGEST_SIZE} positions, got {result}: a mask so long does not fit into memory"
-        )
-    return result
+    return integer(name, value, 0, LARGEST_SIZE, " positions", ": a mask so long does not fit into memory")
 
 
 def boolean(name: str, value: object) -> bool:
@@ -120,18 +122,6 @@ def preview(values: Iterable[object], limit: int = 12) -> str:
     """Format the first few values for a message."""
     items = [str(v) for _, v in zip(range(limit + 1), values, strict=False)]
     return "[" + ", ".join(items[:limit]) + (", ...]" if len(items) > limit else "]")
-
-
-def _index(name: str, value: object) -> int:
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
-    if isinstance(value, bool) or dtype in (torch.bool, np.bool_):
-        raise TypeError(f"{name} must be an integer, got the bool {value}")
-    if shape != ():
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__} of shape {tuple(shape)}")
-    try:
-        return operator.index(cast(SupportsIndex, value))
-    except (TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
 
 
 def _as_plain(name: str, values: object) -> object:

@@ -54,7 +54,20 @@ def write_folder(path: str | os.PathLike[str]) -> Generator[Path]:
         for inner in (*part.rglob("*"), part):
             if inner.is_file() or inner.is_dir():
                 sync(inner)
-        _take_place(part, target)
+        done = False
+        while not done:  # until no other process puts its own folder there in between
+            old = target.with_name(f".{target.name}.{secrets.token_hex(6)}.old")
+            with suppress(FileNotFoundError):
+                os.rename(target, old)
+            try:
+                os.rename(part, target)
+                done = True
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    if old.exists():
+                        os.rename(old, target)
+                    raise
+            shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     sync(target.parent)
@@ -80,20 +93,3 @@ def _part_of(target: Path) -> Path:
             if time.time() - left.stat().st_mtime > _LEFT:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
     return target.with_name(f".{target.name}.{secrets.token_hex(6)}.part")
-
-
-def _take_place(part: Path, target: Path) -> None:
-    done = False
-    while not done:  # until no other process puts its own folder there in between
-        old = target.with_name(f".{target.name}.{secrets.token_hex(6)}.old")
-        with suppress(FileNotFoundError):
-            os.rename(target, old)
-        try:
-            os.rename(part, target)
-            done = True
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                if old.exists():
-                    os.rename(old, target)
-                raise
-        shutil.rmtree(old, ignore_errors=True)

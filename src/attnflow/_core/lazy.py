@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import Any
 
 
 def on_demand(
@@ -25,28 +25,14 @@ def on_demand(
     return find, lambda: list(names)
 
 
-@runtime_checkable
-class Renderer(Protocol):
-    """Draws results; the room `report` is one."""
-
-    def notebook(self, shown: object) -> str:
-        """Return the HTML of a result for a notebook."""
-        ...
-
-    def encode(self, shown: object, suffix: str) -> bytes:
-        """Return the content of a file with this suffix."""
-        ...
+_loaders: list[Callable[[], Any]] = []
 
 
-_loaders: list[Callable[[], object]] = []
-
-
-def install(load: Callable[[], object]) -> None:
+def install(load: Callable[[], Any]) -> None:
     """Set the renderer; `load` is called when the first result is shown."""
     _loaders[:] = [load]
 
 
-def renderer() -> Renderer:
-    """Return the installed renderer."""
-    assert _loaders, "attnflow/__init__.py installs a renderer"
-    return cast(Renderer, _loaders[0]())
+def renderer() -> Any:
+    """Return what draws results: `notebook(result)` is HTML, `encode(result, suffix)` the content of a file."""
+    return _loaders[0]()

@@ -8,13 +8,14 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 # Control characters are illegal in XML, and a bidirectional override would reorder the text around it.
-_VISIBLE: Final = {**{code: chr(0x2400 + code) for code in range(32)}, 0x20: " ", 0x7F: "␡", 0x0A: "↵", 0x09: "⇥"}
+_VISIBLE: Final = {**{code: chr(0x2400 + code) for code in range(32)}, 0x7F: "␡", 0x0A: "↵", 0x09: "⇥"}
 _HIDDEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def visible(text: object) -> str:
     """Put `text` on one line, with control, format, surrogate and unassigned characters made visible."""
-    return "".join(_glyph(character) for character in str(text))
+    hidden = {c: _VISIBLE.get(ord(c), "\ufffd") for c in set(str(text)) if unicodedata.category(c) in _HIDDEN}
+    return "".join(hidden.get(character, character) for character in str(text))
 
 
 def escape(text: object) -> str:
@@ -90,7 +91,12 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
 
 def columns(text: str) -> float:
     """Return the width of `text` in monospaced columns; wide characters (East Asian, emoji) take two."""
-    return sum((_column(character) for character in text), 0.0)
+    width = 0.0
+    for character in text:
+        wide = unicodedata.east_asian_width(character) in "WF" or ord(character) >= 0x1F000
+        if not unicodedata.combining(character):  # a fallback font may be wider than the grid
+            width += 2.0 if wide else 1.0 if ord(character) < 0x250 else 1.25
+    return width
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
@@ -111,19 +117,5 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
     return "\n".join(lines)
 
 
-def _column(character: str) -> float:
-    if unicodedata.combining(character):
-        return 0.0
-    wide = unicodedata.east_asian_width(character) in "WF" or ord(character) >= 0x1F000
-    return 2.0 if wide else (1.0 if ord(character) < 0x250 else 1.25)  # a fallback font may be wider than the grid
-
-
 def _trim(text: str) -> str:
     return text.rstrip("0").rstrip(".")
-
-
-def _glyph(character: str) -> str:
-    code = ord(character)
-    if code in _VISIBLE:
-        return _VISIBLE[code]
-    return "\ufffd" if unicodedata.category(character) in _HIDDEN else character

@@ -10,10 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
-from attnflow._core.plain import as_integer, as_list, as_object, close_to, kind_of, only_keys
+from attnflow._core.plain import as_integer, as_list, as_object, close_to, expect, only_keys
 
 _T = TypeVar("_T")
 _LARGEST: Final = 1 << 22  # beyond it the machine would run out of memory before anything is shown
+_TYPED: Final = {  # what a person should have typed
+    "bool": "true or false",
+    "int": "an integer",
+    "ints": "integers with commas between them, such as {}=0,2,5",
+}
 # What a person types for each mask of the catalogue.
 # Where a mask has a length that is not here, it takes the one that its reader has at hand.
 EXAMPLES: Final[Mapping[str, Mapping[str, str]]] = {
@@ -55,20 +60,19 @@ class Parameter:
 
     def read(self, text: str) -> object:
         """Parse typed text."""
-        typed = f"{self.name}={text}"
-        if self.kind == "bool":
-            if text.lower() not in ("true", "false"):
-                raise ValueError(f"{self.name} must be true or false, got {typed}")
-            return text.lower() == "true"
-        if self.kind == "int":
-            return self.bounded(_integer(text, f"{self.name} must be an integer, got {typed}"))
-        if self.kind == "ints":
-            items = text.strip().removeprefix("[").removesuffix("]").split(",")
-            message = f"{self.name} must be integers with commas between them, such as {self.name}=0,2,5, got {typed}"
-            return [_integer(item, message) for item in items if item.strip() or len(items) > 1]
+        items = text.strip().removeprefix("[").removesuffix("]").split(",")
+        try:
+            if self.kind == "bool":
+                return {"true": True, "false": False}[text.lower()]
+            if self.kind == "ints":
+                return [int(item) for item in items if item.strip() or len(items) > 1]
+            value = int(text) if self.kind == "int" else text
+        except (KeyError, ValueError):
+            wanted = _TYPED[self.kind].format(self.name)
+            raise ValueError(f"{self.name} must be {wanted}, got {self.name}={text}") from None
         if self.choices and text not in self.choices:
-            raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {typed}")
-        return text
+            raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {self.name}={text}")
+        return self.bounded(value) if isinstance(value, int) else value
 
     def check(self, value: object, where: str) -> object:
         """Check the kind of a JSON value."""
@@ -78,11 +82,7 @@ class Parameter:
             return self.bounded(as_integer(value, where))
         if self.kind == "ints":
             return [as_integer(item, where) for item in as_list(value, where)]
-        if not isinstance(value, bool if self.kind == "bool" else str):
-            raise ValueError(
-                f"{where}: expected {'true or false' if self.kind == 'bool' else 'text'}, got {kind_of(value)}"
-            )
-        return value
+        return expect(value, where, *((bool, "true or false") if self.kind == "bool" else (str, "text")))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class Named(Generic[_T]):
     @property
     def signature(self) -> str:
         """`name(parameter, parameter=default)`."""
-        return f"{self.name}({', '.join([*self.leading, *map(_declare, self.parameters)])})"
+        own = [p.name if p.required else f"{p.name}={json.dumps(p.default)}" for p in self.parameters]
+        return f"{self.name}({', '.join([*self.leading, *own])})"
 
     def read(self, settings: Mapping[str, str]) -> dict[str, object]:
         """Parse typed settings such as {"window": "4"}; `ValueError` for an unknown name or bad text."""
@@ -155,14 +156,3 @@ def _parameter(parameter: inspect.Parameter, hint: object) -> Parameter:
         kind = "ints"
     choices = tuple(str(c) for h in options if typing.get_origin(h) is Literal for c in typing.get_args(h))
     return Parameter(parameter.name, kind, required, None if required else parameter.default, choices)
-
-
-def _declare(parameter: Parameter) -> str:
-    return parameter.name if parameter.required else f"{parameter.name}={json.dumps(parameter.default)}"
-
-
-def _integer(text: str, message: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(message) from None

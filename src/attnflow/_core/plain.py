@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
@@ -36,36 +36,35 @@ def parse_json(text: str, where: str) -> dict[str, object]:
     return as_object(value, where)
 
 
-def as_object(value: object, where: str) -> dict[str, object]:
-    """Return `value` if it is a JSON object."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected a JSON object, got {kind_of(value)}")
-    return dict(cast(Mapping[str, object], value))
-
-
-def as_list(value: object, where: str) -> list[object]:
-    """`value` if it is a JSON list."""
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{where}: expected a list, got {kind_of(value)}")
-    return list(cast(Sequence[object], value))
-
-
-def as_integer(value: object, where: str) -> int:
-    """`value` if it is a whole number."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where}: expected an integer, got {kind_of(value)}")
+def expect(value: object, where: str, kinds: type | tuple[type, ...], what: str) -> Any:
+    """Return `value` if it is of one of `kinds`, of which only bool has True and False."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise ValueError(f"{where}: expected {what}, got {kind_of(value)}")
     return value
 
 
+def as_object(value: object, where: str) -> dict[str, object]:
+    """Return `value` if it is a JSON object."""
+    return dict(expect(value, where, Mapping, "a JSON object"))
+
+
+def as_list(value: object, where: str) -> list[object]:
+    """Return `value` if it is a JSON list."""
+    return list(expect(value, where, (list, tuple), "a list"))
+
+
+def as_integer(value: object, where: str) -> int:
+    """Return `value` if it is a whole number."""
+    return expect(value, where, int, "an integer")
+
+
 def as_number(value: object, where: str) -> float:
-    """`value` if it is a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where}: expected a number, got {kind_of(value)}")
-    return float(value)
+    """Return `value` if it is a number."""
+    return float(expect(value, where, (int, float), "a number"))
 
 
 def as_text(value: object, where: str) -> str:
-    """`value` if it is text."""
+    """Return `value` if it is text."""
     if not isinstance(value, str):
         raise ValueError(f"{where} must be text, got {kind_of(value)}")
     return value

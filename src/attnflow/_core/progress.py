@@ -5,24 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
 Progress = Callable[[int, int, str], object]  # (done, total, what); total is 0 where it is not known
-
-_PLAIN_SECONDS: Final = 30.0
-
-
-@runtime_checkable
-class Stream(Protocol):
-    """A text stream such as `sys.stderr`."""
-
-    def write(self, text: str, /) -> object: ...
-    def flush(self) -> object: ...
-    def isatty(self) -> bool: ...
 
 
 class Reporter:
@@ -34,15 +22,14 @@ class Reporter:
 
     def __init__(
         self,
-        stream: Stream | None = None,
-        seconds: float = _PLAIN_SECONDS,
+        stream: TextIO | None = None,
+        seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream: Stream = sys.stderr if stream is None else stream
+        self._stream: TextIO = sys.stderr if stream is None else stream
         self._seconds, self._clock = seconds, clock
         self._last = clock()
         self._bar: Bar | None = None
-        self._task: TaskID | None = None
 
     def __call__(self, done: int, total: int, what: str) -> None:
         """Show that `done` of `total` steps are done; a total of 0 means unknown."""
@@ -61,7 +48,7 @@ class Reporter:
         """Hide the bar so that something can be printed; the next call shows it again."""
         if self._bar is not None:
             self._bar.stop()
-            self._bar = self._task = None
+            self._bar = None
 
     def __enter__(self) -> Reporter:
         return self
@@ -74,16 +61,14 @@ class Reporter:
         from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        if self._bar is None or self._task is None:
+        if self._bar is not None and bool(total) != (len(self._bar.columns) > 2):  # with a count it looks different
+            self.pause()
+        if self._bar is None:
             name = TextColumn("{task.description}", markup=False)
             columns = (SpinnerColumn(), name, *((BarColumn(), MofNCompleteColumn()) if total else ()))
             # By default it would send what is printed on stdout to stderr, past a redirection of stdout.
-            console = Console(file=cast("IO[str]", self._stream), highlight=False, emoji=False)
+            console = Console(file=self._stream, highlight=False, emoji=False)
             self._bar = Bar(*columns, console=console, transient=True, redirect_stdout=False)
-            self._task = self._bar.add_task(what, total=total or None)
+            self._bar.add_task(what)
             self._bar.start()
-        elif bool(total) != (len(self._bar.columns) > 2):  # with a count and without look different
-            self.pause()
-            self._draw(done, total, what)
-            return
-        self._bar.update(self._task, description=what, completed=done, total=total or None)
+        self._bar.update(self._bar.task_ids[0], description=what, completed=done, total=total or None)

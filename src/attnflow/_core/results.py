@@ -141,15 +141,6 @@ class Result:
         return renderer().notebook(self)
 
 
-def plain(value: object) -> Any:
-    """Convert a dataclass to plain values, as `Result.to_dict` converts a field."""
-    return _converter.unstructure(value)
-
-
-def _float(value: Any, _: object) -> float:
-    return _NOT_FINITE[value] if isinstance(value, str) else float(value)
-
-
 def _unstructure_float(value: SupportsFloat) -> float | str:
     number = float(value)  # of numpy, too
     if math.isfinite(number):
@@ -157,15 +148,12 @@ def _unstructure_float(value: SupportsFloat) -> float | str:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def _plain(value: object) -> object:
-    return _unstructure_float(value) if isinstance(value, float) else value
-
-
 def _dump_array(value: Tensor | npt.NDArray[Any]) -> dict[str, object]:
     array = value.detach().cpu() if isinstance(value, Tensor) else value
     name = str(array.dtype).removeprefix("torch.")
     numbers = cast("list[object]", array.reshape(-1).tolist())
-    return {"dtype": name, "shape": list(array.shape), "values": [_plain(number) for number in numbers]}
+    values = [_unstructure_float(number) if isinstance(number, float) else number for number in numbers]
+    return {"dtype": name, "shape": list(array.shape), "values": values}
 
 
 def _numbers(values: Mapping[str, Any]) -> list[Any]:
@@ -195,7 +183,9 @@ configure_union_passthrough(int | str | bool | None, _converter)
 _converter.register_unstructure_hook(float, _unstructure_float)
 _converter.register_unstructure_hook(int, int)  # numpy's numbers, too
 _converter.register_unstructure_hook(bool, bool)
-_converter.register_structure_hook(float, _float)
+_converter.register_structure_hook(
+    float, lambda value, _: float(_NOT_FINITE[value] if isinstance(value, str) else value)
+)
 _converter.register_structure_hook_func(lambda hint: hint is object, lambda value, _: value)
 _converter.register_unstructure_hook_func(_of(Tensor), _dump_array)
 _converter.register_unstructure_hook_func(_of(np.ndarray), _dump_array)

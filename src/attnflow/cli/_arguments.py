@@ -55,14 +55,12 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str =
     if name not in catalogue:
         raise BadUsage(f"unknown mask {name!r}{close_to(name, catalogue)} (`attnflow mask list` shows all)")
     entry, example = catalogue[name], f"for example: attnflow {command} {name} {EXAMPLES[name]}"
-    length = next((parameter for parameter in entry.parameters if parameter.name == "n"), None)
-    if n is not None and length is None:
+    has_length = any(parameter.name == "n" for parameter in entry.parameters)
+    if n is not None and not has_length:
         raise BadUsage(f"{entry.signature} has no parameter n; {example}")
     if n is not None and "n" in settings:
         raise BadUsage("n is given twice, by --n and by --set n=...")
-    values = entry.read(settings)
-    if length is not None and "n" not in values:
-        values["n"] = _DEFAULT_N if n is None else length.bounded(n)
+    values = entry.read({**({"n": str(_DEFAULT_N if n is None else n)} if has_length else {}), **settings})
     try:
         entry.require(values)
     except ValueError as error:

@@ -97,7 +97,7 @@ def assert_same_mask(actual: object, expected: object) -> None:
     for index, name in enumerate(names):
         one, other = (list(side.values())[index % len(side)] for side in (left, right))
         if one.shape != other.shape:
-            raise ValueError(f"actual is [{_size(one)}] (queries, keys), expected is [{_size(other)}]{name}")
+            raise ValueError(f"actual is {list(one.shape)} (queries, keys), expected is {list(other.shape)}{name}")
         if not torch.equal(one, other):
             raise AssertionError(_difference(one, other, name))
 
@@ -157,10 +157,6 @@ def _difference(actual: Tensor, expected: Tensor, name: str) -> str:
     )
     lines += ["   " + "".join("#+-."[sign] for sign in row) for row in signs.tolist()]
     return "\n".join(lines)
-
-
-def _size(mask: Tensor) -> str:
-    return ", ".join(map(str, mask.shape))
 
 
 def tolerance(low: Float[Tensor, "..."], exact: Float[Tensor, "..."]) -> float:

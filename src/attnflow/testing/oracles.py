@@ -26,10 +26,7 @@ def power(allow: Relation, layers: int) -> BoolArray:
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
     one = _with_residual(allow)
-    result = np.eye(len(one), dtype=np.bool_)
-    for _ in range(integer("layers", layers)):
-        result = _multiply(one, result)
-    return result
+    return product([np.eye(len(one)), *[one] * integer("layers", layers)])
 
 
 def product(layers: Iterable[Relation]) -> BoolArray:
@@ -46,7 +43,7 @@ def product(layers: Iterable[Relation]) -> BoolArray:
     for relation in relations:
         if relation.shape != result.shape:
             raise ValueError(f"all layers must have one size, got {result.shape} and {relation.shape}")
-        result = _multiply(relation, result)
+        result = (relation.astype(np.int64) @ result.astype(np.int64)) > 0
     return result
 
 
@@ -128,7 +125,3 @@ def _with_residual(allow: Relation) -> BoolArray:
     if table.ndim != 2 or table.shape[0] != table.shape[1]:
         raise ValueError(f"a relation of an order must be square, got shape {table.shape}")
     return table.astype(np.bool_) | np.eye(len(table), dtype=np.bool_)
-
-
-def _multiply(left: BoolArray, right: BoolArray) -> BoolArray:
-    return (left.astype(np.int64) @ right.astype(np.int64)) > 0
