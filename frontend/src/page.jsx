@@ -2,13 +2,12 @@
 
 import { useSignalEffect } from "@preact/signals";
 import { Answers, CopyButton, Order } from "./answers.jsx";
-import { Families } from "./families.jsx";
 import { grouped, percent } from "./format.js";
 import { Hasse } from "./hasse.jsx";
 import { LabelsPanel } from "./labels_panel.jsx";
 import { BrushPanel, FileButton, LayersPanel, MaskPanel } from "./mask_panel.jsx";
 import { Matrix } from "./matrix.jsx";
-import { ScreenTabs } from "./screens.jsx";
+import { Screen, ScreenTabs } from "./screens.jsx";
 
 const NAMES = { families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", cost: "the cost", tile: "the picture", restore: "the design of the link", load: "the file" };
 
@@ -21,7 +20,7 @@ export function Page({ studio }) {
   return (
     <div class={studio.status.value === "closed" ? "page closed" : "page"} data-settled={studio.asked.value === 0 && studio.view.value !== null} data-linked={studio.linked.value} data-span={studio.window.value?.span ?? studio.size.value}>
       <Bar studio={studio} />
-      {studio.screen.value === "mask" ? <MaskScreen studio={studio} /> : <Families studio={studio} />}
+      {studio.screen.value === "mask" ? <MaskScreen studio={studio} /> : <Screen studio={studio} />}
       <Status studio={studio} />
     </div>
   );

@@ -13,6 +13,7 @@ export function createStudio(place) {
     place,
     status: signal("connecting"), // connecting, open, closed
     screen: signal("mask"),
+    progress: signal(null), // [done, total, what] of the work on a model
     reason: signal(""),
     view: signal(null),
     catalogue: signal(null),
@@ -215,6 +216,7 @@ export function createStudio(place) {
       studio.answers.leaks.value = { value: { ...value, leaks }, error: "" };
     },
     stop: () => transport.send({ op: "stop" }),
+    stopModel: () => transport.send({ op: "stop", what: "model" }),
     point(cursor) {
       const now = studio.cursor.value;
       if (now?.query === cursor?.query && now?.key === cursor?.key) return;
@@ -258,6 +260,7 @@ export function createStudio(place) {
       else await Promise.all([draw(), inquire()]);
     },
     answer(reply) {
+      if (reply.progress) return void (studio.progress.value = reply.progress);
       pending.get(reply.id)?.(reply);
       pending.delete(reply.id);
     },

@@ -89,6 +89,8 @@ CASES = [
     ("report none.json --n 3 -o x.html", "belong to masks of the catalogue"),
     ("report buterfly --n 3 -o x.html", "'buterfly' is none: did you mean butterfly?"),
     ("audit ''", "name a model:"),
+    ("studio causal --bias .", "--bias belongs to a model"),
+    ("studio smollm2-135m --bias no-such-folder", "there is no folder"),
     ("geometry minilm --config heads=four", "must be a whole number, got 'four'"),
     ("geometry minilm smollm2-135m -o out.svg --picture heads", "--picture heads shows one model, got 2"),
 ]

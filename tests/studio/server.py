@@ -53,8 +53,8 @@ class Page(NamedTuple):
 
 
 @contextmanager
-def serving(design: object = WINDOW, **limits: float) -> Iterator[Server]:
-    begin = map(json.dumps, (design, limits))
+def serving(design: object = WINDOW, model: object = None, **limits: float) -> Iterator[Server]:
+    begin = map(json.dumps, (design, limits, model))
     command = [sys.executable, "-W", "error", "-m", "tests.studio.server", *begin]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -66,13 +66,33 @@ def serving(design: object = WINDOW, **limits: float) -> Iterator[Server]:
         process.stdout.close()
 
 
+def leaky(memory: str) -> None:
+    """The process of a model, with a fault in the model: an MLP that reads the token after its own."""
+    from attnflow.report.live import model
+    from attnflow.studio import worker
+
+    load = model.load_model
+
+    def faulty(name: str, **options):
+        loaded = load(name, **options)
+        loaded.model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out + out.roll(-1, dims=1))
+        return loaded
+
+    model.load_model = faulty
+    worker.main("model", int(memory))
+
+
 def main() -> None:
     from attnflow.studio import serve
     from attnflow.studio.process import Limits
 
-    design, limits = map(json.loads, sys.argv[1:])
-    serve(design, 0, lambda address: print(address, flush=True), Limits(**limits))
+    design, limits, model = map(json.loads, sys.argv[1:])
+    if isinstance(model, dict) and model.pop("leaks", False):
+        from attnflow.studio import app
+
+        app.MODEL = ("tests.studio.server", "model")  # pyright: ignore[reportAttributeAccessIssue]
+    serve(design, 0, lambda address: print(address, flush=True), Limits(**limits), model)
 
 
 if __name__ == "__main__":
-    main()
+    leaky(sys.argv[2]) if sys.argv[1] == "model" else main()

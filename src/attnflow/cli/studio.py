@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import webbrowser
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -25,18 +26,28 @@ def studio(
         int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port of the loopback (default: a free one).")
     ] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
+    bias: Annotated[
+        str | None, typer.Option("--bias", metavar="DIR", help="A saved bias of the MODEL, whose maps are shown.")
+    ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Open the studio, a page to see and design masks on.
 
-    It begins with the mask or the task, or of a model with the masks of its layers for a short text; `attnflow report`
-    shows the model itself. The page is served to this machine alone, at an address with a secret token, until Ctrl-C
-    or half an hour without use.
+    It begins with the mask or the task, or of a model with the masks of its layers for a short text; the model itself
+    is then audited on the page, its geometry drawn, its bias and what its feed-forward layers do. The page is
+    served to this machine alone, at an address with a secret token, until Ctrl-C or half an hour without use.
     Everything on it is computed here; nothing is fetched from a network.
     """
     from attnflow.studio import serve
 
+    is_mask = is_file(subject) or subject in EXAMPLES
+    if bias is not None:
+        if is_mask:
+            raise BadUsage(f"--bias belongs to a model, and {subject} is a mask or a task")
+        if not Path(bias).expanduser().is_dir():
+            raise BadUsage(f"--bias takes the folder of a saved bias, and there is no folder {bias}")
     design = _design(subject, n, settings or [])
+    model = None if is_mask else {"model": subject, "bias": bias}
 
     def opened(address: str) -> None:
         if json_output:
@@ -46,7 +57,7 @@ def studio(
         if not no_open:
             webbrowser.open(address)
 
-    serve(design, port, opened)
+    serve(design, port, opened, model=model)
 
 
 def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, object]:
@@ -66,7 +77,7 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
 def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
     """Returns a model's declared masks for a short text, as a stack with its tokens."""
     from attnflow.audit.declared import declared_order
-    from attnflow.models.loaded import text_inputs
+    from attnflow.models.loaded import text_inputs, token_texts
     from attnflow.report.live.design import design_for
 
     require_model(name, with_settings)
@@ -75,6 +86,5 @@ def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
         inputs = text_inputs(loaded, sample(), _TOKENS)
         spinner.stage("its masks")
         flow = declared_order(loaded, inputs)
-        assert loaded.tokenizer is not None
-        texts = loaded.tokenizer.batch_decode([[token] for token in inputs["input_ids"][0].tolist()])
+        texts = token_texts(inputs["input_ids"][0].tolist(), loaded.tokenizer)
     return design_for(flow, texts).to_dict()

@@ -102,6 +102,11 @@ def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None =
     return {"input_ids": tokens}
 
 
+def token_texts(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Decode every token by itself; without a tokenizer its id is its text."""
+    return [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
+
+
 def sparing(model: nn.Module) -> dict[str, object]:
     """Return options that avoid a cache and the logits of every token."""
     return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if accepts(model, name)}

@@ -19,7 +19,7 @@ from attnflow.report.page import Context, Part, Section
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LISTED: Final = 24  # rows of a list before the rest is only counted
+LISTED: Final = 24  # rows of a list before the rest is only counted
 _LOOKS: Final = {
     "clean": ("#9fcdb3", "clean"),
     "breaks": ("#b40426", "breaks the order"),
@@ -47,9 +47,9 @@ def audit_part(report: AuditReport, _: Context) -> Part:
     body = verdict + html.facts(effort(report))
     if report.violations:
         head = ["kind", "module", "layer", "source", "target", "change"]
-        rows = [_violation(violation) for violation in report.violations[:_LISTED]]
+        rows = [_violation(violation) for violation in report.violations[:LISTED]]
         body += html.table(head, rows, text_columns=2, marked=[0])
-        body += html.rest(count - _LISTED)
+        body += html.rest(count - LISTED)
     if report.modules:
         watched = f"{plural(len(report.modules), 'module')} watched"
         body += tag("h3", watched) + charts.in_page(lambda: audit_chart(report, title=" "), watched)

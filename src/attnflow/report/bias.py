@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attnflow._core import checks
 from attnflow._core.markup import columns, element, escape, grouped, percent, plural, shorten, token_label
 from attnflow.bias.graph import BiasGraph, Edge
-from attnflow.bias.map import BiasMap
+from attnflow.bias.map import BiasMap, Quantity
 from attnflow.report import charts, html
 from attnflow.report import layered_layout as layout
 from attnflow.report.charts import INK, POSITIVE, SIGNED, blank, chart, heat_map, literal, name_axis, table_size
@@ -52,14 +52,13 @@ def bias_part(bias_map: BiasMap, context: Context) -> Part:
         ("Strength", f"{_strength(bias_map):.3g}"),
         ("Weight moved", percent(_moved(bias_map))),
     ]
-    source = [("Model", html.code(bias_map.model))]
-    return Part(f"Attention bias of {bias_map.model}", sections, _reading(bias_map), numbers, source)
+    name = bias_map.model
+    return Part(f"Attention bias of {name}", sections, _reading(bias_map), numbers, [("Model", html.code(name))])
 
 
 def graph_part(graph: BiasGraph, _: Context) -> Part:
     """Describes a reasoning graph alone."""
-    title = f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph"
-    return Part(title, [_graph(graph, "here")])
+    return Part(f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph", [_graph(graph, "here")])
 
 
 def _layers(bias_map: BiasMap) -> Section:
@@ -81,14 +80,10 @@ def _layers(bias_map: BiasMap) -> Section:
     for rank in _RANKS:
         energy = bias_map.energy(rank)
         columns[f"Rank {rank}"] = [_share(energy[one.layer]) for one in layers]
-    table = html.table(list(columns), zip(*columns.values(), strict=True))
-    parts = [html.paragraph(lead, kind="lead"), table]
+    parts = [html.paragraph(lead, kind="lead"), html.table(list(columns), zip(*columns.values(), strict=True))]
     strongest = max(layers, key=lambda one: one.strength, default=None)
     if strongest is not None and strongest.strength > 0 and len(layers) > 1:
         parts.append(html.paragraph(f"The bias is strongest in layer {strongest.layer}."))
-    if not _strength(bias_map):
-        text = "The bias is zero everywhere: the model attends as its base model does."
-        parts.append(html.note("neutral", html.paragraph(text)))
     if len(bias_map.queries) <= max(_RANKS):
         text = f"With {plural(len(bias_map.queries), 'query', 'queries')}, a rank as large explains everything."
         parts.append(html.paragraph(text, kind="lead"))
@@ -97,8 +92,7 @@ def _layers(bias_map: BiasMap) -> Section:
 
 def _maps(bias_map: BiasMap) -> Section:
     """Draws the bias of the last query in all layers, and of all queries where it moves most."""
-    last = len(bias_map.queries) - 1
-    title = f"Query {_query(bias_map, last)} in every layer"
+    title = f"Query {_query(bias_map, -1)} in every layer"
     caption = "Blue keys draw the query, red ones turn it away; zero is in the middle."
     parts: list[Content] = [charts.in_page(lambda: map_chart(bias_map), title, caption)]
     if len(bias_map.queries) > 1:
@@ -111,11 +105,10 @@ def _maps(bias_map: BiasMap) -> Section:
 
 def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
     """Lists for each layer the keys that the last query is drawn to most and least."""
-    row = len(bias_map.queries) - 1
     rows: list[list[Content]] = []
     for one in bias_map:
-        values = bias_map.values("bias", one.layer)[row]
-        keys = [key for key in values.argsort(descending=True).tolist() if bias_map.allowed(one.layer)[row, key]]
+        values = bias_map.values("bias", one.layer)[-1]
+        keys = [key for key in values.argsort(descending=True).tolist() if bias_map.allowed(one.layer)[-1, key]]
         named = [f"{_token(bias_map, key)} {float(values[key]):+.3f}".replace("-", "−") for key in keys]
         rows.append([str(one.layer), ", ".join(named[:count]), ", ".join(named[::-1][:count])])
     return html.table(["Layer", "drawn to", "turned away from"], rows, text_columns=3)
@@ -123,10 +116,9 @@ def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
 
 def _weights(bias_map: BiasMap) -> Section:
     """Compares the last query's weights with and without the bias, in the layer it moves most."""
-    row = len(bias_map.queries) - 1
-    layer = max(bias_map, key=lambda one: float((one.weights - one.weights_without)[:, row].abs().sum())).layer
+    layer = max(bias_map, key=lambda one: float((one.weights - one.weights_without)[:, -1].abs().sum())).layer
     caption = (
-        f"Post-softmax weights of query {_query(bias_map, row)} in layer {layer}, mean over heads: bars are "
+        f"Post-softmax weights of query {_query(bias_map, -1)} in layer {layer}, mean over heads: bars are "
         "coloured by the bias. In the base model the queries and keys themselves differ, because no earlier layer has "
         "a bias. A bar that would dwarf the others is cut, and carries its value."
     )
@@ -159,13 +151,12 @@ def _reading(bias_map: BiasMap) -> Sequence[Content]:
     if not _strength(bias_map):
         return ["The bias is zero in every layer: the model attends exactly as its base model does."]
     most = max(bias_map, key=lambda one: one.moved)
-    row = len(bias_map.queries) - 1
-    mean = bias_map.values("bias")[row]
+    mean = bias_map.values("bias")[-1]
     pulled, pushed = int(mean.argmax()), int(mean.argmin())
     return [
         f"The bias moves {percent(_moved(bias_map))} of the attention weight on average, most in layer {most.layer} "
         f"({percent(most.moved)}). Over all layers, query ",
-        html.code(_query(bias_map, row)),
+        html.code(_query(bias_map, -1)),
         " is drawn most to ",
         html.code(_token(bias_map, pulled)),
         f" (position {pulled}) and least to ",
@@ -272,15 +263,12 @@ def map_chart(
     if picture not in ("bias", "weights"):
         raise ValueError(f'picture must be "bias", "weights" or "compare", got {picture!r}')
     layers = [one.layer for one in bias_map] if layer is None else [layer]
+    table, allowed = table_of(bias_map, layer, query, head, picture)
     if layer is not None and query is None:
-        rows = list(range(len(bias_map.queries)))
-        table, allowed = (np.asarray(t) for t in (bias_map.values(picture, layer, head), bias_map.allowed(layer)))
-        sides = [_query(bias_map, row) for row in rows]
+        sides = [_query(bias_map, row) for row in range(len(bias_map.queries))]
         what, side = f"layer {layer}", "query"
     else:
         row = bias_map.row(-1 if query is None else query)
-        table = np.stack([np.asarray(bias_map.values(picture, number, head)[row]) for number in layers])
-        allowed = np.stack([np.asarray(bias_map.allowed(number)[row]) for number in layers])
         sides, side = [str(number) for number in layers], "layer"
         what = f"query {_query(bias_map, row)}" + (f", layer {layer}" if layer is not None else "")
     keys, remark = _foremost(np.abs(np.where(allowed, table, 0)).max(axis=0), np.asarray(allowed.any(axis=0)))
@@ -296,6 +284,18 @@ def map_chart(
     axes.set(xlabel=f"key{remark}", ylabel=side)
     axes.set_title(literal(title or f"{quantity}: {what}{_heads(bias_map, head)}"))
     return figure
+
+
+def table_of(
+    bias_map: BiasMap, layer: int | None, query: int | None = None, head: int | None = None, quantity: Quantity = "bias"
+) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """Returns the values and which pairs exist: all queries of a layer, or one (by default the last) in all layers."""
+    if layer is not None and query is None:
+        return np.asarray(bias_map.values(quantity, layer, head)), np.asarray(bias_map.allowed(layer))
+    row = bias_map.row(-1 if query is None else query)
+    layers = [one.layer for one in bias_map] if layer is None else [layer]
+    values = np.stack([np.asarray(bias_map.values(quantity, number, head)[row]) for number in layers])
+    return values, np.stack([np.asarray(bias_map.allowed(number)[row]) for number in layers])
 
 
 def _bars(
@@ -394,6 +394,5 @@ def _common_top(weights: Sequence[Array]) -> float:
 
 
 def _heads(bias_map: BiasMap, head: int | None) -> str:
-    if head is not None:
-        return f", head {head}"
-    return ", mean over heads" if not bias_map.heads else f", mean over {len(bias_map.heads)} heads"
+    count = f"{len(bias_map.heads)} " if bias_map.heads else ""
+    return f", mean over {count}heads" if head is None else f", head {head}"

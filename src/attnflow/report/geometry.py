@@ -226,7 +226,7 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
         place = summary.symmetry.median, summary.directionality.median
         axes.errorbar(*place, **whiskers, **look, label=_label(scores, summary))
     axes.set_xlabel("symmetry (median and quartiles over layers)")
-    axes.set_ylabel(f"directionality ({_words(reading)})")
+    axes.set_ylabel(f"directionality ({reading_words(reading)})")
     axes.set_title(literal(title or _title(models, "symmetry and directionality")))
     _legend(axes)
     return figure
@@ -264,7 +264,7 @@ def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
             look = _style(index) | {"markersize": 4, "linewidth": 1.4, "label": _label(scores, summary)}
             axes.plot([row.layer for row in rows], [getattr(row, name) for row in rows], **look)
         axes.set_xlabel("layer")
-        axes.set_ylabel(name if name == "symmetry" else f"{name} ({_words(reading)})")
+        axes.set_ylabel(name if name == "symmetry" else f"{name} ({reading_words(reading)})")
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(literal(title or _title(models, "scores by layer")))
     _legend(panels[1])
@@ -288,7 +288,7 @@ def _heads(scores: GeometryScores, title: str | None) -> Figure:
             axes.set_title(name if len(groups) == 1 else f"{name}, {summary.what}")
             for axis in (axes.xaxis, axes.yaxis):
                 axis.get_major_locator().set_params(integer=True)
-    reading = _words((scores.gamma, scores.mode))
+    reading = reading_words((scores.gamma, scores.mode))
     figure.suptitle(literal(title or f"{shorten(scores.model, 70)} (directionality: {reading})"))
     return figure
 
@@ -322,7 +322,7 @@ def _chance(models: Sequence[GeometryScores]) -> tuple[int, str]:
 def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:
     readings = {(scores.gamma, scores.mode) for scores in models}
     if len(readings) != 1:
-        what = " and ".join(_words(reading) for reading in sorted(readings))
+        what = " and ".join(reading_words(reading) for reading in sorted(readings))
         raise ValueError(f"expected models with one reading of directionality, got {what}; score them alike")
     return readings.pop()
 
@@ -343,7 +343,8 @@ def name_of(scores: GeometryScores, summary: Summary) -> str:
     return f"{scores.model}: {summary.what}" if has_several(scores) else scores.model
 
 
-def _words(reading: tuple[float, str]) -> str:
+def reading_words(reading: tuple[float, str]) -> str:
+    """Says how directionality was read: its mode and gamma."""
     return f"{reading[1]}, gamma {reading[0]:g}"
 
 

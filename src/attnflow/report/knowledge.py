@@ -192,9 +192,7 @@ def trace_chart(
     if picture != "entries":
         _map(panels[0], trace, active_shares(trace), "active entries, share", signed=False)
         what = "norm of what entries write" if trace.without else "direct effect on the target"
-        written = [one.output_norm if trace.without else one.effect for one in trace]
-        table = np.stack([np.asarray(values, dtype=np.float64) for values in written])
-        _map(panels[1], trace, table, what, signed=not trace.without)
+        _map(panels[1], trace, written(trace), what, signed=not trace.without)
     if title or picture != "entries":
         figure.suptitle(literal(title or f"{trace.model}: entries that fired"))
     return figure
@@ -203,6 +201,12 @@ def trace_chart(
 def active_shares(trace: Trace) -> Array:
     """Returns active entries as a share of those the layer could read, [layers, positions]."""
     return np.stack([np.asarray(one.active, dtype=np.float64) / max(one.num_entries, 1) for one in trace])
+
+
+def written(trace: Trace) -> Array:
+    """Returns the direct effect of all entries on the target, or else the norm they write, [layers, positions]."""
+    each = [one.output_norm if trace.without else one.effect for one in trace]
+    return np.stack([np.asarray(values, dtype=np.float64) for values in each])
 
 
 def entry_name(one: Fired) -> str:

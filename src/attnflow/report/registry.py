@@ -21,7 +21,7 @@ from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.provenance import Trace
 from attnflow.masks.mask import Mask
-from attnflow.models.loaded import Loaded, model_inputs, model_name, split
+from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import html, svg
@@ -284,7 +284,7 @@ def model_page(
     labels = None
     if tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
-        labels = [str(tokenizer.decode([token])) for row in rows for token in row]
+        labels = [text for row in rows for text in token_texts(row, tokenizer)]
     return page(*results, title=name, labels=labels, details=details, problems=problems)
 
 

@@ -8,10 +8,11 @@ import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
-from attnflow.studio.process import Limits, Worker
+from attnflow.studio.process import MODEL, Limits, Worker
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -42,13 +43,21 @@ _HEADERS: Final = {
     "cache-control": "no-store",
 }
 _STOP: Final = "stop"
+MODEL_OPERATIONS: Final = frozenset({"model", "audit", "geometry", "bias", "trace"})
 
 
 class Studio:
     """The open pages and their limits; `token` stands in the address's fragment, which no server ever sees."""
 
-    def __init__(self, token: str, design: Mapping[str, object], limits: Limits) -> None:
+    def __init__(
+        self,
+        token: str,
+        design: Mapping[str, object],
+        limits: Limits,
+        model: Mapping[str, object] | None = None,
+    ) -> None:
         self.token = token
+        self.model = None if model is None else dict(model)
         self.limits = limits
         self._last_message = time.monotonic()
         self._design = design
@@ -99,11 +108,15 @@ class Studio:
         self._open += 1
         self._last_message = time.monotonic()
         worker, self._spare = self._spare or Worker(self._design, self.limits), None
+        limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
+        model = None if self.model is None else Worker(self.model, limits, MODEL)
         try:
-            await self._converse(socket, worker)
+            await self._converse(socket, worker, model)
         finally:
             self._open -= 1
             await worker.stop()
+            if model is not None:
+                await model.stop()
             if self._spare is None and not self._open:
                 await self.prepare()
 
@@ -115,10 +128,15 @@ class Studio:
             return False
         return is_token((_parsed(text or "", self.limits.message_bytes) or {}).get("token"), self.token)
 
-    async def _converse(self, socket: WebSocket, worker: Worker) -> None:
-        """Handles the messages of a page, one at a time; "stop" ends the computation at once."""
-        waiting: asyncio.Queue[dict[str, object]] = asyncio.Queue(self.limits.queued)
-        answering = asyncio.create_task(self._answer(socket, worker, waiting))
+    async def _converse(self, socket: WebSocket, worker: Worker, model: Worker | None) -> None:
+        """Handles the messages of a page, one at a time for masks and one at a time for the model.
+
+        "stop" ends the computation for masks at once; {"op": "stop", "what": "model"} that for the model.
+        """
+        lines = [_Line(worker, asyncio.Queue(self.limits.queued))]
+        if model is not None:
+            lines.append(_Line(model, asyncio.Queue(self.limits.queued)))
+        answering = [asyncio.create_task(self._answer(socket, line)) for line in lines]
         try:
             while True:
                 text = await _received(socket)
@@ -129,31 +147,54 @@ class Studio:
                 if message is None:
                     await _close(socket, MALFORMED, "expected a JSON object")
                     return
+                about_model = message.get("op") in MODEL_OPERATIONS or message.get("what") == "model"
+                if about_model and model is None:
+                    await socket.send_text(_without_model(message))
+                    continue
+                line = lines[about_model]
                 if message.get("op") == _STOP:
-                    await worker.stop()
-                elif waiting.full():
+                    await line.worker.stop()
+                elif line.waiting.full():
                     await _close(socket, TOO_MANY, f"{self.limits.queued} messages wait already")
                     return
                 else:
-                    waiting.put_nowait(message)
+                    line.waiting.put_nowait(message)
         finally:
-            answering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answering
+            for task in answering:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
-    async def _answer(self, socket: WebSocket, worker: Worker, waiting: asyncio.Queue[dict[str, object]]) -> None:
+    async def _answer(self, socket: WebSocket, line: _Line) -> None:
         from starlette.websockets import WebSocketDisconnect
+
+        async def heard(progress: str) -> None:
+            self._last_message = time.monotonic()
+            await socket.send_text(progress)
 
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the page has gone while it was computed
             while True:
-                message = await waiting.get()
+                message = await line.waiting.get()
                 self._answering += 1
                 try:
-                    reply = await worker.ask(message)
+                    reply = await line.worker.ask(message, heard)
                 finally:
                     self._answering -= 1
                     self._last_message = time.monotonic()
                 await socket.send_text(reply)
+
+
+class _Line(NamedTuple):
+    worker: Worker
+    waiting: asyncio.Queue[dict[str, object]]
+
+
+def _without_model(message: Mapping[str, object]) -> str:
+    identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
+    if message.get("op") == "model":
+        return json.dumps({**identity, "ok": True, "model": None})
+    error = "the studio was started without a model: attnflow studio MODEL"
+    return json.dumps({**identity, "ok": False, "error": error})
 
 
 def is_token(shown: object, token: str) -> bool:

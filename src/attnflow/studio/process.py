@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-_COMMAND: Final = (sys.executable, "-m", "attnflow.studio.worker")
+Heard = Callable[[str], Awaitable[None]]
+
+MASKS: Final = ("attnflow.studio.worker", "masks")
+MODEL: Final = ("attnflow.studio.worker", "model")
+_PROGRESS: Final = b'{"progress":'
 
 
 @dataclass(frozen=True)
@@ -21,17 +25,21 @@ class Limits:
         message_bytes: of a message from a page, including a file that it opens.
         reply_bytes: of a reply.
         seconds: for one operation; then its process is ended, and a new one continues from the last design.
+        model_seconds: for one question about a model.
+        model_memory: bytes of address space of a model's process; 0 for no limit, since the server chose the model.
         starting: seconds in which a process must be ready.
         sessions: pages that are open at once.
         first_message: seconds in which a page must show the token.
         idle: seconds without a message from any page, after which the server ends.
         memory: bytes of address space of a page's process.
-        queued: waiting messages of a page.
+        queued: waiting messages of a page, for masks and for the model separately.
     """
 
     message_bytes: int = 2 << 20
     reply_bytes: int = 64 << 20
     seconds: float = 20.0
+    model_seconds: float = 1800.0
+    model_memory: int = 0
     starting: float = 120.0
     sessions: int = 4
     first_message: float = 5.0
@@ -43,16 +51,17 @@ class Limits:
 class Worker:
     """The process of one page, started when first asked; a new process continues from `design`, as JSON."""
 
-    def __init__(self, design: Mapping[str, object], limits: Limits) -> None:
+    def __init__(self, design: Mapping[str, object], limits: Limits, command: Sequence[str] = MASKS) -> None:
         self.design = json.dumps(dict(design), separators=(",", ":"))
-        self._limits = limits
+        self._limits, self._command = limits, command
         self._process: asyncio.subprocess.Process | None = None
         self._is_ready = False
 
     async def start(self) -> None:
         """Starts the process if there is none, without waiting until it is ready."""
         if self._process is None:
-            command, pipe = (*_COMMAND, str(self._limits.memory)), asyncio.subprocess.PIPE
+            command = (sys.executable, "-m", *self._command, str(self._limits.memory))
+            pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, limit=self._limits.reply_bytes
             )
@@ -60,8 +69,8 @@ class Worker:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `ask` sees that it has ended
                 await self._send(process, self.design)
 
-    async def ask(self, message: Mapping[str, object]) -> str:
-        """Returns the JSON reply, or an error after `limits.seconds`, which ends the process."""
+    async def ask(self, message: Mapping[str, object], heard: Heard | None = None) -> str:
+        """Returns the JSON reply, or an error after `limits.seconds`, which ends the process; `heard` gets progress."""
         await self.start()
         process, limit = self._process, self._limits.starting
         assert process is not None
@@ -73,7 +82,7 @@ class Worker:
             limit = self._limits.seconds
             async with asyncio.timeout(limit):
                 await self._send(process, json.dumps(message, separators=(",", ":")))
-                line = await process.stdout.readline()
+                line = await _reply(process.stdout, heard)
                 design = await process.stdout.readline()
         except TimeoutError:
             await self.stop()
@@ -106,6 +115,13 @@ class Worker:
         assert process.stdin is not None
         process.stdin.write(line.encode() + b"\n")
         await process.stdin.drain()
+
+
+async def _reply(stream: asyncio.StreamReader, heard: Heard | None) -> bytes:
+    while (line := await stream.readline()).startswith(_PROGRESS):
+        if heard is not None:
+            await heard(line.decode().rstrip("\n"))
+    return line
 
 
 def _failed(message: Mapping[str, object], reason: str) -> str:

@@ -29,6 +29,7 @@ def serve(
     port: int = 0,
     opened: Callable[[str], object] | None = None,
     limits: Limits | None = None,
+    model: Mapping[str, object] | None = None,
 ) -> None:
     """Serve the studio on 127.0.0.1 until it has been idle for long, or is interrupted.
 
@@ -40,6 +41,7 @@ def serve(
         port: of the loopback; 0 takes a free one.
         opened: what to do with the address, such as `webbrowser.open`.
         limits: the caps; by default those of `Limits`.
+        model: {"model": its name, "bias": the folder of its bias or None}; None without one. Pages cannot name another.
 
     Raises:
         MissingExtra: starlette, uvicorn or websockets are not installed.
@@ -56,7 +58,7 @@ def serve(
 
     listener = _listener(port)
     try:
-        studio = Studio(secrets.token_urlsafe(32), design, limits or Limits())
+        studio = Studio(secrets.token_urlsafe(32), design, limits or Limits(), model)
         with _terminated_in_order():
             if not asyncio.run(_run(studio, listener, opened)):
                 raise KeyboardInterrupt  # asyncio does so only where the interrupt meets a task that still waits

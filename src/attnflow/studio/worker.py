@@ -1,7 +1,8 @@
-"""The process of one page: reads a message per line, answers, and ends with its input.
+"""The process of one page, for masks or for the model: reads a message per line, answers, and ends with its input.
 
-A separate process can be stopped at any time and cannot take the memory of other pages.
-`python -m attnflow.studio.worker BYTES` first reads the plain data of the initial design.
+A separate process can be stopped at any time and cannot take the memory of other pages. Masks and the model have one
+each, so masks are answered while the model is busy. `python -m attnflow.studio.worker masks BYTES` first reads the
+plain data of the initial design; `... model BYTES` reads `{"model": name, "bias": folder}`, which a page never names.
 """
 
 from __future__ import annotations
@@ -10,26 +11,57 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from typing import Any, Final
+
+_PAUSE: Final = 0.1  # seconds between two lines of progress of one kind
 
 Say = Callable[[str], None]
+Answer = Callable[[dict[str, Any]], tuple[str, str]]  # to a message: the reply, and after a change the design
 
 
-def main(memory: int) -> None:
-    """Answers messages on standard input, with `memory` bytes (0 for no limit).
+def main(about: str, memory: int) -> None:
+    """Answers messages on standard input about "masks" or "model", with `memory` bytes (0 for no limit).
 
     It first prints `{"ready": true}`; each answer is two lines, the reply and the changed design (else an empty line).
+    Lines `{"progress": [done, total, what]}` precede the replies about a model.
     """
     say, first = _begun(memory)
+    answer = (_about_model if about == "model" else _about_masks)(json.loads(first), say)
+    say('{"ready":true}')
+    for line in sys.stdin:
+        say("\n".join(answer(json.loads(line))))
+
+
+def _about_masks(design: Any, _: Say) -> Answer:
     from attnflow.report.live.operations import design_of
     from attnflow.report.live.session import Session
 
-    session = Session(design_of(json.loads(first), "the design"))
-    say('{"ready":true}')
-    for line in sys.stdin:
+    session = Session(design_of(design, "the design"))
+
+    def answer(message: dict[str, Any]) -> tuple[str, str]:
         revision = session.revision
-        reply = _plain(session.handle(json.loads(line)))
-        say("\n".join((reply, "" if session.revision == revision else session.design.plain)))
+        reply = _plain(session.handle(message))
+        return reply, "" if session.revision == revision else session.design.plain
+
+    return answer
+
+
+def _about_model(subject: Any, say: Say) -> Answer:
+    from attnflow.report.live.model import ModelSession
+
+    session = ModelSession(subject["model"], subject["bias"])
+    said = ("", 0.0)
+
+    def progress(done: int, total: int, what: str) -> None:
+        nonlocal said
+        kind, now = f"{total} {what}", time.monotonic()
+        if kind != said[0] or now - said[1] >= _PAUSE:
+            said = (kind, now)
+            say(_plain({"progress": [done, total, what]}))
+
+    return lambda message: (_plain(session.handle(message, progress)), "")
 
 
 def _plain(content: object) -> str:
@@ -68,4 +100,4 @@ def _limit_memory(memory: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]))

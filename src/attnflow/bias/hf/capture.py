@@ -21,7 +21,7 @@ from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.bias.terms import Dense, Term, wide
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, Text, accepts, model_inputs, model_name, sparing, split
+from attnflow.models.loaded import Loaded, Text, accepts, model_inputs, model_name, sparing, split, token_texts
 
 Heads = Sequence[int] | Literal["all"] | None
 Queries = int | Sequence[int] | Literal["all"] | None
@@ -100,7 +100,7 @@ def capture(
     causal = all(not bool(one.allowed[:, i, row + 1 :].any()) for one in layers_seen for i, row in enumerate(rows))
     if last is not None:
         ids.append(int(last[0]))
-    names = [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
+    names = token_texts(ids, tokenizer)
     produced = () if last is None else tuple(names[row + 1] for row in rows)
     names = names if last is None else names[:-1]
     return BiasMap(model_name(model), tuple(names), tuple(rows), layers_seen, tuple(chosen or ()), causal, produced)

@@ -22,7 +22,7 @@ from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split
+from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
 
 _PROMOTED: Final = 5  # tokens named for an entry
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
@@ -117,7 +117,7 @@ def trace(
         words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
     result = Trace(
         model_name(model),
-        _names(tokenizer, ids),
+        tuple(token_texts(ids, tokenizer)),
         tuple(rows),
         traced,
         texts=_texts(_store_of(every[0]), traced),
@@ -128,7 +128,7 @@ def trace(
         return replace(result, without=cast(str, towards))
     return replace(
         result,
-        targets=_names(tokenizer, frozen.targets.tolist()),
+        targets=tuple(token_texts(frozen.targets.tolist(), tokenizer)),
         target_ids=tuple(frozen.targets.tolist()),
         logits=frozen.logits.cpu(),
         embedding_effect=next(effect for (kind, _), effect in effects.items() if kind == "embedding"),
@@ -193,7 +193,7 @@ def _promoted(
             values = one.reader.values(where).detach().to(frozen.rows)[at, torch.arange(len(at), device=at.device)]
             ids = one.reader.ids(where).tolist()
             for entry, (_, head), tokens in zip(ids, mine, frozen.promoted(values, _PROMOTED), strict=True):
-                words.append(Promoted(one.reader.layer, entry, head, _names(tokenizer, tokens)))
+                words.append(Promoted(one.reader.layer, entry, head, tuple(token_texts(tokens, tokenizer))))
     return tuple(words)
 
 
@@ -210,10 +210,6 @@ def _texts(store: Store | None, layers: Sequence[LayerTrace]) -> dict[int, str]:
     ids = torch.cat([one.ids[one.ids >= 0] for one in layers]).unique().tolist()
     named = [] if store is None else store.get([entry for entry in ids if entry in store])
     return {one.id: one.text for one in named if one.text}
-
-
-def _names(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:
-    return tuple(str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids)
 
 
 class LayerWatch:

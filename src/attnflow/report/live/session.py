@@ -55,16 +55,7 @@ class Session:
 
     def handle(self, message: Mapping[str, object]) -> Reply:
         """Replies to one message, with its `id`."""
-        identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
-        try:
-            return {**identity, "ok": True, **self._answer(message)}
-        except (AttnflowError, ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
-            said = str(error)
-        except MemoryError:
-            said = "not enough memory for this"
-        except RecursionError:
-            said = "the message is nested too deeply"
-        return {**identity, "ok": False, "error": said}
+        return answered(message, lambda: self._answer(message))
 
     def _answer(self, message: Message) -> Reply:
         _require_small(message)
@@ -132,6 +123,20 @@ class Session:
         """Tells whether a window still exists after the layers or the mask changed."""
         layer, *first = (as_integer(window.get(name, 0), name) for name in ("layer", "first_query", "first_key"))
         return layer < len(self.design.layers) and max(first) < self.design.size
+
+
+def answered(message: Message, answer: Callable[[], Reply]) -> Reply:
+    """Returns the reply to a message, with its `id`; errors become replies."""
+    identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
+    try:
+        return {**identity, "ok": True, **answer()}
+    except (AttnflowError, ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
+        said = str(error)
+    except MemoryError:
+        said = "not enough memory for this"
+    except RecursionError:
+        said = "the message is nested too deeply"
+    return {**identity, "ok": False, "error": said}
 
 
 def _first(sources: Mapping[int, tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:

@@ -1,0 +1,255 @@
+// The model that the studio was started with: its audit, its geometry, its bias, what its feed-forward layers do.
+
+import { useSignal } from "@preact/signals";
+import { useEffect } from "preact/hooks";
+import { grouped, percent, plural } from "./format.js";
+import { AuditMap, HeatMap, Plane, signed } from "./model_charts.jsx";
+import { createModel, VIEWS } from "./model.js";
+
+const TITLES = { audit: "Audit", geometry: "Geometry", bias: "Bias", trace: "Trace" };
+const ABOUT = {
+  audit: "Changes tokens and watches every module: what moves although the model’s order keeps it apart is a leak, named with the layer and module where it starts.",
+  geometry: "Symmetry and directionality of W_q and W_k in every layer and head, from the weights alone.",
+  bias: "What the attached bias adds to the scores for this text, layer by layer, as softmax sees it.",
+  trace: "Which entries of the feed-forward layers fire for each token, and what they add to the logit of the next one.",
+};
+
+export function Model({ studio }) {
+  studio.model ??= createModel(studio);
+  const state = studio.model;
+  useEffect(() => void state.open(), []);
+  const info = state.info.value;
+  if (info && !info.model)
+    return (
+      <main class="model-none">
+        <div class="ended">
+          <h2>No model</h2>
+          <p>Start the studio with one, and its audit, geometry, bias and trace are here: <code>attnflow studio smollm2-135m</code>, a folder, a GGUF file or a model of the hub.</p>
+        </div>
+      </main>
+    );
+  return (
+    <main class="model">
+      <div class="side" role="group" aria-label="Model">
+        <About state={state} />
+        <Text state={state} />
+        <Work state={state} studio={studio} />
+      </div>
+      <div class="results">
+        <Tabs state={state} />
+        <div id="model-view" class="view" role="tabpanel" aria-labelledby={`model-${state.tab.value}`} tabIndex={0}>
+          <View state={state} />
+        </div>
+      </div>
+    </main>
+  );
+}
+
+function About({ state }) {
+  const info = state.info.value;
+  const rows = info
+    ? [["kind", info.kind], ["parameters", grouped(info.parameters)], ["layers", info.layers], ["heads", info.key_heads && info.key_heads !== info.heads ? `${info.heads}, ${info.key_heads} of keys` : info.heads], ["width", info.width]]
+    : ["kind", "parameters", "layers", "heads", "width"].map((name) => [name, "–"]);
+  return (
+    <section class="panel" aria-labelledby="model-title">
+      <h2 id="model-title">Model <span class="aside">{info?.model ?? ""}</span></h2>
+      <dl class="lines">{rows.map(([name, value]) => <div key={name}><dt>{name}</dt><dd class="n">{value ?? "–"}</dd></div>)}</dl>
+      {state.error.value && <p class="trouble" role="alert">{state.error.value} <button type="button" onClick={state.open}>Read it again</button></p>}
+    </section>
+  );
+}
+
+function Text({ state }) {
+  const info = state.info.value;
+  return (
+    <section class="panel" aria-labelledby="model-text">
+      <h2 id="model-text">{info && !info.reads ? "Token ids" : "Text"} <span class="aside n">{info ? `the first ${info.max_tokens} tokens are read` : ""}</span></h2>
+      <textarea rows="5" aria-labelledby="model-text" spellcheck={false} disabled={!info} maxLength={info?.max_characters} value={state.text.value} onInput={(event) => (state.text.value = event.currentTarget.value)} />
+    </section>
+  );
+}
+
+/** What is at work and how far it is; of fixed height, so that nothing jumps when it begins or ends. */
+function Work({ state, studio }) {
+  const busy = state.busy.value;
+  const [done, total, what] = studio.progress.value ?? [0, 0, "starting a process"];
+  const name = state.tab.value;
+  const result = state.results[name].value;
+  const ready = state.info.value && !busy && (name !== "bias" || state.info.value.bias);
+  return (
+    <section class="panel work" aria-labelledby="work-title">
+      <h2 id="work-title">{TITLES[name]}</h2>
+      <p class="quiet about">{ABOUT[name]}</p>
+      <div class="buttons">
+        <button type="button" disabled={!ready} onClick={() => state.run(name)}>{result.value ? "Run again" : "Run"}</button>
+        <button type="button" disabled={!busy} onClick={state.stop}>Stop</button>
+      </div>
+      <div class="progress" role="status">
+        {busy && (
+          <>
+            <progress aria-label={`Progress of ${busy}`} value={total ? done : undefined} max={total || undefined} />
+            <p><span>{what}</span> <span class="n">{total ? `${grouped(done)} of ${grouped(total)}` : ""}</span></p>
+          </>
+        )}
+      </div>
+    </section>
+  );
+}
+
+function Tabs({ state }) {
+  const move = (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const next = VIEWS[(VIEWS.indexOf(state.tab.value) + step + VIEWS.length) % VIEWS.length];
+    state.tab.value = next;
+    event.currentTarget.querySelector(`#model-${next}`).focus();
+  };
+  return (
+    <div class="tabs" role="tablist" aria-label="What is asked of the model" onKeyDown={move}>
+      {VIEWS.map((name) => (
+        <button type="button" role="tab" id={`model-${name}`} key={name} aria-selected={state.tab.value === name} aria-controls="model-view" tabIndex={state.tab.value === name ? 0 : -1} onClick={() => (state.tab.value = name)}>
+          {TITLES[name]}
+          {name === "audit" && state.results.audit.value.value?.total > 0 && <span class="count n">{state.results.audit.value.value.total}</span>}
+        </button>
+      ))}
+    </div>
+  );
+}
+
+function View({ state }) {
+  const name = state.tab.value;
+  const { value, error, text } = state.results[name].value;
+  const info = state.info.value;
+  const Shown = { audit: Audit, geometry: Geometry, bias: Bias, trace: Trace }[name];
+  return (
+    <>
+      {error && <p class="trouble" role="alert">{error}</p>}
+      {value && name !== "geometry" && text !== state.text.value && <p class="quiet stale">The text has changed since: run it again.</p>}
+      {value ? <Shown state={state} value={value} /> : !error && <p class="quiet">{emptyText(state, name, info)}</p>}
+    </>
+  );
+}
+
+function emptyText(state, name, info) {
+  if (state.busy.value === name) return "At work …";
+  if (!info) return state.error.value ? "The model has not been read." : "The model is being read …";
+  if (name === "bias" && !info.bias) return "This model has no attached bias. Start the studio with one: attnflow studio MODEL --bias DIR.";
+  return `Nothing yet: “Run” on the left asks it.`;
+}
+
+function Audit({ value }) {
+  const [first] = value.violations;
+  return (
+    <>
+      <p class={`verdict ${value.verdict === "leak" ? "bad" : value.verdict === "clean" ? "good" : ""}`} role="status">
+        {first ? <>{plural(value.total, "violation")}; the first thing that moves is <code>{first.module}</code>{first.layer === null ? "" : `, layer ${first.layer}`}</> : value.verdict === "clean" ? "Clean: no output moved against the order" : "Nothing was tested: the order forbids no pair"}
+      </p>
+      <AuditMap value={value} first={first} />
+      {first && (
+        <table class="violations">
+          <thead><tr><th scope="col">kind</th><th scope="col">module</th><th scope="col" class="n">layer</th><th scope="col">from</th><th scope="col">to</th><th scope="col" class="n">change</th></tr></thead>
+          <tbody>
+            {value.violations.map((each, i) => (
+              <tr key={i} title={each.text}>
+                <th scope="row">{each.kind}</th>
+                <td><code>{each.module}</code></td>
+                <td class="n">{each.layer ?? "–"}</td>
+                <td>{place(value, each.source)}</td>
+                <td>{place(value, each.target)}</td>
+                <td class="n">{each.change}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      )}
+      {value.total > value.violations.length && <p class="quiet">and {grouped(value.total - value.violations.length)} more</p>}
+      <dl class="lines">{value.facts.map(([name, text]) => <div key={name}><dt>{name}</dt><dd class="n">{text}</dd></div>)}</dl>
+      {value.notes.map((note) => <p class="quiet">{note}</p>)}
+    </>
+  );
+}
+
+const place = (value, position) => (position === null ? "–" : value.tokens[position] === undefined ? `${position}` : `${position} ${value.tokens[position]}`);
+
+function Geometry({ value }) {
+  return value.stacks.map((stack) => (
+    <section key={stack.what}>
+      <h3>{value.stacks.length > 1 ? stack.what : plural(stack.points.length, "layer")} <span class="aside n">median symmetry {signed(stack.quartiles.symmetry[1])}, directionality {signed(stack.quartiles.directionality[1])} ({value.reading})</span></h3>
+      <div class="charts">
+        <Plane stack={stack} />
+        {stack.heads.symmetry && (
+          <div class="heads">
+            <HeatMap title="Symmetry of heads" values={stack.heads.symmetry} sides={stack.heads.symmetry.map((_, i) => `layer ${i}`)} columns={stack.heads.symmetry[0].map((_, i) => `head ${i}`)} />
+            <HeatMap title="Directionality of heads" values={stack.heads.directionality} sides={stack.heads.directionality.map((_, i) => `layer ${i}`)} columns={stack.heads.directionality[0].map((_, i) => `head ${i}`)} />
+          </div>
+        )}
+      </div>
+      <p class="quiet">Grey: where 19 of 20 matrices of random weights of width {stack.width} lie. Ignored: {value.ignored}.</p>
+      {value.notes.map((note) => <p class="quiet">{note}</p>)}
+    </section>
+  ));
+}
+
+function Bias({ state, value }) {
+  return (
+    <>
+      <h3>Strength by layer</h3>
+      <table class="numbers">
+        <thead><tr><th scope="col">layer</th><th scope="col" class="n">strength</th><th scope="col" class="n">weight moved</th><th scope="col" class="n">rank 1</th></tr></thead>
+        <tbody>
+          {value.layers.map((each) => (
+            <tr key={each.layer}>
+              <th scope="row"><button type="button" aria-pressed={value.layer === each.layer} disabled={state.busy.value !== null} onClick={() => state.run("bias", { layer: value.layer === each.layer ? null : each.layer })}>{each.layer}</button></th>
+              <td class="n">{each.strength ?? "–"}</td>
+              <td class="n">{each.moved === null ? "–" : percent(each.moved)}</td>
+              <td class="n">{each.rank1 === null ? "–" : percent(each.rank1)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <HeatMap title={value.layer === null ? "The last query in every layer" : `Every query in layer ${value.layer}`} values={value.values} sides={value.sides} columns={value.tokens} />
+      <p class="quiet">Row-centred: softmax sees no more of a bias. Choose a layer to see all its queries.</p>
+    </>
+  );
+}
+
+function Trace({ state, value }) {
+  const map = useSignal("values");
+  const effects = !value.without;
+  return (
+    <>
+      <div class="strip pick" role="group" aria-label="Token whose entries are listed">
+        {value.tokens.map((token, i) => (
+          <button type="button" class="token" aria-pressed={i === value.position} disabled={state.busy.value !== null} title={`position ${i}`} onClick={() => state.run("trace", { position: i })}>{token}</button>
+        ))}
+      </div>
+      <label class="field map-field">
+        <span>map</span>
+        <select value={map.value} onChange={(event) => (map.value = event.currentTarget.value)}>
+          <option value="values">{effects ? "direct effect on the logit of the next token" : "norm of what entries write"}</option>
+          <option value="active">share of active entries</option>
+        </select>
+      </label>
+      <HeatMap title={map.value === "active" ? "Share of active entries" : effects ? "Direct effect" : "Norm written"} values={value[map.value]} sides={value.sides} columns={value.tokens} column={value.position} />
+      <h3>Entries at {value.tokens[value.position]} <span class="aside">{value.target ? `effects on the logit of ${value.target}` : ""}{value.logit === null ? "" : `, ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean`}</span></h3>
+      {value.without && <p class="quiet">No direct effects: {value.without}.</p>}
+      {value.entries.length ? (
+        <table class="numbers">
+          <thead><tr><th scope="col">layer · entry</th><th scope="col">promotes</th><th scope="col" class="n">score</th><th scope="col" class="n">weight</th><th scope="col" class="n">norm</th><th scope="col" class="n">effect</th></tr></thead>
+          <tbody>
+            {value.entries.map((entry) => (
+              <tr key={entry.name}>
+                <th scope="row" class="n">{entry.name}</th>
+                <td>{entry.words}</td>
+                <td class="n">{signed(entry.score)}</td>
+                <td class="n">{signed(entry.weight)}</td>
+                <td class="n">{entry.norm === null ? "–" : entry.norm.toPrecision(3)}</td>
+                <td class="n">{signed(entry.effect)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      ) : <p class="quiet">No entry fired for this token.</p>}
+    </>
+  );
+}

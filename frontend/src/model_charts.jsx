@@ -1,0 +1,130 @@
+// Drawings of what the server says of a model: the map of an audit, a plane of layers, a map of numbers.
+
+import { useSignal } from "@preact/signals";
+
+export const signed = (value) => (value === null || value === undefined ? "–" : `${value < 0 ? "−" : "+"}${Math.abs(value).toPrecision(3)}`);
+
+const LOOKS = { clean: "clean", breaks: "breaks the order", carries: "carries a break on" };
+
+/** Watched modules in columns, layers that are alike in a row; where a flow against the order starts is marked. */
+export function AuditMap({ value, first }) {
+  return (
+    <div class="audit-map">
+      {value.strips.map((strip) => (
+        <div class="scroll" key={strip.stack} tabIndex={0} role="region" aria-label={`Modules of ${strip.stack}`}>
+          <table>
+            <caption>{strip.stack}</caption>
+            <thead><tr><td />{strip.names.map((name) => <th scope="col"><span>{name}</span></th>)}</tr></thead>
+            <tbody>
+              {strip.rows.map((row) => (
+                <tr key={row.name}>
+                  <th scope="row" class="n">{row.name}</th>
+                  {row.cells.map((status, i) => (
+                    <td>
+                      {status && <span class={`module ${status}${isFirst(first, strip, row, i) ? " first" : ""}`} title={`${strip.names[i]}: ${LOOKS[status]}`}>{status === "breaks" ? "!" : ""}<span class="sr">{LOOKS[status]}</span></span>}
+                    </td>
+                  ))}
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      ))}
+      <p class="legend"><span class="module clean" /> clean <span class="module breaks">!</span> breaks the order <span class="module carries" /> carries a break on <span class="aside n">{value.watched} modules</span></p>
+    </div>
+  );
+}
+
+/** Whether a cell is the first module that moves: the server's name of it ends in the name of the column. */
+function isFirst(first, strip, row, i) {
+  if (!first || row.cells[i] !== "breaks") return false;
+  const path = first.layer === null ? strip.names[i] : `${strip.stack}.${first.layer}.${strip.names[i]}`;
+  return first.module === path || (strip.names[i] === "(layer)" && first.module === `${strip.stack}.${first.layer}`);
+}
+
+const minus = (tick) => `${tick}`.replace("-", "−");
+const SIDE = { width: 380, height: 300, left: 52, right: 12, top: 12, bottom: 40 };
+
+/** Symmetry against directionality, a dot for each layer with its number; the cross holds the quartiles. */
+export function Plane({ stack }) {
+  const pointed = useSignal(null);
+  const points = stack.points.filter((point) => point.symmetry !== null && point.directionality !== null);
+  if (!points.length) return <p class="quiet">No layer has a symmetry.</p>;
+  const bands = stack.chance ?? { symmetry: [0, 0], directionality: [0, 0] };
+  const x = scale(points.map((point) => point.symmetry).concat(bands.symmetry), SIDE.left, SIDE.width - SIDE.right);
+  const y = scale(points.map((point) => point.directionality).concat(bands.directionality), SIDE.height - SIDE.bottom, SIDE.top);
+  const [s, d] = [stack.quartiles.symmetry.map(x.at), stack.quartiles.directionality.map(y.at)];
+  const last = Math.max(1, points.length - 1);
+  const here = pointed.value === null ? null : points[pointed.value];
+  return (
+    <figure class="chart">
+      <figcaption>Symmetry and directionality</figcaption>
+      <svg viewBox={`0 0 ${SIDE.width} ${SIDE.height}`} role="img" aria-label={`Symmetry against directionality of ${points.length} layers`}>
+        <rect class="chance" x={x.at(bands.symmetry[0])} y={SIDE.top} width={Math.max(0, x.at(bands.symmetry[1]) - x.at(bands.symmetry[0]))} height={SIDE.height - SIDE.top - SIDE.bottom} />
+        <rect class="chance" x={SIDE.left} y={y.at(bands.directionality[1])} width={SIDE.width - SIDE.left - SIDE.right} height={Math.max(0, y.at(bands.directionality[0]) - y.at(bands.directionality[1]))} />
+        {x.ticks.map((tick) => <g class="tick"><path d={`M${x.at(tick)},${SIDE.top}V${SIDE.height - SIDE.bottom}`} /><text x={x.at(tick)} y={SIDE.height - SIDE.bottom + 14} text-anchor="middle">{minus(tick)}</text></g>)}
+        {y.ticks.map((tick) => <g class="tick"><path d={`M${SIDE.left},${y.at(tick)}H${SIDE.width - SIDE.right}`} /><text x={SIDE.left - 6} y={y.at(tick) + 3.5} text-anchor="end">{minus(tick)}</text></g>)}
+        <text class="axis" x={(SIDE.left + SIDE.width) / 2} y={SIDE.height - 6} text-anchor="middle">symmetry</text>
+        <text class="axis" transform={`translate(12 ${SIDE.height / 2}) rotate(-90)`} text-anchor="middle">directionality</text>
+        {points.map((point, i) => (
+          <g class="point" onPointerEnter={() => (pointed.value = i)} onPointerLeave={() => (pointed.value = null)}>
+            <circle cx={x.at(point.symmetry)} cy={y.at(point.directionality)} r={pointed.value === i ? 6 : 4} fill-opacity={0.25 + (0.75 * i) / last} />
+            <text x={x.at(point.symmetry) + 6} y={y.at(point.directionality) - 4}>{point.layer}</text>
+          </g>
+        ))}
+        <path class="quartiles" d={`M${s[0]},${d[1]}H${s[2]}M${s[1]},${d[0]}V${d[2]}`} />
+      </svg>
+      <p class="readout n">{here ? `layer ${here.layer}: symmetry ${signed(here.symmetry)}, directionality ${signed(here.directionality)}` : "Dots are layers, later ones darker; the cross holds the quartiles."}</p>
+    </figure>
+  );
+}
+
+/** A linear scale with round ticks. */
+function scale(values, from, to) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const room = (high - low || 1) * 0.08;
+  const [a, b] = [low - room, high + room];
+  const rough = (b - a) / 5;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((each) => each * power >= rough);
+  const ticks = [];
+  for (let i = Math.ceil(a / step); i * step <= b; i++) ticks.push(Number((i * step).toPrecision(6)));
+  return { at: (value) => from + ((value - a) / (b - a)) * (to - from), ticks };
+}
+
+const WIDEST = 720;
+
+/** Numbers as colours, the first row at the top: the accent where positive, amber where negative. */
+export function HeatMap({ title, values, sides, columns, column = null }) {
+  const pointed = useSignal(null);
+  const limit = values.reduce((most, row) => row.reduce((least, value) => Math.max(least, Math.abs(value ?? 0)), most), 0);
+  const cell = Math.max(4, Math.min(18, Math.floor(WIDEST / columns.length)));
+  const high = Math.max(8, Math.min(18, Math.floor(420 / values.length)));
+  const left = 8 + 6.4 * Math.min(16, Math.max(...sides.map((side) => side.length)));
+  const named = cell >= 11 && columns.some((name) => !name.startsWith("head "));
+  const top = named ? 8 + 6.4 * Math.min(12, Math.max(...columns.map((name) => name.length))) : 18;
+  const step = Math.ceil(11 / high);
+  const here = pointed.value;
+  return (
+    <figure class="chart heat">
+      <figcaption>{title}</figcaption>
+      <div class="scroll" tabIndex={0} role="region" aria-label={title}>
+        <svg width={left + cell * columns.length + 4} height={top + high * values.length + 4} role="img" aria-label={`${title}: ${values.length} rows, ${columns.length} columns, largest size ${limit.toPrecision(3)}`} onPointerLeave={() => (pointed.value = null)}>
+          {columns.map((name, i) => (named ? <text class="tick" transform={`translate(${left + (i + 0.5) * cell + 3.5} ${top - 4}) rotate(-90)`}>{clipped(name, 12)}</text> : i % Math.ceil(28 / cell) === 0 && <text class="tick" x={left + (i + 0.5) * cell} y={top - 5} text-anchor="middle">{i}</text>))}
+          {values.map((row, r) => (
+            <g>
+              {r % step === 0 && <text class="tick" x={left - 5} y={top + (r + 0.5) * high + 3.5} text-anchor="end">{clipped(sides[r], 16)}</text>}
+              {row.map((value, c) => (
+                <rect x={left + c * cell} y={top + r * high} width={cell - 0.6} height={high - 0.6} class={value === null ? "void" : value < 0 ? "minus" : "plus"} fill-opacity={value === null ? 1 : limit ? Math.max(0.03, Math.abs(value) / limit) : 0.03} onPointerEnter={() => (pointed.value = [r, c])} />
+              ))}
+            </g>
+          ))}
+          {column !== null && <rect class="chosen" x={left + column * cell - 0.5} y={top - 0.5} width={cell + 0.4} height={high * values.length} />}
+        </svg>
+      </div>
+      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${signed(values[here[0]][here[1]])}` : `Largest size ${limit.toPrecision(3)}; the accent is positive, amber negative.`}</p>
+    </figure>
+  );
+}
+
+const clipped = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);

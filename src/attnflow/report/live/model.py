@@ -1,0 +1,220 @@
+"""`ModelSession`: the model that a server was started with, and the answers about it as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from attnflow import audit, bias, geometry, knowledge
+from attnflow._core.markup import token_label
+from attnflow._core.plain import as_integer, as_text
+from attnflow._core.progress import Progress
+from attnflow.bias.kind import layer_biases
+from attnflow.geometry.published import Summary
+from attnflow.geometry.table import IGNORED, GeometryScores
+from attnflow.models import load_model, sample_text
+from attnflow.models.loaded import Loaded, text_inputs, token_texts
+from attnflow.report.audit import LISTED, effort, strips_of
+from attnflow.report.bias import table_of
+from attnflow.report.geometry import SCORES, chance_bands, head_grid, reading_words, rows_of
+from attnflow.report.knowledge import active_shares, entry_name, entry_words, written
+from attnflow.report.live.operations import Message, Reply
+from attnflow.report.live.session import answered
+
+MAX_CHARACTERS: Final = 4000
+MAX_TOKENS: Final = 64
+_SAMPLE: Final = 160  # characters of the text to begin with
+_IDS: Final = "5 6 7 8 9 10 11 12"  # in its place for a model without a tokenizer
+_RESULTS: Final = 4  # that are kept, so that another layer or token of them is shown at once
+
+
+class ModelSession:
+    """Answers a page about one model, which only the server's command line names, never a page.
+
+    Operations of `handle`, each with plain data in and out:
+
+    - `model`: loads it, and returns its name and a sample text;
+    - `audit` of a "text": whether information flows against the declared order;
+    - `geometry`: symmetry and directionality of layers and heads;
+    - `bias` of a "text": strengths, and the map of a "layer" or of the last query;
+    - `trace` of a "text": which feed-forward entries fired, by name for a "position".
+    """
+
+    def __init__(self, name: str, bias_folder: str | None = None) -> None:
+        self._name, self._bias = name, bias_folder
+        self._loaded: Loaded | None = None
+        self._map = lru_cache(_RESULTS)(bias.capture)
+        self._trace = lru_cache(_RESULTS)(knowledge.trace)
+        self._questions: Mapping[str, Callable[[Loaded, Message, Progress], Reply]] = {
+            "model": self._about,
+            "audit": self._audited,
+            "geometry": lambda loaded, _, progress: _geometry(geometry.score(loaded.model, progress=progress)),
+            "bias": self._biased,
+            "trace": self._traced,
+        }
+
+    def handle(self, message: Message, progress: Progress) -> Reply:
+        """Replies to one message, with its `id`, and reports progress; errors become replies."""
+        return answered(message, lambda: self._answer(message, progress))
+
+    def _answer(self, message: Message, progress: Progress) -> Reply:
+        name = message.get("op")
+        if not isinstance(name, str) or name not in self._questions:
+            raise ValueError(f"unknown operation {str(name)[:40]!r}")
+        if self._loaded is None:
+            self._loaded = _load(self._name, self._bias, progress)
+        return self._questions[name](self._loaded, message, progress)
+
+    def _about(self, loaded: Loaded, _: Message, __: Progress) -> Reply:
+        model, reads = loaded.model, loaded.tokenizer is not None
+        return {
+            "model": self._name,
+            "kind": type(model).__name__,
+            "parameters": sum(each.numel() for each in model.parameters()),
+            "layers": getattr(model.config, "num_hidden_layers", None),
+            "heads": getattr(model.config, "num_attention_heads", None),
+            "key_heads": getattr(model.config, "num_key_value_heads", None),
+            "width": getattr(model.config, "hidden_size", None),
+            "bias": any(layer_biases(model)),
+            "reads": reads,
+            "text": " ".join(sample_text(characters=_SAMPLE).split()).rpartition(" ")[0] if reads else _IDS,
+            "max_tokens": MAX_TOKENS,
+            "max_characters": MAX_CHARACTERS,
+        }
+
+    def _audited(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
+        """Returns the verdict, the map of the watched modules, and each violation by layer and module."""
+        ids = _ids(loaded, message)
+        report = audit.check(loaded, text_inputs(loaded, ids), progress=progress)
+        return {
+            "verdict": report.verdict,
+            "total": len(report.violations),
+            "violations": [
+                {**asdict(each), "change": f"{each.change:.3g}", "text": str(each)}
+                for each in report.violations[:LISTED]
+            ],
+            "strips": [
+                {"stack": stack, "names": names, "rows": [{"name": name, "cells": cells} for name, cells in rows]}
+                for stack, names, rows in strips_of(report.modules)
+            ],
+            "watched": len(report.modules),
+            "tokens": [token_label(text) for text in token_texts(ids, loaded.tokenizer)],
+            "facts": effort(report),
+            "notes": report.notes,
+        }
+
+    def _biased(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
+        """Returns strengths, and the map of one layer or of the last query in all."""
+        progress(0, 0, "two forward passes")
+        layer = None if message.get("layer") is None else as_integer(message["layer"], "layer")
+        found = self._map(loaded, _ids(loaded, message))
+        values, allowed = table_of(found, layer)
+        tokens, rank = [token_label(token) for token in found.tokens], found.energy(1)
+        return {
+            "tokens": tokens,
+            "layer": layer,
+            "layers": [
+                {"layer": one.layer, **_numbers(strength=one.strength, moved=one.moved, rank1=rank[one.layer])}
+                for one in found
+            ],
+            "sides": [f"layer {one.layer}" for one in found]
+            if layer is None
+            else [f"{tokens[query]} ({query})" for query in found.queries],
+            "values": _table(np.where(allowed, values, math.nan)),
+        }
+
+    def _traced(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
+        """Returns the entries' work by layer and token, and the strongest ones of a token."""
+        progress(0, 0, "opening the feed-forward layers, two forward passes")
+        position = as_integer(message.get("position", -1), "position")
+        trace = self._trace(loaded, _ids(loaded, message))
+        row = trace.row(position)
+        return {
+            "tokens": [token_label(token) for token in trace.tokens],
+            "position": trace.positions[row],
+            "target": token_label(trace.targets[row]) if trace.targets else "",
+            "logit": None if trace.logits is None else _number(float(trace.logits[row])),
+            "without": trace.without,
+            "sides": [f"layer {one.layer}" for one in trace],
+            "values": _table(written(trace)),
+            "active": _table(active_shares(trace)),
+            "entries": [
+                {
+                    "name": entry_name(one),
+                    "words": entry_words(one, 60),
+                    **_numbers(score=one.score, weight=one.weight, norm=one.norm, effect=one.effect),
+                }
+                for one in trace.fired(trace.positions[row], count=LISTED)
+            ],
+        }
+
+
+def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
+    """Loads the model, without a tokenizer if it has none, and attaches its bias."""
+    progress(0, 0, f"reading {name}")
+    try:
+        loaded = load_model(name)
+    except ValueError as error:
+        if "tokenizer=False" not in str(error):
+            raise
+        loaded = load_model(name, tokenizer=False)  # token ids are typed in place of a text
+    if folder is not None:
+        progress(0, 0, f"attaching the bias {folder}")
+        bias.load(loaded, folder)
+    return loaded
+
+
+def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:
+    """Tokenizes the typed text, up to `MAX_TOKENS` tokens."""
+    text = as_text(message.get("text"), "text")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"a text has at most {MAX_CHARACTERS:,} characters here, got {len(text):,}")
+    words = text.replace(",", " ").split()
+    if loaded.tokenizer is None and not all(word.isdecimal() and len(word) < 10 for word in words):
+        raise ValueError("this model has no tokenizer: type token ids, such as 5 6 7")
+    read = text if loaded.tokenizer is not None else [int(word) for word in words]
+    return tuple(text_inputs(loaded, read, MAX_TOKENS)["input_ids"][0].tolist())
+
+
+def _geometry(scores: GeometryScores) -> Reply:
+    """Returns for each attention a point per layer, quartiles, the chance band and a head map."""
+    heads = {(each.tower, each.kind): each for each in scores.summaries if each.matrix == "head"}
+    full = [each for each in scores.summaries if each.matrix == "all"]
+    return {
+        "stacks": [_stack(scores, each, heads.get((each.tower, each.kind))) for each in full],
+        "reading": reading_words((scores.gamma, scores.mode)),
+        "ignored": IGNORED,
+        "notes": scores.notes,
+    }
+
+
+def _stack(scores: GeometryScores, summary: Summary, per_head: Summary | None) -> Reply:
+    rows = rows_of(scores, summary)
+    width = max((row.width for row in rows), default=0)
+    quartiles = {name: getattr(summary, name) for name in SCORES}
+    return {
+        "what": summary.what,
+        "points": [{"layer": row.layer, **_numbers(**{name: getattr(row, name) for name in SCORES})} for row in rows],
+        "quartiles": {name: [*map(_number, (q.q25, q.median, q.q75))] for name, q in quartiles.items()},
+        "chance": chance_bands(width, scores.mode) if width else None,
+        "width": width,
+        "heads": {name: _table(head_grid(rows_of(scores, per_head), name)) for name in SCORES if per_head},
+    }
+
+
+def _table(values: np.ndarray[Any, Any]) -> list[list[float | None]]:
+    return [[_number(value) for value in row] for row in values.tolist()]
+
+
+def _numbers(**values: float | None) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _number(value: float | None) -> float | None:
+    """Rounds to the digits that are drawn; JSON has no NaN."""
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

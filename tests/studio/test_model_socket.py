@@ -1,0 +1,86 @@
+"""The model behind a page: it is the server's, its work says how far it is and is stopped, and masks do not wait."""
+
+import json
+
+import psutil
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("websockets")
+
+from tests.models.saved import save_tiny_llama
+from tests.studio.server import serving
+
+pytestmark = pytest.mark.slow  # each page starts a process that imports torch and reads a model
+
+TEXT = "the of and to in I that his"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(model={"model": folder, "bias": None}) as running:
+        yield running
+
+
+def heard(page, *numbers):
+    """The replies to these messages by their id, and what was said of progress before."""
+    replies, progress = {}, []
+    while not set(numbers) <= set(replies):
+        reply = json.loads(page.socket.recv(timeout=300))
+        if "progress" in reply:
+            progress.append(reply["progress"])
+        else:
+            replies[reply["id"]] = reply
+    return replies, progress
+
+
+def ask(page, op, **message):
+    page.socket.send(json.dumps({"id": 7, "op": op, **message}))
+    replies, progress = heard(page, 7)
+    return replies[7], progress
+
+
+def of_model(server):
+    """The running processes of models."""
+    return [each for each in psutil.Process(server.process.pid).children() if "model" in each.cmdline()]
+
+
+def test_the_model_is_the_one_of_the_command_line_and_ends_with_its_page(server, folder):
+    with server.page() as page:
+        reply, progress = ask(page, "model", model="/etc/passwd", path="/etc/passwd", bias="/etc")
+        assert (reply["model"], reply["kind"], reply["bias"]) == (folder, "LlamaForCausalLM", False)
+        assert progress[0] == [0, 0, f"reading {folder}"]
+        reply, progress = ask(page, "audit", text=TEXT)
+        assert reply["verdict"] == "clean"
+        assert any(total for _, total, _ in progress)
+        for op, message, error in [
+            ("audit", {"text": "the " * 2000}, "at most 4,000 characters"),
+            ("audit", {"text": {"path": "/etc/passwd"}}, "text must be text"),
+            ("trace", {"text": TEXT, "position": 1 << 70}, "position must be one of"),
+            ("state", {"what": "model"}, "unknown operation"),
+            ("load", {"what": "model", "text": "{}"}, "unknown operation"),
+        ]:
+            reply, _ = ask(page, op, **message)
+            assert not reply["ok"]
+            assert error in reply["error"]
+        assert page.ask("state")["size"] == 16
+        [process] = of_model(server)
+    process.wait(30)
+
+
+def test_masks_do_not_wait_for_the_model_and_a_stop_ends_its_process(server):
+    with server.page() as page:
+        page.socket.send(json.dumps({"id": 2, "op": "audit", "text": TEXT}))  # which reads the model first
+        page.socket.send(json.dumps({"id": 3, "op": "state"}))
+        assert heard(page, 3)[0][3]["size"] == 16
+        [process] = of_model(server)
+        page.socket.send(json.dumps({"op": "stop", "what": "model"}))
+        reply = heard(page, 2)[0][2]
+        assert (reply["ok"], reply["error"]) == (False, "stopped")
+        process.wait(30)
+        assert ask(page, "audit", text=TEXT)[0]["verdict"] == "clean", "a new process reads the model again"
