@@ -24,7 +24,6 @@ Settings = Annotated[
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write a file.")]
 
 _DEFAULT_N: Final = 16
-_SAMPLE: Final = 4000  # characters of the sample text
 # What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
 EXAMPLES: Final[Mapping[str, str]] = {
     name: " ".join(f"--n {value}" if key == "n" else f"--set {key}={value}" for key, value in settings.items())
@@ -150,4 +149,4 @@ def sample() -> str:
     """Returns real text, with line breaks and indents as single spaces."""
     from attnflow.models import sample_text
 
-    return " ".join(sample_text(characters=_SAMPLE).split())
+    return " ".join(sample_text(characters=4000).split())

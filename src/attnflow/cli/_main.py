@@ -18,10 +18,6 @@ from attnflow.cli import audit, bias, doctor, geometry, knowledge_model, mask, r
 from attnflow.cli._output import BadUsage
 from attnflow.cli.knowledge import app as knowledge
 
-_OK: Final = 0
-_BAD_USAGE: Final = 2
-_INTERRUPTED: Final = 130
-_BROKEN_PIPE: Final = 141  # as a shell reports a program that SIGPIPE ended
 _PACKAGE: Final = Path(__file__).parents[1]
 _EPILOG: Final = "Exit code: 0 nothing found, 1 a finding (such as a leak), 2 bad usage or the command could not run."
 
@@ -87,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(getattr(error, "format_message", error.__str__)())
         return _fail(f"{message}\nSee `{path} --help`.")
     except (typer.Abort, KeyboardInterrupt):
-        return _fail("interrupted", _INTERRUPTED)
+        return _fail("interrupted", 130)
     except (BrokenPipeError, SystemExit):  # `... | head` has read what it wanted; typer turns the former to the latter
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        return 141  # as a shell reports a program that SIGPIPE ended
     except (BadUsage, AttnflowError) as error:
         return _fail(str(error))
     except MemoryError as error:
@@ -98,28 +94,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         return _fail(f"{where}{error.strerror or error}")
-    except (ValueError, TypeError) as error:
-        return _fail(str(error) if _is_answer(error) else _internal(error))
     except Exception as error:  # a traceback would exit with 1, which means "a finding"
-        return _fail(_internal(error))
-    return code if isinstance(code, int) else _OK
+        return _fail(_message(error))
+    return code if isinstance(code, int) else 0
 
 
-def _fail(message: str, code: int = _BAD_USAGE) -> int:
+def _fail(message: str, code: int = 2) -> int:
     print(f"attnflow: {message}", file=sys.stderr)
     return code
 
 
-def _is_answer(error: Exception) -> bool:
-    """Tells whether the package raised the error on purpose, about a caller's argument."""
+def _message(error: Exception) -> str:
+    """Returns what the package said on purpose about a caller's argument, or that this is a defect."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(place.filename).is_relative_to(_PACKAGE) and (place.line or "").startswith("raise ")
-
-
-def _internal(error: Exception) -> str:
+    on_purpose = Path(place.filename).is_relative_to(_PACKAGE) and (place.line or "").startswith("raise ")
+    if on_purpose and isinstance(error, ValueError | TypeError):
+        return str(error)
     if os.environ.get("ATTNFLOW_TRACEBACK"):
         traceback.print_exception(error)
-    place = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"unexpected {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno}). "
         "This is a defect of attnflow; set ATTNFLOW_TRACEBACK=1 to see where it comes from."

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -46,12 +46,15 @@ def print_result(result: Result) -> None:
     print(result.to_json().rstrip("\n"))
 
 
-def show(result: Result, json_output: bool, text: str = "") -> None:
-    """Prints a result as JSON, or as `text`, by default its own."""
+def show(result: Result, json_output: bool, text: str = "", ok: bool | None = None) -> None:
+    """Prints a result as JSON, or as `text`, by default its own; `ok` colours the first line, the verdict."""
     if json_output:
         print_result(result)
-    else:
-        say(console(), text or str(result))
+        return
+    verdict, *rest = (text or str(result)).split("\n", 1)
+    say(console(), verdict, "" if ok is None else style(ok))
+    for lines in rest:
+        say(console(), lines)
 
 
 def print_json(schema: str, payload: Mapping[str, object]) -> None:
@@ -99,11 +102,10 @@ def write(subject: Mask | Result, path: Path, details: Mapping[str, str] | None 
     from attnflow.report.svg import encode
 
     suffix = path.suffix.lower()
-    if suffix in (".svg", ".png"):
-        content = encode(figure(subject, **options), suffix)
-    elif suffix == ".html":
-        content = page(subject, details=details).html.encode()
+    if suffix == ".html":
+        page(subject, details=details).save(path)
+    elif suffix in (".csv", ".json"):
+        cast("Result", subject).save(path)
     else:
-        content = (subject.to_csv() if suffix == ".csv" else subject.to_json()).encode()  # pyright: ignore[reportAttributeAccessIssue]
-    with write_atomically(path) as file:
-        file.write(content)
+        with write_atomically(path) as file:
+            file.write(encode(figure(subject, **options), suffix))

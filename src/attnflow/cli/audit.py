@@ -74,15 +74,8 @@ def audit(
         size = sum(tensor.shape[1] for tensor in inputs.values())
         if order in ("causal", "full"):
             declared = masks.causal(size) if order == "causal" else masks.full(size)
-        report = check(
-            loaded,
-            inputs,
-            declared,
-            cache=cache,
-            passes=passes,
-            dtype=torch.float64 if double else None,
-            progress=spinner,
-        )
+        dtype = torch.float64 if double else None
+        report = check(loaded, inputs, declared, cache=cache, passes=passes, dtype=dtype, progress=spinner)
         measured = None if save is None and golden is None else record(loaded, inputs, progress=spinner)
     if target is not None and measured is not None:
         measured.save(target)

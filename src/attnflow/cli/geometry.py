@@ -89,6 +89,7 @@ def geometry(
 def _overview(models: Sequence[GeometryScores]) -> str:
     """Describes several models: medians, quartiles, omissions and comparison."""
     from attnflow.geometry.table import IGNORED
+    from attnflow.report.geometry import rows_of
 
     rows: list[list[str]] = []
     for scores in models:
@@ -99,7 +100,10 @@ def _overview(models: Sequence[GeometryScores]) -> str:
     readings = sorted({f"gamma {scores.gamma:g} and mode {scores.mode}" for scores in models})
     remarks = [f"Median [quartiles]. Directionality has {', '.join(readings)}. Ignored: {IGNORED}."]
     for scores in models:
-        remarks += [f"{scores.model}: {_flags(scores, one)}" for one in scores.summaries if one.flagged]
+        for one in (each for each in scores.summaries if each.flagged):
+            counts = Counter(flag for row in rows_of(scores, one) for flag in row.flags)
+            listed = ", ".join(f"{count} flagged {flag!r}" for flag, count in counts.items())
+            remarks.append(f"{scores.model}: of {_matrices(scores, one)}, {listed}")
         remarks += [f"{scores.model}: {note}" for note in scores.notes]
         remarks += [str(comparison) for comparison in scores.compare()]
     wrapped = [textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False) for line in remarks]
@@ -126,14 +130,6 @@ def _matrices(scores: GeometryScores, summary: Summary) -> str:
 
     count = f"{summary.count} {'layers' if summary.matrix == 'all' else 'heads'}"
     return f"{summary.what}: {count}" if has_several(scores) else count
-
-
-def _flags(scores: GeometryScores, summary: Summary) -> str:
-    from attnflow.report.geometry import rows_of
-
-    counts = Counter(flag for row in rows_of(scores, summary) for flag in row.flags)
-    listed = ", ".join(f"{count} flagged {flag!r}" for flag, count in counts.items())
-    return f"of {_matrices(scores, summary)}, {listed}"
 
 
 def _number(value: float) -> str:

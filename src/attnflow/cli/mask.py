@@ -12,22 +12,10 @@ import typer
 
 from attnflow._core.markup import percent, plural
 from attnflow.cli._arguments import EXAMPLES, MaskLength, OutputOption, Settings, mask_argument, settings_from
-from attnflow.cli._output import (
-    JsonFlag,
-    console,
-    output_path,
-    print_json,
-    print_result,
-    say,
-    style,
-    working,
-    write,
-)
+from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, show, style, working, write
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
-    from attnflow.masks.diagnosis import Diagnosis
-    from attnflow.tasks.leaks import LeakReport
 
 app = typer.Typer(help="Look at masks, check and merge tasks, export and debug.", rich_markup_mode=None)
 
@@ -75,16 +63,13 @@ def mask_show(
         int | None,
         typer.Option("--block-size", metavar="N", min=1, help="Block of the block sparsity (default: a few)."),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Also write FILE.svg, .png or .html."),
-    ] = None,
+    output: OutputOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Show a mask as a picture and in numbers.
 
     In the picture a row is a query, a column a key. The numbers: depth (layers until all information has flowed),
-    density, classes and Hasse diagram of the order, block sparsity.
+    density, classes and Hasse diagram of the order, block sparsity. -o writes .svg, .png or .html.
     """
     target = None if output is None else output_path(output, _SUFFIXES)
     mask = mask_argument(name, n, settings or [])
@@ -118,10 +103,7 @@ def mask_check(
     task = Task.from_dict(read_json(spec), spec)
     with working(f"checking {task.size} positions"):
         report = check(task, layers)
-    if json_output:
-        print_result(report)
-    else:
-        _say_verdict(report)
+    show(report, json_output, ok=report.ok)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -190,14 +172,10 @@ def mask_export(
         else:
             say(console(), str(error), style(ok=False))
         raise typer.Exit(1) from None
-    if json_output:
-        print_result(form)
-        return
-    screen = console()
-    say(screen, str(form), "bold")
-    for label, value in form.to_dict().items():
-        if label not in ("attnflow", "version"):
-            say(screen, f"{label:<16} {_short(value)}")
+    fields = {label: value for label, value in form.to_dict().items() if label not in ("attnflow", "version")}
+    show(
+        form, json_output, "\n".join([str(form), *(f"{label:<16} {_short(value)}" for label, value in fields.items())])
+    )
 
 
 @app.command("debug")
@@ -222,20 +200,8 @@ def mask_debug(
 
     with working(f"reading {file}"):
         diagnosis = diagnose(read_mask(file, masked_true))
-    if json_output:
-        print_result(diagnosis)
-    else:
-        _say_verdict(diagnosis)
+    show(diagnosis, json_output, ok=diagnosis.ok)
     raise typer.Exit(0 if diagnosis.ok else 1)
-
-
-def _say_verdict(result: Diagnosis | LeakReport) -> None:
-    """Prints a result that judges, its verdict in colour."""
-    verdict, *rest = str(result).splitlines()
-    screen = console()
-    say(screen, verdict, style(result.ok))
-    for line in rest:
-        say(screen, line)
 
 
 def _short(value: object, limit: int = 100) -> str:

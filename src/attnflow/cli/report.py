@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnflow.cli._arguments import (
-    EXAMPLES,
-    MaskLength,
-    Settings,
-    describe,
-    is_file,
-    load,
-    mask_argument,
-    require_model,
-    sample,
-)
+from attnflow.cli import _arguments as arguments
+from attnflow.cli._arguments import MaskLength, Settings, is_file
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, style, working
 
 if TYPE_CHECKING:
@@ -46,13 +37,22 @@ def report(
     text. Exits with 1 if a leak is reported.
     """
     target = output_path(output, [".html"])
-    is_mask = is_file(subject) or subject in EXAMPLES
+    is_mask = is_file(subject) or subject in arguments.EXAMPLES
     if is_mask and text is not None:
         raise BadUsage(f"--text belongs to models; {subject} is a mask")
     if not is_mask:
-        require_model(subject, n is not None or bool(settings))
+        arguments.require_model(subject, n is not None or bool(settings))
     with working(f"reading {subject}") as spinner:
-        page = _of_mask(subject, n, settings or [], spinner) if is_mask else _of_model(subject, text, tokens, spinner)
+        if is_mask:
+            page = _of_mask(subject, n, settings or [], spinner)
+        else:
+            from attnflow.models.loaded import text_inputs
+            from attnflow.report import model_page
+
+            loaded = arguments.load(subject)
+            inputs = text_inputs(loaded, arguments.sample() if text is None else text, tokens)
+            about = {"Model": arguments.describe(subject, loaded)}
+            page = model_page(loaded, inputs, title=subject, details=about, progress=spinner)
         page.save(target)
     size = target.stat().st_size
     if json_output:
@@ -76,15 +76,6 @@ def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Repo
         task = Task.from_dict(spec, subject)
         spinner.stage(f"checking {task.size} positions")
         return page(task, title=subject)
-    mask = mask_from_dict(spec.get("mask", spec), subject) if spec else mask_argument(subject, n, settings)
+    mask = mask_from_dict(spec.get("mask", spec), subject) if spec else arguments.mask_argument(subject, n, settings)
     spinner.stage(f"analysing {mask.name}")
     return page(mask)
-
-
-def _of_model(name: str, text: str | None, tokens: int, spinner: Reporter) -> Page:
-    from attnflow.models.loaded import text_inputs
-    from attnflow.report import model_page
-
-    loaded = load(name)
-    inputs = text_inputs(loaded, sample() if text is None else text, tokens)
-    return model_page(loaded, inputs, title=name, details={"Model": describe(name, loaded)}, progress=spinner)
