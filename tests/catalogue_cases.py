@@ -100,7 +100,7 @@ def two_stream_of(permutation):
     return allows
 
 
-def big_bird_blocks(n, block, num_global, num_window, num_random, seed):
+def big_bird_blocks(block, num_global, num_window):
     """The parts that no draw decides: global and window blocks."""
     half = num_window // 2
 
@@ -157,7 +157,7 @@ def _cases():
         (12, 2, 2, 5),
         (4, 2, 5, 1),
     ):
-        yield square(masks.big_bird(n, b, g, w, num_random=0), n, big_bird_blocks(n, b, g, w, 0, 0))
+        yield square(masks.big_bird(n, b, g, w, num_random=0), n, big_bird_blocks(b, g, w))
     for n, sinks, w in ((0, 1, 1), (1, 0, 1), (1, 3, 2), (8, 0, 3), (8, 2, 3), (8, 1, 1), (8, 20, 2), (8, 2, 20)):
         yield square(masks.attention_sink(n, sinks, w), n, lambda q, k, s=sinks, w=w: k <= q and (k < s or q - k < w))
     for parents in ([], [-1], [-1, 0, 0, 1], [-1, 3, 0, 0, 2, 1], [-1, 0, 1, 2, 3], [-1, -1, 0, 1, 1, 4, 4, 2]):

@@ -211,12 +211,7 @@ def test_widths_beyond_the_sequence_allow_all_of_it(wide):
 
 def test_what_random_arguments_found():
     """Tensors without values, an integer of its own class, a family beyond any memory."""
-
-    class Two:
-        def __index__(self):
-            return 2
-
-    assert dict(masks.block_diffusion(Two(), 1).parameters) == {"num_blocks": 2, "block": 1}
+    assert dict(masks.block_diffusion(Index(2), 1).parameters) == {"num_blocks": 2, "block": 1}
     empty = torch.empty(3, device="meta", dtype=torch.int64)
     refused(masks.permutation_lm, {"permutation": empty}, "a tensor on the meta device")
     refused(masks.causal, {"n": torch.empty((), device="meta", dtype=torch.int64)}, "a number on the meta device")

@@ -97,13 +97,8 @@ def test_the_watch_sees_labels_that_their_own_positions_read():
     with watching_training(), pytest.raises(af.LeakFound, match=r"8 leaks in all"):
         exec(head + copied, {})
     with watching_training() as watch:
-        exec(
-            head
-            + copied.replace("input_ids=ids", "input_ids=ids * (ids % 2)").replace(
-                "labels=ids", "labels=ids.where(ids % 2 == 0, -100)"
-            ),
-            {},
-        )
+        hidden = copied.replace("input_ids=ids", "input_ids=ids * (ids % 2)")
+        exec(head + hidden.replace("labels=ids", "labels=ids.where(ids % 2 == 0, -100)"), {})
     assert watch.proofs == 1
 
 
@@ -143,12 +138,8 @@ def test_links_of_the_readme_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (ROOT / target).exists(), f"{page.name} links to {target}"
-
-
-def test_files_that_the_readme_names_exist():
-    text = (ROOT / "README.md").read_text()
-    for name in re.findall(r"`(src/[\w/.]+)`", text):
-        assert (ROOT / name).exists(), name
+        for name in re.findall(r"`(src/[\w/.]+)`", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
 @pytest.mark.slow

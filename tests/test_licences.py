@@ -79,7 +79,3 @@ def test_gpl_packages_are_recognised():
     assert COPYLEFT.search("GNU General Public License v2 or later (GPLv2+)")
     assert COPYLEFT.search("LGPL-3.0-only")
     assert not COPYLEFT.search("Apache-2.0 WITH LLVM-exception")
-
-
-def test_igraph_which_benchmarks_measure_against_is_no_dependency():
-    assert "igraph" not in installed_dependencies()

@@ -52,9 +52,10 @@ except af.MissingExtra as error:
     assert "pip install 'attnflow[hf]'" in python(code)
 
 
-def test_every_public_name_exists():
+def test_every_public_name_exists_and_completion_shows_no_other():
     for module in (af, *ROOMS):
         assert len(set(module.__all__)) == len(module.__all__)
+        assert sorted(dir(module)) == sorted(module.__all__), module.__name__
         for name in module.__all__:
             assert getattr(module, name) is not None
 
@@ -74,11 +75,6 @@ for info in pkgutil.walk_packages(attnflow.__path__, "attnflow."):
 print([f"{room}.{name}" for (room, name), value in public.items() if getattr(modules[room], name) is not value])
 """
     assert python(code).strip() == "[]"
-
-
-def test_completion_shows_the_public_names_and_nothing_else():
-    for module in (af, *ROOMS):
-        assert sorted(dir(module)) == sorted(module.__all__), module.__name__
 
 
 def test_there_are_not_too_many_public_names():

@@ -56,7 +56,10 @@ CASES = [
     ("bias show nope", "nope"),
     ("bias show smollm2-135m --bias nodir", "nodir holds no saved bias"),
     ("bias show smollm2-135m --bias nodir -o map.gif", "must end in"),
-    ("bias show smollm2-135m --bias nodir --top-k 2 -o map.png", "graph"),
+    (
+        "bias show smollm2-135m --bias nodir --top-k 2 -o map.png",
+        "a graph, which is written as .svg, .html, .csv, .json, .dot; got .png",
+    ),
     ("knowledge build store none.txt", "none.txt"),
     ("knowledge build store notes.txt --encoder minlm", "did you mean minilm?"),
     ("knowledge build store --from-model smolm2-135m", "did you mean smollm2-135m?"),

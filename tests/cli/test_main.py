@@ -102,12 +102,6 @@ def test_progress_goes_to_a_terminal_only_and_not_into_the_output(tmp_path: Path
     assert json.loads((tmp_path / "out.json").read_text())["equals_closed_form"]
 
 
-def test_a_mistake_on_standard_error() -> None:
-    failed = attnflow_process("mask", "show", "nothing_like_it")
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr.startswith("attnflow: unknown mask 'nothing_like_it'")
-
-
 def test_a_closed_pipe_is_no_finding() -> None:
     command = f"{sys.executable} -m attnflow mask list | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)

@@ -162,7 +162,7 @@ def test_a_task_that_is_clean(run: Callable, tmp_path: Path) -> None:
     assert "dead positions: [3]" in out
 
 
-def test_leak_with_its_path(run: Callable, tmp_path: Path) -> None:
+def test_leak_with_its_path_and_its_layers(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two layers are needed: 0 reads 1 reads 2 ... but the label of 1 is token 2, one layer away.
     file = write_task(tmp_path, next_token({"edges": [[0, 2], [2, 1]], "num_queries": 4}))
     code, out, err = run("mask", "check", file)
@@ -174,10 +174,6 @@ def test_leak_with_its_path(run: Callable, tmp_path: Path) -> None:
     assert found["attnflow"] == "LeakReport"
     assert not found["ok"]
     assert [leak["witness"] for leak in found["leaks"]] == [[1, 2, 0]]
-
-
-def test_a_leak_takes_layers(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_task(tmp_path, next_token({"edges": [[0, 2], [2, 1]], "num_queries": 4}))
     assert run("mask", "check", file, "--layers", "1").code == 0
     monkeypatch.setattr("sys.stdin", io.StringIO(Path(file).read_text()))
     assert run("mask", "check", "-", "--layers", "2").code == 1
@@ -217,12 +213,16 @@ def test_every_family_merges_to_its_closed_form(run: Callable, arguments: list[s
     assert f"closed form     equal to {found['closed_form']}" in out
 
 
-def test_a_family_without_a_formula(run: Callable) -> None:
+def test_a_family_without_a_formula_and_its_picture(run: Callable, tmp_path: Path) -> None:
     arguments = ["block_diffusion", "--tokens", "12", "--set", "block=3", "--set", "masked=0,4"]
     code, out, _ = run("mask", "merge", *arguments, "--json")
     found = json.loads(out)
     assert (code, found["closed_form"], found["equals_closed_form"]) == (0, None, None)
-    assert "closed form     the paper gives none" in run("mask", "merge", *arguments).out
+    target = tmp_path / "merged.svg"
+    out = run("mask", "merge", *arguments, "-o", str(target)).out
+    assert "closed form     the paper gives none" in out
+    assert f"written         {target}" in out
+    assert target.read_text().startswith("<svg")
 
 
 def test_a_difference_from_the_formula_is_a_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +231,6 @@ def test_a_difference_from_the_formula_is_a_finding(run: Callable, monkeypatch: 
     code, out, _ = run("mask", "merge", "butterfly", "--tokens", "6")
     assert code == 1
     assert "closed form     DIFFERENT from butterfly as printed" in out
-
-
-def test_a_merged_mask_is_written(run: Callable, tmp_path: Path) -> None:
-    target = tmp_path / "merged.svg"
-    code, out, _ = run("mask", "merge", "butterfly", "--tokens", "5", "-o", str(target))
-    assert code == 0
-    assert f"written         {target}" in out
-    assert target.read_text().startswith("<svg")
 
 
 @pytest.mark.parametrize("to", sorted(af.masks.export.FORMATS))

@@ -1,16 +1,97 @@
-"""Files and folders that are whole or not there, whenever their writer dies."""
+"""Files and folders that are whole or not there, whenever their writer dies.
+
+A process dies at its n-th change of the disk: that change and every later one fail, cleaning up included. What was
+written and not synced by then is cut off somewhere, as where the machine dies.
+"""
 
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from attnflow._core.files import write_atomically, write_folder
 from attnflow.models.addons import read_addon, write_addon
-from tests.dying import Died, changes, dying
+
+
+class Died(BaseException):
+    """The process is dead: nothing catches this but the test."""
+
+
+class Disk:
+    """Changes below a folder: how many there were, at which one the process dies, and what no sync has reached."""
+
+    def __init__(self, root: Path, at: int | None) -> None:
+        self.root, self.at = os.path.realpath(root) + os.sep, at
+        self.count, self.unsynced = 0, set[str]()
+
+    @property
+    def dead(self) -> bool:
+        return self.at is not None and self.count > self.at
+
+    def change(self, what: str, path: str) -> None:
+        """One change; raises if the process is dead by now."""
+        if (path + os.sep).startswith(self.root):
+            self.count += 1
+            if self.dead:
+                raise Died(f"{what} {path.removeprefix(self.root)}")
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            writes = set(mode) & set("wax+") if isinstance(mode, str) else flags & (os.O_WRONLY | os.O_RDWR)
+            if writes and isinstance(path, str | bytes | os.PathLike):
+                path = os.path.realpath(os.fsdecode(path))
+                self.change(event, path)
+                self.unsynced.add(path)
+        elif event in ("os.mkdir", "os.remove", "os.rmdir"):
+            self.change(event, os.path.abspath(os.fsdecode(arguments[0])))
+        elif event == "os.rename":
+            path, target = (os.path.abspath(os.fsdecode(name)) for name in arguments[:2])
+            self.change(event, target)
+            moved = {p for p in self.unsynced if p == path or p.startswith(path + os.sep)}
+            self.unsynced = (self.unsynced - moved) | {target + p.removeprefix(path) for p in moved}
+
+    def sync(self, descriptor: int) -> None:
+        path = os.path.realpath(f"/proc/self/fd/{descriptor}")
+        self.change("sync", path)
+        self.unsynced.discard(path)
+
+    def tear(self, draw: random.Random) -> None:
+        """Cut off what was not synced."""
+        for path in sorted(self.unsynced):
+            if path.startswith(self.root) and os.path.isfile(path):
+                os.truncate(path, draw.randint(0, os.path.getsize(path)))
+
+
+_disks: list[Disk] = []
+sys.addaudithook(lambda *event: _disks and _disks[-1](*event))  # there is no way to take one out
+
+
+@contextmanager
+def dying(root: Path, at: int | None = None, seed: int = 0) -> Iterator[Disk]:
+    """Within the block the process dies at change number `at` below `root` (None: never), and `Died` is raised."""
+    disk, sync = Disk(root, at), os.fsync
+
+    def synced(descriptor: Any) -> None:
+        disk.sync(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+        sync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", synced)
+        _disks.append(disk)
+        try:
+            yield disk
+        finally:
+            _disks.remove(disk)
+    if disk.dead:
+        disk.tear(random.Random(seed))
 
 
 def put(path: Path, text: str) -> None:
@@ -91,9 +172,11 @@ def kept(target: Path) -> dict[str, str]:
     ("write", "read", "value"), [(put, Path.read_text, str), (fill, kept, whole), (save, loaded, str)]
 )
 def test_a_writer_that_dies_anywhere_leaves_the_old_or_the_new(tmp_path: Path, write, read, value) -> None:
-    points = len(changes(tmp_path, lambda: [write(tmp_path / "x", "0"), write(tmp_path / "x", "0")]))
-    assert points > 6
-    for first in range(points):
+    with dying(tmp_path) as disk:
+        for _ in range(2):
+            write(tmp_path / "x", "0")
+    assert disk.count > 6
+    for first in range(disk.count):
         (tmp_path / str(first)).mkdir()
         target = tmp_path / str(first) / "x"
         write(target, "0")
