@@ -19,15 +19,17 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge import facts as taught
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.edit import Edited, Targets, edited_layers, layer_change, targets, value_changes
+from attnflow.knowledge.hf.edit import Edited, edited_layers, layer_change, value_changes
 from attnflow.knowledge.hf.edit_targets import (
     Layers,
     Method,
     Moments,
     Place,
+    Targets,
     leads_of,
     places_of,
     read_moments,
+    targets,
     weights_everywhere,
 )
 from attnflow.models import load_model, sample_text
@@ -170,7 +172,7 @@ def few_changes(
     """
     quiet, changes = weights_everywhere(model, layers, untouched), dict[int, Tensor]()
     for layer in layers:
-        rows, added, moment = wanted[0][layer], wanted[1][layer], moments.layers[layer]
+        (rows, added), moment = wanted[layer], moments.layers[layer]
         share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
         some = share.topk(count).indices.sort().values
         others = quiet[layer][:, some] if untouched else None

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForCon
 
 import attnflow as af
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
-from attnflow.knowledge.hf.layer_forms import LinearLayer
+from attnflow.knowledge.hf.convert import LinearLayer
 from attnflow.knowledge.layered import EntryScores, EntryValues
 from attnflow.models.evaluation import precision
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens

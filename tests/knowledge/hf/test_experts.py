@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import attnflow as af
-from attnflow.knowledge.hf.convert import verify
+from attnflow.knowledge.hf.conversion_check import verify
 from attnflow.knowledge.hf.stored_layers import layer_thresholds, save_entries
 from attnflow.knowledge.layered import ExpertEntries, readers
 from attnflow.models.evaluation import precision
@@ -254,28 +253,15 @@ def test_a_store_holds_experts_and_what_is_edited_there_acts():
 
 
 def test_experts_of_one_layer_that_cannot_be_read_refuse_the_model():
-    config = Qwen2MoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=24,
-        num_experts=4,
-    )
-    model = Qwen2MoeForCausalLM(config).eval()
-    experts = model.model.layers[1].mlp.experts
-    nn.init.normal_(experts.gate_up_proj)
-    nn.init.normal_(experts.down_proj)
+    model = made("Qwen2Moe")
+    whole, experts = af.knowledge.from_ffn(model).knowledge, model.layers[1].mlp.experts
     own = experts.forward
     experts.forward = lambda hidden_states, index, weights: own(hidden_states, index, weights).tanh()
-    with pytest.raises(
-        af.UnsupportedArchitecture, match=r"model\.layers\.1\.mlp\.experts \(2 matrices\) would be left"
-    ):
+    with pytest.raises(af.UnsupportedArchitecture, match=r"layers\.1\.mlp\.experts \(2 matrices\) would be left"):
         af.knowledge.from_ffn(model)
     partly = af.knowledge.from_ffn(model, partial=True)
-    assert partly.knowledge.num_entries == 2 * 24 + 4 * 8
+    left = experts.down_proj.shape[0] * experts.down_proj.shape[2]  # neurons of the experts
+    assert partly.knowledge.num_entries == whole.num_entries - left
 
 
 def test_an_expert_is_cross_attention_to_its_rows():

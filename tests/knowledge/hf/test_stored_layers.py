@@ -105,19 +105,9 @@ def test_edits_of_the_store_are_edits_of_the_base():
         assert int(model.knowledge.insert(0, new[:1])) == 402  # ids are not given out again
 
 
-def test_saving_again_writes_what_has_changed_and_goes_on_after_an_interruption(monkeypatch):
+def test_saving_again_writes_what_has_changed(monkeypatch):
     monkeypatch.setattr("attnflow.knowledge.hf.stored_layers._BATCH", 20)
-    model, store = converted()
-
-    def stop(done, total, what):
-        if done >= 40:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        save_entries(model, store, progress=stop)
-    assert len(store) == 40
-    save_entries(model, store)
-    assert len(store) == model.knowledge.num_entries
+    model, store = written()
     model.knowledge.update([5], torch.randn(1, WIDTH))
     model.knowledge.delete([6])
     save_entries(model, store)

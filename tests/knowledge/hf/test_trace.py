@@ -358,26 +358,19 @@ def test_memory_is_far_below_tokens_times_entries_times_width():
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("kind", "config", "scale"),
     [
         (CohereForCausalLM, CohereConfig, {"logit_scale": 0.0625}),
         (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
     ],
-    ids=["Cohere", "Granite"],
 )
-def test_effects_are_on_the_logits_that_the_model_returns(model):
+def test_effects_are_on_the_logits_that_the_model_returns(kind, config, scale):
     """Some families multiply what the unembedding gives."""
-    kind, config, scale = model
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
-    special = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    opened = af.knowledge.from_ffn(kind(config(**sizes, **special, **scale)).double().eval())
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    opened = af.knowledge.from_ffn(kind(config(**sizes, **heads, **special, **scale)).double().eval())
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         logits = opened(ids).logits[0]

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial as bound
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conditions import conditions
-from attnflow.knowledge.hf.layer_forms import LayerForm, form_of
+from attnflow.knowledge.hf.conversion_check import verify
 from attnflow.knowledge.hf.stored_layers import followed
-from attnflow.knowledge.layered import ExpertEntries, LayerReader
-from attnflow.models.evaluation import seed_all
-from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, uncovered
-from attnflow.models.loaded import Loaded, accepts, split
-from attnflow.models.trial import DoesNotRun, trial
-from attnflow.models.watching import Arguments, Call, Watch
+from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
+from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, stored, uncovered
+from attnflow.models.loaded import Loaded, split
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
@@ -35,8 +32,6 @@ _SIZES: Final = (
     *("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
-
-_TOKENS: Final = 6  # of the check
 
 Inputs = Mapping[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
@@ -108,14 +103,19 @@ def from_ffn(
     forms = [form_of(model, site) for site in sites]
     _check_widths(model, forms[0], entry_dim, key_dim)
     opened = copy.deepcopy(model)
-    base = _base(opened, forms)
+    width = max(form.layout.entry_dim for form in forms)
+    layouts = [replace(form.layout, padding=width - form.layout.entry_dim) for form in forms]
+    counts = [[form.neurons] * form.num_experts or form.neurons for form in forms]
+    with torch.no_grad():
+        blocks = [form.entries(opened, layout) for form, layout in zip(forms, layouts, strict=True)]
+        base = LayeredKnowledge(torch.cat(blocks), counts, layouts)
     for layer, form in enumerate(forms):
         form.open(opened, base, layer)
     opened.add_module(KNOWLEDGE, base)
     setattr(opened, _SITES, forms)
     opened.train(model.training)
     if check is not False:
-        verify(model, opened, base, [form.name for form in forms], None if check is True else check)
+        verify(model, opened, base, [form.site.name for form in forms], None if check is True else check)
     return opened
 
 
@@ -165,16 +165,6 @@ def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> Non
         )
 
 
-def _base(model: nn.Module, forms: list[LayerForm]) -> LayeredKnowledge:
-    """Stack the entries of all layers, with zeros that fill narrower ones."""
-    width = max(form.layout.entry_dim for form in forms)
-    layouts = [replace(form.layout, padding=width - form.layout.entry_dim) for form in forms]
-    counts = [[form.neurons] * form.num_experts or form.neurons for form in forms]
-    with torch.no_grad():
-        blocks = [form.entries(model, layout) for form, layout in zip(forms, layouts, strict=True)]
-        return LayeredKnowledge(torch.cat(blocks), counts, layouts)
-
-
 def _neurons(base: LayeredKnowledge, forms: list[LayerForm]) -> dict[int, int]:
     """Map the former number of neurons per layer or expert to the current number of entries."""
     now: dict[int, set[int]] = {}
@@ -208,135 +198,135 @@ def _check_widths(model: nn.Module, form: LayerForm, entry_dim: int | None, key_
     )
 
 
-@torch.no_grad()
-def verify(
-    model: nn.Module,
-    opened: nn.Module,
-    base: LayeredKnowledge,
-    paths: Sequence[str],
-    inputs: Inputs | None = None,
-) -> None:
-    """Compare a converted copy with its model on `inputs` or a few tokens; neither is changed.
+@dataclass(frozen=True)
+class LinearLayer:
+    """A layer of linear maps into the neurons and one map out of them, as it was before conversion."""
 
-    The tolerance is the larger of two: sqrt(eps) times what negating all values moves the outputs by, or one rounding
-    per layer of the largest output. Layers that these inputs do not reach are compared alone, on random tokens. The
-    copy's experts get the choices of the model's routers, which rounding could flip.
-    """
-    named = _tokens(model) if inputs is None else dict(inputs)
-    hint = "pass check= named inputs that it takes, or check=False"
-    choices = _Choices(model, opened, [path for path in paths if isinstance(opened.get_submodule(path), ExpertEntries)])
-    try:
-        before = choices.noted(model, named)
-    except DoesNotRun as error:
-        raise ValueError(
-            f"{type(model).__name__} does not run on {', '.join(named)} of the check ({error.why}); {hint}"
-        ) from error
-    if not any(bool(value.isfinite().any()) for value in before):
-        raise ValueError(f"{type(model).__name__} says nothing finite on the tokens of the check; {hint}")
-    values = [base.entries[base.rows(layer), layout.value] for layer, layout in enumerate(base.layouts)]
-    layers = {reader.layer: cast(nn.Module, reader) for reader in opened.modules() if isinstance(reader, LayerReader)}
-    ran: set[int] = set()
-    with Watch(layers, lambda call: ran.add(call.name)):
-        _compare(type(model).__name__, before, bound(choices.repeated, opened, named), values, base)
-    for layer, path in enumerate(paths):
-        if layer not in ran:
-            draw = torch.Generator().manual_seed(0)
-            hidden = torch.randn(1, _TOKENS, base.layouts[layer].model_dim, generator=draw).to(base.entries)
-            try:
-                before = _outputs(model.get_submodule(path), hidden)
-            except DoesNotRun:  # it takes more than tokens
-                continue
-            run = bound(_outputs, opened.get_submodule(path), hidden)
-            _compare(f"{type(model).__name__}, {path},", before, run, values, base)
+    layout: EntryLayout  # of the entries that it needs
+    neurons: int
+    site: FeedForward
+    biased: tuple[bool, ...]  # which maps into the neurons have a bias
+    transposed: bool  # weights are (in, out)
+    num_experts: int = 0
 
+    def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
+        """Return the layer's neurons as entries."""
+        parent = model.get_submodule(self.site.name)
+        out = stored(parent.get_submodule(self.site.last))
+        entries = out.new_zeros(out.shape[1], layout.entry_dim)
+        for path, parts in self._maps():
+            module = parent.get_submodule(path)
+            bias = _bias(module)
+            for position, part in enumerate(parts):
+                rows = slice(position * len(entries), (position + 1) * len(entries))
+                entries[:, layout.key(part)] = stored(module)[rows]
+                if bias is not None:
+                    entries[:, layout.threshold(part)] = bias[rows]
+        entries[:, layout.value] = out.T
+        return entries
 
-def _compare(
-    name: str,
-    before: list[Tensor],
-    run: Callable[[], list[Tensor]],
-    values: Sequence[Tensor],
-    base: LayeredKnowledge,
-) -> None:
-    """Compare outputs with those of `run`; `run` must also change them once all values are negated."""
-    finite = [value.isfinite() for value in before]
-    after = run()
-    for one in values:
-        one.neg_()  # exact, there and back
-    try:
-        other = run()
-    finally:
-        for one in values:
-            one.neg_()
+    def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """Replace the maps by readers."""
+        parent = model.get_submodule(self.site.name)
+        bias = _bias(parent.get_submodule(self.site.last))
+        values = EntryValues(base, layer, None if bias is None else bias.detach())
+        for path, parts in self._maps():
+            parent.set_submodule(path, EntryScores(values, parts))
+        parent.set_submodule(self.site.last, values)
 
-    def apart(ones: list[Tensor], others: list[Tensor]) -> float:
-        pairs = zip(ones, others, finite, strict=True)
-        return max(float((a[m] - b[m]).abs().nan_to_num(nan=torch.inf).amax()) for a, b, m in pairs if m.any())
+    def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """Replace the readers by maps."""
+        parent, layout = model.get_submodule(self.site.name), base.layouts[layer]
+        entries = base.entries.detach()[base.rows(layer)]
+        for (path, parts), has_bias in zip(self._maps(), self.biased, strict=True):
+            weight = torch.cat([entries[:, layout.key(part)] for part in parts])
+            bias = torch.cat([entries[:, layout.threshold(part)] for part in parts])
+            if not has_bias and bool(bias.any()):
+                raise ValueError(f"{self.site.name}.{path} has no bias, but its entries were given thresholds")
+            parent.set_submodule(path, _linear(weight, bias if has_bias else None, self.transposed))
+        bias = _bias(parent.get_submodule(self.site.last))
+        out = _linear(entries[:, layout.value].T, None if bias is None else bias.detach(), self.transposed)
+        parent.set_submodule(self.site.last, out)
 
-    rounding = max(torch.finfo(value.dtype).eps for value in (*before, base.entries))
-    rounding = max(rounding, torch.finfo(torch.float32).eps)  # many models compute parts of themselves in float32
-    largest = max(float(value[mask].abs().amax()) for value, mask in zip(before, finite, strict=True) if mask.any())
-    moved, differs = apart(other, after), apart(after, before)
-    if moved == 0:
-        raise UnsupportedArchitecture(
-            f"{name} does not read its feed-forward layers: with values of the other sign the outputs "
-            "are the same (layers that write zeros look so, too: check=False)"
-        )
-    if differs > max(rounding**0.5 * moved, base.num_layers * rounding * largest):
-        raise UnsupportedArchitecture(
-            f"{name} was not converted exactly: outputs differ by {differs:.2g} where values of the "
-            f"other sign move them by {moved:.2g}; check=False returns the copy nevertheless"
-        )
+    def _maps(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return (path, parts) of each map into the neurons; fused maps hold the gate first."""
+        site, parts = self.site, PARTS[self.site.gated]
+        if site.fused:
+            return [(site.first[0], parts)]
+        return [(path, (part,)) for path, part in zip(site.first, parts, strict=True)]
 
 
-class _Choices:
-    """Records what each expert module of a model received, and replays it in the copy."""
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer of experts whose parameters are packed in one module, as it was before conversion."""
 
-    def __init__(self, model: nn.Module, opened: nn.Module, paths: Sequence[str]) -> None:
-        self._own = {path: model.get_submodule(path) for path in paths}
-        self._copies = {path: opened.get_submodule(path) for path in paths}
-        self._given: dict[tuple[str, int], tuple[Any, ...]] = {}
+    layout: EntryLayout  # of the entries that it needs
+    neurons: int  # of each expert
+    site: PackedExperts
+    biased: bool  # whether the map into the neurons has a bias
+    num_experts: int
 
-    def noted(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
+        """Return the neurons as entries, ordered by expert."""
+        site, module = self.site, model.get_submodule(self.site.name)
+        keys, thresholds, values = site.keys(module), site.thresholds(module), site.values(module)
+        entries = values.new_zeros(site.num_experts, site.neurons, layout.entry_dim)
+        for index, part in enumerate(layout.parts):
+            entries[..., layout.key(part)] = keys[:, index]
+            if thresholds is not None:
+                entries[..., layout.threshold(part)] = thresholds[:, index]
+        entries[..., layout.value] = values
+        return entries.flatten(0, 1)
 
-        def note(call: Call) -> None:
-            self._given[call.name, call.number] = tuple(call.arguments().values())
+    def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """Replace the module by a reader."""
+        # the reader keeps the module for its functions and for the biases of the outputs
+        own = model.get_submodule(self.site.name)
+        for name in self._names():
+            setattr(own, name, None)
+        model.set_submodule(self.site.name, ExpertEntries(base, layer, self.site, own))
 
-        with Watch(self._own, note):
-            return _outputs(model, inputs)
+    def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        """Replace the reader by the module."""
+        own, layout = cast(ExpertEntries, model.get_submodule(self.site.name)).own, base.layouts[layer]
+        blocks = [base.entries.detach()[base.rows(layer, expert)] for expert in range(self.site.num_experts)]
+        entries = torch.stack(blocks)
+        keys = torch.stack([entries[..., layout.key(part)] for part in layout.parts], dim=1)
+        thresholds = torch.stack([entries[..., layout.threshold(part)] for part in layout.parts], dim=1)
+        if not self.biased and bool(thresholds.any()):
+            raise ValueError(f"{self.site.name}.{self.site.first} has no bias, but its entries were given thresholds")
+        stored_as = self.site.stored(keys, entries[..., layout.value], thresholds)
+        for name, value in zip(self._names(), stored_as, strict=False):
+            setattr(own, name, nn.Parameter(value.contiguous()))
+        model.set_submodule(self.site.name, own)
 
-    def repeated(self, opened: nn.Module, inputs: Inputs) -> list[Tensor]:
-
-        def give(call: Call) -> Arguments | None:
-            noted = self._given.get((call.name, call.number), ())
-            if not noted or noted[0].shape != call.first.shape:
-                return None
-            return (noted if len(noted) == 1 else (call.first, *noted[1:])), {}
-
-        with Watch(self._copies, give):
-            return _outputs(opened, inputs)
-
-
-def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
-    """Return the floating-point tensors at the top level of a model's output."""
-    with trial(model):
-        seed_all(0)
-        result: Any = model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
-    values = (result,) if isinstance(result, Tensor) else result.values() if isinstance(result, Mapping) else result
-    return [one for one in values if isinstance(one, Tensor) and one.is_floating_point() and one.numel()]
+    def _names(self) -> list[str]:
+        return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
 
 
-def _tokens(model: nn.Module) -> dict[str, Tensor]:
-    """Choose a few ordinary token ids that end with the end-of-text token, for encoder and decoder."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(config, "vocab_size", None)
-    size = size if isinstance(size, int) else 2 * _TOKENS
-    ids = [(size // 2 + 3 * place) % size for place in range(_TOKENS)]
-    end = getattr(config, "eos_token_id", None)
-    if isinstance(end, int) and 0 <= end < size:
-        ids[-1] = end
-    device = next(model.parameters()).device
-    named = {"input_ids": torch.tensor([ids], device=device)}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and accepts(model, "decoder_input_ids"):
-        named["decoder_input_ids"] = named["input_ids"]
-    return named
+LayerForm = LinearLayer | ExpertLayer  # each gives its `entries`, and can `open` and `close` its layer
+
+
+def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
+    """Describe the layer at a site."""
+    part = model.get_submodule(site.name)
+    if isinstance(site, PackedExperts):
+        layout = EntryLayout(site.width, site.gated)
+        return ExpertLayer(layout, site.neurons, site, site.thresholds(part) is not None, site.num_experts)
+    out = part.get_submodule(site.last)
+    width, neurons = stored(out).shape
+    biased = tuple(_bias(part.get_submodule(path)) is not None for path in site.first)
+    return LinearLayer(EntryLayout(width, site.gated), neurons, site, biased, isinstance(out, Conv1D))
+
+
+def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
+    out, into = weight.shape
+    linear = Conv1D(out, into) if transposed else nn.Linear(into, out, bias=bias is not None)
+    linear.weight = nn.Parameter((weight.T if transposed else weight).contiguous())
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.contiguous())
+    return linear
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    return cast("Tensor | None", getattr(module, "bias", None))

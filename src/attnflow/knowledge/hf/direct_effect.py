@@ -34,7 +34,8 @@ class Stream:
     @contextmanager
     def watching(self, add: Add) -> Generator[None]:
         """Call `add(kind, layer, [positions, model_dim])` for each addition, in order; the embedding comes once."""
-        blocks = {layer: block for layer, path in self.paths.items() if (block := _block(self.model, path)) is not None}
+        ends = {layer: place.end() for layer, path in self.paths.items() if (place := _ELEMENT.search(path))}
+        blocks = {layer: self.model.get_submodule(self.paths[layer][:end].rstrip(".")) for layer, end in ends.items()}
         firsts = {block: layer for layer, block in reversed(blocks.items())}  # a block's first
         adders = {("entries", layer): self.model.get_submodule(self.paths[layer]) for layer in blocks}
         for block, layer in firsts.items():
@@ -189,8 +190,3 @@ def _frozen(module: nn.Module, x: Tensor, y: Tensor, like: Tensor) -> _Norm | No
 
 def _centred(rows: Tensor, centred: bool) -> Tensor:
     return rows - rows.mean(dim=-1, keepdim=True) if centred else rows
-
-
-def _block(model: nn.Module, path: str) -> nn.Module | None:
-    element = _ELEMENT.search(path)
-    return None if element is None else model.get_submodule(path[: element.end()].rstrip("."))

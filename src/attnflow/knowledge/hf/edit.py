@@ -20,18 +20,15 @@ from attnflow.knowledge.hf.edit_targets import (
     Layers,
     Method,
     Moments,
-    Place,
-    about,
-    adding,
+    Targets,
     answers_of,
     leads_of,
     longest,
     next_logits,
     places_of,
     read_moments,
-    target,
+    targets,
     token_ids,
-    weights_at,
     weights_everywhere,
 )
 from attnflow.knowledge.hf.stored_layers import followed
@@ -97,7 +94,6 @@ def edit(
         raise ValueError("a fact needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")
     wanted = read_facts(facts)
     chosen = edited_layers(module, layers)
-    _check_base(module)
     integer("tokens", tokens, 1)
     with evaluating(module):
         said = text if isinstance(text, str) else sample_text()
@@ -144,36 +140,37 @@ class Edited(Handle):
         super().__init__(model)
         self.moments = moments
         self._base = cast(LayeredKnowledge, model.get_submodule("knowledge"))
-        self._ids, self._before, self._after = list[Tensor](), list[Tensor](), list[Tensor]()
+        self._changed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # of each layer, ids, values before and after
         sizes, self.count = list[float](), 0
         with torch.no_grad():
             for layer, change in changes.items():
-                rows = self._base.rows(layer)
-                ids, values = self._base.ids[rows].clone(), self._base.entries[rows, self._base.layouts[layer].value]
+                ids, values = self._rows(layer)
                 old = values.detach().clone()
                 values.copy_((old.double() + change.to(old.device)).to(old.dtype))
                 sizes.append(float((values.double() - old.double()).norm() / old.double().norm()))
                 self.count += int((values != old).any(dim=1).sum())
-                self._ids.append(ids)
-                self._before.append(old)
-                self._after.append(values.detach().clone())
-        self.relative_change, self._layers = tuple(sizes), tuple(changes)
+                self._changed[layer] = ids.clone(), old, values.detach().clone()
+        self.relative_change = tuple(sizes)
         self._base.__dict__.setdefault(_EDITS, []).append(self)
+
+    def _rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the ids and values of a layer's entries, views."""
+        rows = self._base.rows(layer)
+        return self._base.ids[rows], self._base.entries[rows, self._base.layouts[layer].value]
 
     def _restore(self) -> None:
         edits = cast("list[Edited]", self._base.__dict__[_EDITS])
         if edits[-1] is not self:
             raise RuntimeError("the model was edited again later: remove that edit first")
-        for layer, ids, after in zip(self._layers, self._ids, self._after, strict=True):
-            rows = self._base.rows(layer)
-            now = self._base.entries[rows, self._base.layouts[layer].value]
-            if not torch.equal(self._base.ids[rows], ids) or not torch.equal(now, after):
+        for layer, (ids, _, after) in self._changed.items():
+            now = self._rows(layer)
+            if not torch.equal(now[0], ids) or not torch.equal(now[1], after):
                 raise RuntimeError(
                     f"entries of layer {layer} were changed, inserted or deleted since the edit: undo that first"
                 )
         with torch.no_grad():
-            for layer, before in zip(self._layers, self._before, strict=True):
-                self._base.entries[self._base.rows(layer), self._base.layouts[layer].value] = before
+            for layer, (_, before, _) in self._changed.items():
+                self._rows(layer)[1].copy_(before)
         edits.pop()
 
     def _summary(self) -> str:
@@ -184,7 +181,8 @@ def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict
     """Return the layers whose entries an edit changes; a ValueError for layers that cannot be edited."""
     every = readers(model)
     own = {one.layer: one for one in every if isinstance(one, EntryValues)}
-    if not own or not isinstance(getattr(model, "knowledge", None), LayeredKnowledge):
+    base = getattr(model, "knowledge", None)
+    if not own or not isinstance(base, LayeredKnowledge):
         raise ValueError(f"{type(model).__name__} was not converted: edit(af.knowledge.from_ffn(model), ...)")
     if layers is None:
         first = len(every) // 4
@@ -193,38 +191,11 @@ def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict
     missing = [layer for layer in wanted if layer not in own]
     if missing or not wanted:
         raise ValueError(f"layers must be some of {sorted(own)}, those of entries without experts; got {list(layers)}")
+    if followed(base) is not None:
+        raise ValueError("the model reads a store, which would undo the edit: remove the store first, or change it")
+    if not bool(torch.isfinite(base.entries).all()):
+        raise ValueError("the model's entries hold NaN or infinity")
     return {layer: own[layer] for layer in wanted}
-
-
-Targets = tuple[dict[int, Tensor], dict[int, Tensor]]  # of each layer, weights at the places, and what is added there
-
-
-def targets(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    layers: Layers,
-    facts: Sequence[Fact],
-    places: Sequence[Sequence[Place]],
-    leads: Sequence[str],
-    method: Method,
-    progress: Progress | None = None,
-) -> Targets:
-    """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim]."""
-    weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    added: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    for done, (fact, where) in enumerate(zip(facts, places, strict=True), 1):
-        subject = about(tokenizer, leads[0], fact.subject) if fact.subject and leads else None
-        wanted = target(model, layers, where, subject, method)
-        with adding(layers, wanted, where):
-            here = weights_at(model, layers, where)
-        for layer in layers:
-            rows = here[layer].mean(dim=0, keepdim=True) if method.mean else here[layer]
-            weights[layer].append(rows)
-            added[layer].append(wanted[layer].double().cpu().expand(len(rows), -1))
-        if progress is not None:
-            progress(done, len(facts), "facts")
-    one, other = ({layer: torch.cat(parts) for layer, parts in found.items()} for found in (weights, added))
-    return one, other
 
 
 def value_changes(
@@ -237,10 +208,7 @@ def value_changes(
 ) -> dict[int, Tensor]:
     """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model."""
     quiet = weights_everywhere(model, layers, untouched)
-    return {
-        layer: layer_change(wanted[0][layer], wanted[1][layer], moments.layers[layer], quiet.get(layer), ridge)
-        for layer in layers
-    }
+    return {layer: layer_change(*wanted[layer], moments.layers[layer], quiet.get(layer), ridge) for layer in layers}
 
 
 def layer_change(rows: Tensor, added: Tensor, moment: Tensor, quiet: Tensor | None, ridge: float) -> Tensor:
@@ -302,14 +270,6 @@ def least_change(
         raise ValueError("the weights at several places depend on each other: a ridge above 0 meets them as it can")
     system = gram + ridge * torch.eye(len(gram)).to(gram)
     return torch.linalg.solve_triangular(factor.T, white @ torch.linalg.solve(system, wanted.to(moment)), upper=True)
-
-
-def _check_base(model: nn.Module) -> None:
-    base = cast(LayeredKnowledge, model.get_submodule("knowledge"))
-    if followed(base) is not None:
-        raise ValueError("the model reads a store, which would undo the edit: remove the store first, or change it")
-    if not bool(torch.isfinite(base.entries).all()):
-        raise ValueError("the model's entries hold NaN or infinity")
 
 
 @torch.no_grad()

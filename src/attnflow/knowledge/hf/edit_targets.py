@@ -143,11 +143,6 @@ def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: s
     return Place(tuple(cast("list[int]", encoded["input_ids"])), position, answer)
 
 
-def about(tokenizer: PreTrainedTokenizerBase, lead: str, subject: str) -> Place:
-    """Return the place of a prompt that asks for a description of the subject."""
-    return _place(tokenizer, f"{lead}{subject}{_ABOUT}", len(lead), subject, ())
-
-
 def leads_of(text: str, count: int) -> list[str]:
     """Take sentence beginnings from all over a text, to put before prompts."""
     words = text.split()
@@ -155,7 +150,7 @@ def leads_of(text: str, count: int) -> list[str]:
     return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
 
 
-def weights_at(model: nn.Module, layers: Layers, places: Sequence[Place]) -> dict[int, Tensor]:
+def _weights_at(model: nn.Module, layers: Layers, places: Sequence[Place]) -> dict[int, Tensor]:
     """Compute each layer's entry weights at each place, [places, entries], in float64."""
     positions, rows = [place.position for place in places], torch.arange(len(places))
     calls = calls_of(layers, lambda: cast(Any, model)(**batch(model, [place.ids for place in places])))
@@ -203,7 +198,7 @@ def longest(model: nn.Module) -> int | None:
     return cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
 
 
-def adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]) -> Watch:
+def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]) -> Watch:
     """Return a context in which layers add a vector at one token of each row of a batch."""
     rows, positions = torch.arange(len(places)), torch.tensor([place.position for place in places])
 
@@ -243,7 +238,7 @@ def target(
         for _ in range(method.steps):
             # A coordinate of a vector of norm 1 is d^-1/2 large: so Adam's step is `rate` norms long.
             added = {layer: norms[layer] * unit.numel() ** -0.5 * unit for layer, unit in free.items()}
-            with adding(layers, added, [*asked, *([] if subject is None else [subject])]):
+            with _adding(layers, added, [*asked, *([] if subject is None else [subject])]):
                 logits: Tensor = cast(Any, model)(**inputs).logits
             said = answers_in(logits[: len(asked)], rows, answers)
             loss = -said.scores.mean()
@@ -262,3 +257,33 @@ def target(
         for parameter in frozen:
             parameter.requires_grad_(True)
     return {layer: (norms[layer] * unit.numel() ** -0.5 * unit).detach() for layer, unit in free.items()}
+
+
+Targets = Mapping[int, tuple[Tensor, Tensor]]  # of each layer, weights at the places, and what is added there
+
+
+def targets(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    layers: Layers,
+    facts: Sequence[Fact],
+    places: Sequence[Sequence[Place]],
+    leads: Sequence[str],
+    method: Method,
+    progress: Progress | None = None,
+) -> Targets:
+    """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim]."""
+    parts: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+    for done, (fact, where) in enumerate(zip(facts, places, strict=True), 1):
+        subject = None
+        if fact.subject and leads:
+            subject = _place(tokenizer, f"{leads[0]}{fact.subject}{_ABOUT}", len(leads[0]), fact.subject, ())
+        wanted = target(model, layers, where, subject, method)
+        with _adding(layers, wanted, where):
+            here = _weights_at(model, layers, where)
+        for layer, rows in here.items():
+            kept = rows.mean(dim=0, keepdim=True) if method.mean else rows
+            parts[layer].append((kept, wanted[layer].double().cpu().expand(len(kept), -1)))
+        if progress is not None:
+            progress(done, len(facts), "facts")
+    return {layer: (torch.cat([w for w, _ in some]), torch.cat([x for _, x in some])) for layer, some in parts.items()}

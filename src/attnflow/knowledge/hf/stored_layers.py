@@ -73,7 +73,7 @@ class StoredLayers(Attached):
         now = _layers_of(base), torch.full_like(base.ids, -1) if base.experts is None else base.experts
         places = {key: row for row, key in enumerate(_keys(base.ids, *now))}
         at = [places.get(key, len(places)) for key in _keys(ids, layers, experts)]  # new, or moved: behind
-        order = np.lexsort((ids, at, experts, layers))
+        order = np.lexsort((ids, torch.tensor(at), experts, layers))
         ids = ids[order]
         rows = torch.as_tensor(self.store.vectors(ids)).to(base.entries)
         if rows.shape == base.entries.shape:  # in place: then the parameter, which optimisers hold, stays the same

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -20,7 +19,6 @@ from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import LayerEntries, LayerReader, SharedReader, observed, readers, reads_entries
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
-from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
 
@@ -115,25 +113,17 @@ def trace(
         watched = [one for one in watched if one.pieces] or watched  # those of another stack, of images, do not run
         traced = tuple(one.finish(effects) for one in watched)
         words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
-    result = Trace(
-        model_name(model),
-        tuple(token_texts(ids, tokenizer)),
-        tuple(rows),
-        traced,
-        texts=_texts(_store_of(every[0]), traced),
-        promoted=words,
-        by=order,
-    )
-    if frozen is None:
-        return replace(result, without=cast(str, towards))
-    return replace(
-        result,
-        targets=tuple(token_texts(frozen.targets.tolist(), tokenizer)),
-        target_ids=tuple(frozen.targets.tolist()),
-        logits=frozen.logits.cpu(),
-        embedding_effect=next(effect for (kind, _), effect in effects.items() if kind == "embedding"),
-        constant_effect=frozen.constant.cpu(),
-    )
+    effect: dict[str, Any] = {"without": towards}
+    if frozen is not None:
+        effect = {
+            "targets": tuple(token_texts(frozen.targets.tolist(), tokenizer)),
+            "target_ids": tuple(frozen.targets.tolist()),
+            "logits": frozen.logits.cpu(),
+            "embedding_effect": next(effect for (kind, _), effect in effects.items() if kind == "embedding"),
+            "constant_effect": frozen.constant.cpu(),
+        }
+    texts, tokens = _texts(every[0], traced), tuple(token_texts(ids, tokenizer))
+    return Trace(model_name(model), tokens, tuple(rows), traced, texts=texts, promoted=words, by=order, **effect)
 
 
 def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
@@ -197,19 +187,13 @@ def _promoted(
     return tuple(words)
 
 
-def _store_of(reader: LayerReader) -> Store | None:
-    """Return the store that a reader's model reads, if any."""
-    if isinstance(reader, LayerEntries):
-        handle = followed(reader.base)
-        return None if handle is None else handle.store
-    now = cast(SharedReader, reader).current()
-    return None if isinstance(now, Tensor) else now.store
-
-
-def _texts(store: Store | None, layers: Sequence[LayerTrace]) -> dict[int, str]:
+def _texts(reader: LayerReader, layers: Sequence[LayerTrace]) -> dict[int, str]:
+    """Return the texts of traced entries, where a reader's model reads a store."""
+    source = followed(reader.base) if isinstance(reader, LayerEntries) else cast(SharedReader, reader).current()
+    if source is None or isinstance(source, Tensor):
+        return {}
     ids = torch.cat([one.ids[one.ids >= 0] for one in layers]).unique().tolist()
-    named = [] if store is None else store.get([entry for entry in ids if entry in store])
-    return {one.id: one.text for one in named if one.text}
+    return {one.id: one.text for one in source.store.get([entry for entry in ids if entry in source.store]) if one.text}
 
 
 class LayerWatch:
