@@ -91,7 +91,7 @@ def test_mask_specs() -> None:
         ({"name": 3}, "name must be text, got 3"),
         ({"name": "casual", "parameters": {"n": 3}}, "did you mean causal"),
         ({"name": "causal", "parameters": {"m": 3}}, "unknown name 'm'"),
-        ({"name": "causal"}, "needs n"),
+        ({"name": "causal"}, r"causal\(n\) lacks n"),
         ({"name": "causal", "parameters": {"n": 10**15}}, "n is at most 4,194,304"),
         ({"name": "causal", "parameters": {"n": True}}, "n: expected an integer, got true"),
         ({"name": "causal", "parameters": {"n": 2.0}}, "n: expected an integer, got 2.0"),

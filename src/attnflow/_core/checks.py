@@ -78,7 +78,13 @@ def index_array(name: str, values: object, limit: int | None = None) -> IntArray
     """Return integers as int64[n]; with `limit`, each must lie in [0, limit)."""
     if isinstance(values, str | bytes):
         raise TypeError(f"{name} must be a sequence of integers, got the text {values!r:.40}")
-    plain = values if isinstance(values, Sequence) else _as_plain(name, values)
+    if isinstance(values, Tensor) and values.is_meta:
+        raise ValueError(f"{name} must hold values, got a tensor on the meta device")
+    plain = values.tolist() if isinstance(values, Tensor | np.ndarray | np.generic) else values
+    if plain is values and not isinstance(values, Sequence):
+        if not isinstance(values, Iterable):
+            raise TypeError(f"{name} must be a sequence of integers, got {type(values).__name__}")
+        plain = list(cast(Iterable[object], values))
     if isinstance(plain, Sequence):
         kinds = {type(item) for item in cast(Sequence[object], plain)}
         if kinds & {bool, np.bool_}:
@@ -122,14 +128,3 @@ def preview(values: Iterable[object], limit: int = 12) -> str:
     """Format the first few values for a message."""
     items = [str(v) for _, v in zip(range(limit + 1), values, strict=False)]
     return "[" + ", ".join(items[:limit]) + (", ...]" if len(items) > limit else "]")
-
-
-def _as_plain(name: str, values: object) -> object:
-    if isinstance(values, Tensor) and values.is_meta:
-        raise ValueError(f"{name} must hold values, got a tensor on the meta device")
-    tolist = getattr(values, "tolist", None)  # numpy arrays and torch tensors of any device
-    if callable(tolist):
-        return tolist()
-    if isinstance(values, Iterable):
-        return list(cast(Iterable[object], values))
-    raise TypeError(f"{name} must be a sequence of integers, got {type(values).__name__}")

@@ -118,11 +118,8 @@ class Named(Generic[_T]):
     def check(self, values: object, where: str) -> dict[str, object]:
         """Check parameters from JSON; `ValueError` names the place of a missing or wrong one."""
         mapping = as_object(values, f"{where}.parameters")
-        only_keys(mapping, f"{where}: {self.signature}", optional=[p.name for p in self.parameters])
-        try:
-            self.require(mapping)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+        required, optional = ([p.name for p in self.parameters if p.required is kind] for kind in (True, False))
+        only_keys(mapping, f"{where}: {self.signature}", required, optional)
         return {p.name: p.check(mapping[p.name], f"{where}: {p.name}") for p in self.parameters if p.name in mapping}
 
 
