@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from attnflow._core.files import write_atomically, write_folder
-from attnflow.models.addons import read_addon, write_addon
+from attnflow.models.addons import read_addon, save_addon
 
 
 class Died(BaseException):
@@ -108,7 +108,7 @@ def fill(folder: Path, text: str) -> None:
 
 def save(folder: Path, text: str) -> None:
     """What `bias.save` and the readers of a store write."""
-    write_addon(folder, "bias", {"weight": torch.full((3,), float(len(text)))}, {"text": text}, {})
+    save_addon(folder, "bias", {"weight": torch.full((3,), float(len(text)))}, {"text": text}, {})
 
 
 def loaded(folder: Path) -> str:

@@ -86,7 +86,7 @@ def save_addon(
 ) -> Path:
     """Write an add-on to a folder, which is created if need be; other files there stay.
 
-    `ValueError` for tensors on the meta device, sharded over processes, or with NaN or infinity.
+    Returns the folder. `ValueError` for tensors on the meta device, sharded over processes, or with NaN or infinity.
     """
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ValueError(f"the {kind} is on the meta device, where it has no values to save")
@@ -98,20 +98,10 @@ def save_addon(
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if bad := _nonfinite(plain):
         raise ValueError(f"the {kind} holds NaN or infinity in {', '.join(bad[:3])}, which is not saved")
-    return write_addon(Path(folder), kind, plain, config, base)
-
-
-def write_addon(
-    folder: Path,
-    kind: str,
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, object],
-    base: Mapping[str, object],
-) -> Path:
-    """Write both files of an add-on whose tensors were checked."""
     about = {"kind": kind, "version": _VERSION, "base": dict(base), "config": dict(config)}
-    content = encoded(dict(tensors), metadata={"attnflow": json.dumps(about), "sha256": _NO_DIGEST})
+    content = encoded(plain, metadata={"attnflow": json.dumps(about), "sha256": _NO_DIGEST})
     digest = hashlib.sha256(content).hexdigest()
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with write_atomically(folder / f"{kind}.safetensors") as file:
         file.write(content.replace(_NO_DIGEST.encode(), digest.encode(), 1))

@@ -198,7 +198,9 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
             place: Place | UnsupportedArchitecture = UnsupportedArchitecture(
                 f"{site.name} ({type(site.module).__name__}): {weights.why}"
             )
-        elif certain and (isinstance(certain[0].key_rows, Composed) or weights.head_dim != certain[0].head_dim):
+        elif certain and (
+            isinstance(certain[0].key_rows, Composed) or weights.query_rows.head_dim != certain[0].head_dim
+        ):
             continue  # rotations reorder the rows of some products, and double heads of width 1
         elif certain:
             result[result.index(named[0])] = (named[0][0], replace(certain[0], **vars(weights)))

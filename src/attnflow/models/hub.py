@@ -58,11 +58,14 @@ def find_model(name: str) -> HubFolder | Path:
     try:
         info = HfApi().model_info(name, files_metadata=True)
     except (HTTPError, OSError) as error:
-        cached = _cached(name, None)
-        if cached is not None and not _refused(error):
+        refused = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+        cached = None if refused else _cached(name, None)
+        if cached is not None:
             return cached
+        offline = isinstance(error, OfflineModeIsEnabled)
+        why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
         raise FileNotFoundError(
-            f"{name!r} is no local file or folder, and it cannot be had from the hub ({_why(error)}){short_names()}"
+            f"{name!r} is no local file or folder, and it cannot be had from the hub ({why}){short_names()}"
         ) from error
     if info.sha is None or info.siblings is None:
         raise FileNotFoundError(f"the hub does not list the files of {name!r}")
@@ -79,13 +82,3 @@ def _cached(name: str, commit: str | None) -> Path | None:
     except (LocalEntryNotFoundError, AttnflowError, OSError, ValueError):
         return None
     return path if complete or any(file.endswith(GGUF) for file in folder.sizes) else None
-
-
-def _refused(error: Exception) -> bool:
-    return isinstance(error, HfHubHTTPError) and error.response.status_code < 500
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set and it is not in the local cache"
-    return first_line(error)

@@ -163,8 +163,15 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
         if "ignore_mismatched_sizes" in why:  # which no caller of this function can set
             why = "tensors of its weights have other shapes than its config asks for"
         raise BadCheckpoint(f"{folder} holds no model that can be built: {why}") from error
-    _check_names(folder, cast(PreTrainedModel, model), report)
-    return cast(PreTrainedModel, model)
+    model = cast(PreTrainedModel, model)
+    missing, theirs = (len(cast(Mapping[str, Any], report)[f"{kind}_keys"]) for kind in ("missing", "unexpected"))
+    own = len(model.state_dict())
+    if 2 * missing > own or theirs > own - missing:  # of another model: what is missing was drawn at random
+        raise BadCheckpoint(
+            f"{folder} holds the weights of another model than its config describes: {missing} of {own} tensors of a "
+            f"{type(model).__name__} are missing, {theirs} are of no use to it"
+        )
+    return model
 
 
 def _tensors_in(file: Path) -> int:
@@ -174,17 +181,6 @@ def _tensors_in(file: Path) -> int:
             return len(opened.keys())
     except (SafetensorError, OSError):
         return 0
-
-
-def _check_names(folder: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Refuse weights that do not match the config: missing ones were drawn at random."""
-    own, theirs = len(model.state_dict()), len(report["unexpected_keys"])
-    missing = len(report["missing_keys"])
-    if 2 * missing > own or theirs > own - missing:
-        raise BadCheckpoint(
-            f"{folder} holds the weights of another model than its config describes: {missing} of {own} tensors of a "
-            f"{type(model).__name__} are missing, {theirs} are of no use to it"
-        )
 
 
 def _class_of(config: Config, folder: str) -> Any:

@@ -128,7 +128,9 @@ def resolve(name: str) -> Path | str:
     if _HUB_ID.fullmatch(name) and not name.endswith(_FILES):
         return name
     close = get_close_matches(name.lower(), MODELS, 1)
-    rest = f": did you mean {close[0]}?" if close else f"{short_names()}{_on_the_hub(name)}"
+    asks = _ONE_WORD.fullmatch(name) is not None and not name.endswith(_FILES)
+    on_hub = f"; a model of the hub is owner/name, or {_HUB}{name}" if asks else ""
+    rest = f": did you mean {close[0]}?" if close else f"{short_names()}{on_hub}"
     raise FileNotFoundError(f"no file or folder {name!r}{rest}")
 
 
@@ -145,9 +147,3 @@ def is_out_of_reach(hub_id: str) -> bool:
 def short_names() -> str:
     """List the short names for the end of a message."""
     return f"; short names are {', '.join(MODELS)}"
-
-
-def _on_the_hub(name: str) -> str:
-    if _ONE_WORD.fullmatch(name) is None or name.endswith(_FILES):
-        return ""
-    return f"; a model of the hub is owner/name, or {_HUB}{name}"

@@ -119,11 +119,6 @@ class Weights:
     num_heads: int
     num_kv_heads: int
 
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.query_rows.head_dim
-
 
 @dataclass(frozen=True)
 class Unread:
