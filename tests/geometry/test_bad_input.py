@@ -10,9 +10,8 @@ from transformers import BertConfig, BertModel
 
 import attnflow as af
 from attnflow.geometry.score import survey
-from attnflow.geometry.scores import full_scores, full_symmetry, head_scores, head_symmetry
+from attnflow.geometry.scores import full_scores, head_scores
 
-FUNCTIONS = (head_scores, full_scores, head_symmetry, full_symmetry)
 NONE = nn.Linear(4, 4)
 
 
@@ -78,21 +77,6 @@ CASES = {
         for function in (head_scores, full_scores)
         for side in ("query", "key")
         for bad in (math.nan, math.inf)
-    },
-    **{
-        f"{function.__name__} of {query}, {key} in {heads}": (
-            lambda f=function, q=query, k=key, h=heads: f(ones(*q), ones(*k), *h),
-            ValueError,
-            message,
-        )
-        for function in FUNCTIONS
-        for query, key, heads, message in (
-            ((8, 5), (8, 5), (3, 3), "query weights [3 heads * head_dim, width], as nn.Linear stores them, got shape"),
-            ((8, 5), (6, 5), (4, 2), "same head_dim, got [8, 5] for 4 heads and [6, 5] for 2"),
-            ((8, 5), (8, 5), (4, 3), "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
-            ((8, 5), (8, 5), (4, 0), "num_kv_heads must be at least 1, got 0"),
-            ((0, 5), (0, 5), (4, 4), "got shape [0, 5]"),
-        )
     },
     **{
         f"{initialise.__name__}: {what}": (lambda f=initialise, m=make, o=options: f(m(), **o), error, message)

@@ -92,14 +92,17 @@ def check(
         asked = read(model, inputs, tokenizer).in_precision(dtype)
         seen = survey(model, asked, seed if mode == "quick" else None)
         call, relation = seen.inputs, relation_of(model, seen, order)
-        audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, progress)
+        say: Progress = progress or (lambda done, total, what: None)
+        audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, say)
         work = audit(notes=_notes(model, seen, order))
         if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
             work, mode = audit(notes=_notes(model, seen, order)), "perturb"
         if mode == "perturb":
             work.perturb(Runner(model, call, watch, seed), "forward")
             if cache is not False and not any(violation.kind == "state" for violation in work.violations):
-                work.perturb_cached(cache)
+                steps = DecodingPath("cached", step_lengths(call, cache))
+                work.perturb(SteppedRunner(model, call, watch, seed, steps), "cached")
+                work.compare_paths(cache)
             if both_sides is not False:
                 violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
                 work.violations += violations if both_sides else []
@@ -135,7 +138,7 @@ class Auditor:
     passes: int
     watch: Watched
     seed: int
-    progress: Progress | None
+    progress: Progress
     violations: list[Violation] = field(default_factory=list[Violation])
     notes: list[str] = field(default_factory=list[str])
     dirty: set[str] = field(default_factory=set[str])
@@ -161,12 +164,12 @@ class Auditor:
             return False
         self.forward_passes += runner.passes
         if cache is not False:
-            self._compare_paths(cache)
+            self.compare_paths(cache)
         return not self.violations
 
     def perturb(self, runner: Runner, what: str) -> None:
         """Test crosstalk between sequences first, then the order."""
-        self._say(0, 1, f"{what}: base pass")
+        self.progress(0, 1, f"{what}: base pass")
         prober = Prober(runner, self.fields, self.seed)
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
@@ -180,7 +183,7 @@ class Auditor:
             sets, order = [], ()
         crosstalk = False
         for done, selected in enumerate([*sets, *order]):
-            self._say(done, total, f"{what}: perturbation")
+            self.progress(done, total, f"{what}: perturbation")
             rows = None
             if done >= len(sets) and crosstalk:  # one sequence at a time, so that the others cannot move it
                 rows = [done % self.call.batch]
@@ -204,18 +207,13 @@ class Auditor:
         self.forward_passes += runner.passes
         self.noise = max(self.noise, prober.noise)
         self.dirty |= prober.dirty
-        self._say(total, total, f"{what}: done")
+        self.progress(total, total, f"{what}: done")
 
-    def perturb_cached(self, cache: bool | Sequence[int]) -> None:
-        """Perturb prefill and decoding, then compare all decoding paths with the full forward."""
-        steps = DecodingPath("cached", step_lengths(self.call, cache))
-        self.perturb(SteppedRunner(self.model, self.call, self.watch, self.seed, steps), "cached")
-        self._compare_paths(cache)
-
-    def _compare_paths(self, cache: bool | Sequence[int]) -> None:
+    def compare_paths(self, cache: bool | Sequence[int]) -> None:
+        """Compare all decoding paths with the full forward."""
         comparison = Comparison(self.model, self.call, self.watch, self.seed)
         for path in decoding_paths(self.model, self.call, cache):
-            self._say(0, 1, f"cached: {path.name}")
+            self.progress(0, 1, f"cached: {path.name}")
             different = comparison.of(path)
             if isinstance(different, str):
                 self.notes.append(f"{path.name} not compared: {different}")
@@ -281,7 +279,3 @@ class Auditor:
                 rows[event.offset : event.offset + event.values.shape[1]] = True
             self.plan = plan(self.fields, seen, self.passes)
         return self.plan
-
-    def _say(self, done: int, total: int, what: str) -> None:
-        if self.progress is not None:
-            self.progress(done, total, what)

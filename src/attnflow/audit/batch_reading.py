@@ -77,10 +77,19 @@ def _family(name: str, config: Any) -> Family:
     masked, generates = _MASKED.search(name) is not None, _CAUSAL.search(name) is not None
     shift = 0 if decoder or masked or kind in _UNSHIFTED else 1 if generates else None
     ends = getattr(text, "eos_token_id", None)
+    is_decoder = getattr(text, "is_decoder", None)  # only families that may be either have it
+    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    causal: bool | None = False if masked else True if generates else None
+    if decoder or kind == "paligemma":
+        causal = True
+    elif both_ways or getattr(text, "is_causal", True) is False:
+        causal = False
+    elif is_decoder is not None:
+        causal = bool(is_decoder)
     return Family(
         name=name or f"{kind} configuration",
         shift=None if kind == "xlnet" else shift,  # its targets are chosen by target_mapping
-        causal=True if decoder or kind == "paligemma" else _is_causal(text, masked, generates),
+        causal=causal,
         decoder=decoder,
         classes=_CLASSES.search(name) is not None,
         prefix=kind == "paligemma",
@@ -91,18 +100,6 @@ def _family(name: str, config: Any) -> Family:
         ends=tuple(i for i in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(i, int)),
         layers=_id(getattr(text, "num_hidden_layers", None)) or None,
     )
-
-
-def _is_causal(config: Any, masked: bool, generates: bool) -> bool | None:
-    if (
-        getattr(config, "use_bidirectional_attention", None) in (True, "all")
-        or getattr(config, "is_causal", True) is False
-    ):
-        return False
-    is_decoder = getattr(config, "is_decoder", None)  # only families that may be either have it
-    if is_decoder is not None:
-        return bool(is_decoder)
-    return False if masked else True if generates else None
 
 
 def _id(value: object) -> int | None:

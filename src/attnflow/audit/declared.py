@@ -196,16 +196,13 @@ class _Stack:
                 return self.base, ""
             return self.base & (self.distance < self.window), f"window {self.window}"
         if kind == "chunked_attention":
-            return self.base & self._same_chunk(), f"chunks of {self.chunk}"
+            mask = self.inputs.kwargs.get("attention_mask")
+            left = torch.zeros(1, dtype=torch.int64)
+            if isinstance(mask, Tensor) and mask.ndim == 2:  # chunks are counted from the first real token
+                left = (mask.cpu().cumsum(-1) == 0).sum(-1)
+            index = (torch.arange(self.length) - left[:, None]) // (self.chunk or self.length)
+            return self.base & (index[:, :, None] == index[:, None, :]), f"chunks of {self.chunk}"
         raise _unknown(self.model, f"its layer type {kind!r} is not known")
-
-    def _same_chunk(self) -> Tensor:
-        mask = self.inputs.kwargs.get("attention_mask")
-        left = torch.zeros(1, dtype=torch.int64)
-        if isinstance(mask, Tensor) and mask.ndim == 2:  # chunks are counted from the first real token
-            left = (mask.cpu().cumsum(-1) == 0).sum(-1)
-        index = (torch.arange(self.length) - left[:, None]) // (self.chunk or self.length)
-        return index[:, :, None] == index[:, None, :]
 
     def _narrowed(self, kind: str | None, within: Tensor, real: Tensor) -> str:
         if kind == "chunked_attention":

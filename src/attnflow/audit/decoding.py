@@ -189,8 +189,10 @@ class Comparison:
                 continue
             first = key._replace(step=0)
             whole, reference, again = own.get(first), exact.get(first), exactly.get(key)
-            if whole is None or reference is None or again is None or _of_pairs(whole):
+            if whole is None or reference is None or again is None:
                 continue
+            if whole.raw.ndim > 3 and whole.raw.shape[-2] == whole.raw.shape[-1] == whole.values.shape[1]:
+                continue  # attention weights, whose keys a cache orders in its own way
             beyond = _beyond(event, whole, reference, again, path.pads, dtype, other)
             if beyond is None:
                 continue
@@ -214,11 +216,6 @@ class Comparison:
         if path is None:
             self._full[dtype] = recording
         return recording
-
-
-def _of_pairs(whole: Event) -> bool:
-    """Whether an event holds attention weights, whose keys a cache orders in its own way."""
-    return whole.raw.ndim > 3 and whole.raw.shape[-2] == whole.raw.shape[-1] == whole.values.shape[1]
 
 
 def _beyond(

@@ -83,7 +83,13 @@ def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
     dyadic blocks and single positions; for a causal order n - 1 cuts test every pair. Growing fields (sliding windows)
     are tested at up to six depths; `seen[depth]` marks the positions that some module shows there.
     """
-    depths = _stages(fields, seen)
+    depths: list[int] = []  # where fields or positions differ, ascending; of many, a few evenly spread ones
+    for depth in sorted(seen):
+        same = depths and torch.equal(fields.at(depths[-1]), fields.at(depth))
+        if not (same and torch.equal(seen[depths[-1]], seen[depth])):
+            depths.append(depth)
+    if len(depths) > _STAGES:
+        depths = [depths[i] for i in torch.linspace(0, len(depths) - 1, _STAGES).long().tolist()]
     rows = fields.at(depths[-1]).shape[0]
     chosen: list[list[Tensor]] = []
     tested = forbidden = 0
@@ -104,18 +110,6 @@ def batch_sets(batch: int, size: int) -> list[Tensor]:
     """2 ceil(log2 batch) sets of sequences; for any two, some set holds only the first."""
     bits = [torch.arange(batch) >> bit & 1 for bit in range((batch - 1).bit_length())]
     return [(side == value)[:, None].repeat(1, size) for side in bits for value in (0, 1)]
-
-
-def _stages(fields: Fields, seen: Mapping[int, Tensor]) -> list[int]:
-    """The depths where fields or positions differ, ascending; of many, a few evenly spread ones with both ends."""
-    depths: list[int] = []
-    for depth in sorted(seen):
-        same = depths and torch.equal(fields.at(depths[-1]), fields.at(depth))
-        if not (same and torch.equal(seen[depths[-1]], seen[depth])):
-            depths.append(depth)
-    if len(depths) > _STAGES:
-        depths = [depths[i] for i in torch.linspace(0, len(depths) - 1, _STAGES).long().tolist()]
-    return depths
 
 
 def _greedy(stages: Sequence[Tensor], passes: int) -> tuple[list[Tensor], int, int]:

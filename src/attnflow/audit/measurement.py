@@ -279,28 +279,22 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progre
                 unsure = torch.where((change > border) | moved, 0.0, change)
                 if unsure.any():
                     doubtful.setdefault((column, sample), {})[offset] = unsure
-    if doubtful:
-        _settle(subject, base, doubtful, relation)
-    return relation
-
-
-def _settle(
-    subject: ReplayedLayer | _Whole, own: Outputs, doubtful: dict[tuple[int, int], dict[int, Tensor]], relation: Tensor
-) -> None:
-    """Add to `relation` those doubtful changes that are no rounding."""
+    if not doubtful:
+        return relation
     other = other_precision(subject.dtype)
     try:
         with precision(subject.module, other):
-            base = subject.outputs(other)
+            exact = subject.outputs(other)
             for (column, sample), unsure in doubtful.items():
                 if all(relation[:, o : o + u.shape[1], column][u > 0].all() for o, u in unsure.items()):
                     continue
                 after = subject.outputs(other, column, sample)
                 for offset, change in unsure.items():
-                    leak = is_leak(change, own[offset], base[offset], after[offset], subject.dtype)
+                    leak = is_leak(change, base[offset], exact[offset], after[offset], subject.dtype)
                     relation[:, offset : offset + change.shape[1], column] |= leak & (change > 0)
     except REFUSALS as error:
         raise UnsupportedArchitecture(
             f"{type(subject.module).__name__} does not run in {other}, so small changes cannot be told from rounding "
             f"({error}): measure it where it runs in both"
         ) from error
+    return relation

@@ -107,11 +107,13 @@ class Prober:
         """
         event, (row, target) = hit.moved.event, hit.moved.largest()
         ranked = self.fields.ranked([(b, j) for b, j in hit.selected.nonzero().tolist()], row)
-        reach = float(hit.moved.change.max())
+        # the least change that counts while the changed set is halved
+        floor = max(self.rounding, _NOISE * self._noise.get(event.key, 0.0))
+        floor = math.sqrt(floor * float(hit.moved.change.max())) if self.rounding else floor
         low, high = 0, len(ranked)  # ranked[low:] moves the target, ranked[high:] does not
         while high - low > 1:
             middle = (low + high) // 2
-            moves = self._change(ranked[middle:], hit, row, target) > self._floor(event.key, reach)
+            moves = self._change(ranked[middle:], hit, row, target) > floor
             low, high = (middle, high) if moves else (low, middle)
         source_row, source = ranked[low]
         change = self._change(ranked[low:], hit, row, target)
@@ -214,11 +216,6 @@ class Prober:
             if (leak & (moved.change > 0)).any():
                 real.append(Moved(moved.event, torch.where(leak, moved.change, 0.0)))
         return real, None if unsure else True
-
-    def _floor(self, key: Key, reach: float) -> float:
-        """The least change that counts while the changed set is halved."""
-        noise = max(self.rounding, _NOISE * self._noise.get(key, 0.0))
-        return math.sqrt(noise * reach) if self.rounding else noise
 
     def _change(self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int) -> float:
         selected = torch.zeros_like(hit.selected)

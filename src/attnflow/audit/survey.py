@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ def survey(model: nn.Module, inputs: Inputs, seed: int | None = None) -> Survey:
     if asked is not None:
         _assign(result, calls, asked, seen)
     passed = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
-    reached = {tuple(arrival.mask.shape[-2:]) for arrival in seen if isinstance(arrival.mask, Tensor)}
+    reached = {tuple(mask.shape[-2:]) for _, _, mask in seen if isinstance(mask, Tensor)}
     result.unused = [n for n, mask in passed.items() if tuple(mask.shape[-2:]) not in reached]
     if first is not None:
         result.runner = Runner(model, inputs, "layers", first.seed)
@@ -86,12 +86,8 @@ def survey(model: nn.Module, inputs: Inputs, seed: int | None = None) -> Survey:
     return result
 
 
-class _Arrival(NamedTuple):
-    """A possible mask at a module inside a layer call (its number, or -1)."""
-
-    call: int
-    depth: int
-    mask: Any
+# A possible mask at a module inside a layer call: (number of the call, or -1; depth of the module; mask).
+_Arrival = tuple[int, int, Any]
 
 
 @contextmanager
@@ -111,7 +107,7 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
             calls.append(layer)
         masks = [tensor for _, tensor in leaves((call.args, call.kwargs)) if tensor.ndim == 4]
         masks += [value for value in (*call.args, *call.kwargs.values()) if type(value).__name__ == "BlockMask"]
-        seen.extend(_Arrival(inside[-1] if inside else -1, call.name.count("."), mask) for mask in masks)
+        seen.extend((inside[-1] if inside else -1, call.name.count("."), mask) for mask in masks)
 
     def leave(call: Call, output: object) -> None:
         if call.name in layers:
@@ -155,38 +151,32 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
 def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> tuple[Slot, int] | None:
     """(slot, batch) of the stack that an input's positions enter, else of the last stack to run."""
     held = [(call, axes) for call in calls if (axes := _axes(call.shape, inputs, named)) is not None]
-    held = [(c, axes) for c, axes in held if named is not None and axes.length == named.length] or held
+    held = [(c, axes) for c, axes in held if named is not None and axes[1] == named.length] or held
     if not held or not inputs.batched:
         return None if named is None else (replace(named, layers=frozenset(call.name for call in calls)), inputs.batch)
-    stack, length = held[-1][0].stack, held[-1][1].length
-    held = [(call, axes) for call, axes in held if (call.stack, axes.length) == (stack, length)]
-    first, axes = held[0]
-    entry = Entry(first.name, first.shape[-1], first.spread or 1.0, axes.axis, axes.positions_first)
+    last, (_, length, *_) = held[-1]
+    held = [(call, axes) for call, axes in held if (call.stack, axes[1]) == (last.stack, length)]
+    first, (batch, _, axis, positions_first) = held[0]
+    entry = Entry(first.name, first.shape[-1], first.spread or 1.0, axis, positions_first)
     name = named.name if named is not None and named.length == length else None
-    return Slot(name, length, 0, entry, frozenset(call.name for call, _ in held)), axes.batch
+    return Slot(name, length, 0, entry, frozenset(call.name for call, _ in held)), batch
 
 
-class _Axes(NamedTuple):
-    """How a layer's first argument holds positions: [..., batch, n, width] or [n, batch, width]."""
+def _axes(shape: tuple[int, ...], inputs: Inputs, named: Slot | None) -> tuple[int, int, int, bool] | None:
+    """(batch, length, axis, positions first): how a layer's first argument holds positions.
 
-    batch: int
-    length: int
-    axis: int
-    positions_first: bool
-
-
-def _axes(shape: tuple[int, ...], inputs: Inputs, named: Slot | None) -> _Axes | None:
-    """The last two neighbouring axes [batch, n] of a named slot, else those of [batch, positions, width]."""
+    These are the last two neighbouring axes [batch, n] of a named slot, else those of [batch, positions, width].
+    """
     if named is not None:
         size = inputs.batch, named.length
         places = [p for p in range(len(shape) - 2) if shape[p : p + 2] == size]
         if places:
-            return _Axes(*size, places[-1], False)
+            return *size, places[-1], False
         if shape[:2] == size[::-1] and len(shape) == 3:
-            return _Axes(*size, 0, True)
+            return *size, 0, True
     if len(shape) != 3 or (inputs.slots and shape[0] != inputs.batch):
         return None
-    return _Axes(shape[0], shape[1], 0, False)
+    return shape[0], shape[1], 0, False
 
 
 def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
@@ -195,10 +185,10 @@ def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence
         if call not in result.calls:
             continue
         length = result.slot_of(call).length
-        arrivals = [arrival for arrival in seen if arrival.call == number]
-        call.masked = any(tuple(arrival.mask.shape[-2:]) == (length, length) for arrival in arrivals)
-        for depth in sorted({arrival.depth for arrival in arrivals}, reverse=True):  # the attention itself knows best
-            requests = [asked.request(arrival.mask) for arrival in arrivals if arrival.depth == depth]
+        arrivals = [(depth, mask) for inside, depth, mask in seen if inside == number]
+        call.masked = any(tuple(mask.shape[-2:]) == (length, length) for _, mask in arrivals)
+        for depth in sorted({depth for depth, _ in arrivals}, reverse=True):  # the attention itself knows best
+            requests = [asked.request(mask) for at, mask in arrivals if at == depth]
             own = {id(r): r for r in requests if r is not None and (r.num_queries, r.num_keys) == (length, length)}
             if len(own) == 1:
                 (call.asked,) = own.values()

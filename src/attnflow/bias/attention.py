@@ -154,7 +154,12 @@ def choose(call: Call, backend: str, need_weights: bool = False) -> str:
         ValueError: an unknown name, or a backend that cannot compute this call.
     """
     if backend == "auto":
-        name = next(name for name in _preferred(call, need_weights) if refusal(call, name) is None)
+        few = call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
+        if need_weights or (few and not call.query.is_cuda):
+            name = "reference"
+        else:
+            fastest = ("flex", "tiled", "reference") if call.query.is_cuda else ("tiled", "reference")
+            name = next(name for name in fastest if refusal(call, name) is None)
         if (choice := (name, call.query.device.type)) not in _logged and not torch.compiler.is_compiling():
             _logged.add(choice)
             _log.info("attention with a bias runs with %r on %s", *choice)
@@ -176,15 +181,6 @@ def refusal(call: Call, name: str) -> str | None:
     if name == "reference":
         return None
     return tiled.refuses(call) if name == "tiled" else flex_refuses(call)
-
-
-def _preferred(call: Call, need_weights: bool) -> tuple[str, ...]:
-    if need_weights:
-        return ("reference",)
-    if call.query.is_cuda:
-        return ("flex", "tiled", "reference")
-    few = call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
-    return ("reference",) if few else ("tiled", "reference")
 
 
 def flex_refuses(call: Call) -> str | None:

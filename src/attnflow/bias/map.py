@@ -206,7 +206,12 @@ class BiasMap(Result):
         if any(table is None for table in tables):
             raise ValueError("the base model was not run: capture(..., base=True)")
         maps = torch.stack(cast(list[Tensor], tables))
-        return maps.mean(dim=(0, 1)) if head is None else maps[:, self._map(head)].mean(dim=0)
+        if head is None:
+            return maps.mean(dim=(0, 1))
+        if head not in self.heads:
+            captured = f"those captured are {list(self.heads)}" if self.heads else "capture(..., heads=...) tells apart"
+            raise ValueError(f"head {head} was not captured: {captured}")
+        return maps[:, self.heads.index(head)].mean(dim=0)
 
     def allowed(self, layer: int | None = None) -> Bool[Tensor, "queries keys"]:
         """Which pairs exist in a layer, or in any captured layer."""
@@ -313,12 +318,6 @@ class BiasMap(Result):
                 columns = (one.layer, head, query, names[query], key, names[key], *cells)
                 rows.append(dict(zip(_COLUMNS, columns, strict=True)))
         return rows
-
-    def _map(self, head: int) -> int:
-        if head not in self.heads:
-            captured = f"those captured are {list(self.heads)}" if self.heads else "capture(..., heads=...) tells apart"
-            raise ValueError(f"head {head} was not captured: {captured}")
-        return self.heads.index(head)
 
     def __repr__(self) -> str:
         about = f"{plural(len(self.queries), 'query', 'queries')} of {plural(len(self.tokens), 'token')}"

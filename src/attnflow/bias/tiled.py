@@ -76,17 +76,12 @@ class Block:
     empty: Tensor | None  # queries that may attend to nothing, [batch or 1, heads or 1, rows, 1], or None without any
 
 
-def rows_at_once(call: Call) -> int:
-    """Queries of a block: the whole policy of what is held at a time."""
-    device, (batch, heads, queries, _) = call.query.device.type, call.query.shape
-    fit = _SCORES.get(device, _SCORES_ELSEWHERE) // max(1, batch * heads * call.key.shape[2])
-    most = _MOST_ROWS if device == "cpu" else queries
-    return max(_LEAST_ROWS, min(fit // _LEAST_ROWS * _LEAST_ROWS, most))
-
-
 def blocks_of(call: Call) -> Iterator[Block]:
     """The blocks of a call, but those in which no query may attend to anything."""
-    queries, keys, step = call.query.shape[2], call.key.shape[2], rows_at_once(call)
+    device, (batch, heads, queries, _), keys = call.query.device.type, call.query.shape, call.key.shape[2]
+    fit = _SCORES.get(device, _SCORES_ELSEWHERE) // max(1, batch * heads * keys)
+    most = _MOST_ROWS if device == "cpu" else queries
+    step = max(_LEAST_ROWS, min(fit // _LEAST_ROWS * _LEAST_ROWS, most))
     for start in range(0, queries if keys else 0, step):
         rows = slice(start, min(start + step, queries))
         allowed = call.allow.rows(rows)

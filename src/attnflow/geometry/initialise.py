@@ -90,24 +90,20 @@ def _initialise(
         raise ValueError(f'scale must be "matched" or "paper", got {scale!r}')
     layers = layers_in_memory(model)
     for layer in layers:  # before anything is written
-        _check(layer, sign)
+        if not isinstance(layer.query_rows, Selected) or not isinstance(layer.key_rows, Selected):
+            raise UnsupportedArchitecture(
+                f"{layer.name} has queries or keys that are products of several weights (latent attention), so that "
+                "there is no one way to write them; leave such models as they are, and use penalty"
+            )
+        if sign < 0 and layer.query_rows.same(layer.key_rows):
+            raise UnsupportedArchitecture(
+                f"{layer.name} has one weight for queries and keys, so that its form is symmetric"
+            )
+        if sign < 0 and layer.head_dim == 1:
+            raise UnsupportedArchitecture(f"{layer.name} has heads of width 1: their only skew-symmetric form is zero")
     with torch.no_grad():
         for layer in layers:
             _initialise_one(layer, sign, scale, per_head, generator)
-
-
-def _check(layer: AttentionLayer, sign: Literal[1, -1]) -> None:
-    if not isinstance(layer.query_rows, Selected) or not isinstance(layer.key_rows, Selected):
-        raise UnsupportedArchitecture(
-            f"{layer.name} has queries or keys that are products of several weights (latent attention), so that there "
-            "is no one way to write them; leave such models as they are, and use penalty"
-        )
-    if sign < 0 and layer.query_rows.same(layer.key_rows):
-        raise UnsupportedArchitecture(
-            f"{layer.name} has one weight for queries and keys, so that its form is symmetric"
-        )
-    if sign < 0 and layer.head_dim == 1:
-        raise UnsupportedArchitecture(f"{layer.name} has heads of width 1: their only skew-symmetric form is zero")
 
 
 def _initialise_one(

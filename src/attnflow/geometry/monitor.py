@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, cast
 
 from torch import distributed, nn
@@ -183,12 +182,10 @@ class Monitor(Handle):
             self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self.active and self._last != self._step:
+    def __exit__(self, *raised: object) -> None:
+        if not any(raised) and self.active and self._last != self._step:
             self.record()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*raised)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: object) -> None:
         """Event of a Trainer: training starts or resumes."""

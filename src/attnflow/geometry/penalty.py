@@ -16,6 +16,7 @@ from attnflow.models.loaded import Loaded, split
 
 Target = Literal["symmetric", "skew"]
 
+# The layers of a model, kept between steps of training until its parameters are replaced.
 _found: Final[WeakKeyDictionary[nn.Module, tuple[int, list[AttentionLayer]]]] = WeakKeyDictionary()
 
 
@@ -46,20 +47,16 @@ def penalty(model: nn.Module | Loaded, target: Target = "symmetric", per_head: b
         raise ValueError(f'target must be "symmetric" or "skew", got {target!r}')
     sign = 1 if target == "symmetric" else -1
     symmetry = head_symmetry if per_head else full_symmetry
+    module, _ = split(model)
+    parameters = {id(parameter) for parameter in module.parameters()}
+    count, layers = _found.get(module, (-1, []))
+    if count != len(parameters) or any(id(p) not in parameters for layer in layers for p in layer.parameters.values()):
+        layers = layers_in_memory(module)
+        _found[module] = len(parameters), layers
     terms: list[Tensor] = []
-    for layer in _layers(split(model)[0]):
+    for layer in layers:
         query, key = layer.query(), layer.key()
         # A Trainer takes the loss under autocast, whose half precision is not enough for the squares of products.
         with torch.autocast(query.device.type, enabled=False):
             terms.append(1 - sign * symmetry(query, key, layer.num_heads, layer.num_kv_heads).mean())
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
-
-
-def _layers(model: nn.Module) -> list[AttentionLayer]:
-    """Return the model's layers, cached between steps of training until its parameters are replaced."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    count, layers = _found.get(model, (-1, []))
-    if count != len(parameters) or any(id(p) not in parameters for layer in layers for p in layer.parameters.values()):
-        layers = layers_in_memory(model)
-        _found[model] = len(parameters), layers
-    return layers

@@ -128,7 +128,13 @@ def published_scores() -> tuple[PublishedScores, ...]:
     text = (files("attnflow.geometry") / "data" / "published.csv").read_text(encoding="utf-8")
     return tuple(
         PublishedScores(
-            *(row[name] for name in ("modality", "family", "model", "hub_name", "tower", "kind", "record_format")),
+            row["modality"],
+            row["family"],
+            row["model"],
+            row["hub_name"],
+            row["tower"],
+            row["kind"],
+            row["record_format"],
             int(row["n_layers"]),
             int(row["params_total"]),
             Quartiles(*(float(row[f"sym_{q}"]) for q in ("q25", "median", "q75"))),
@@ -148,24 +154,6 @@ def published_of(model: str) -> tuple[PublishedScores, ...]:
     name = _plain_name(model)
     found = (record for record in published_scores() if name in (_plain_name(record.model), record.hub_name))
     return tuple(found) if name else ()
-
-
-def compare(model: str, summaries: Sequence[Summary], gamma: float, mode: str) -> tuple[Comparison, ...]:
-    """Each published record of a model beside the summary of the same part, with the reasons why they differ."""
-    comparisons: list[Comparison] = []
-    for record in published_of(model):
-        candidates = [s for s in summaries if s.matrix == "all" and s.kind == record.kind]
-        fitting = [s for s in candidates if s.tower == record.tower] or (candidates if not record.tower else [])
-        ours = fitting[0] if len(fitting) == 1 else None
-        reasons = [f"the published record is wrong: {record.fault}"] if record.fault else []
-        if ours is None:
-            reasons.append("this part of the model was not scored here")
-        elif ours.count != record.num_layers:
-            reasons.append(f"the published record has {record.num_layers} layers, the model here {ours.count}")
-        if (gamma, mode) != (2.0, "excess"):
-            reasons.append(f"directionality was published with gamma 2 and mode excess, not {gamma:g}, {mode}")
-        comparisons.append(Comparison(record, ours, tuple(reasons)))
-    return tuple(comparisons)
 
 
 def _plain_name(model: str) -> str:

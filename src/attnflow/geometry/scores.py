@@ -20,8 +20,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnflow._core import checks
-
 Mode = Literal["excess", "norm"]
 
 _WIDTH_PER_ROW: Final = 4  # factored where r <= d / 4, tiled above; measured in benchmarks/bench_geometry.py
@@ -94,7 +92,11 @@ def from_norms(
     rows: Float[Tensor, "*batch rows"], columns: Float[Tensor, "*batch columns"], gamma: float, mode: Mode
 ) -> Float[Tensor, "*batch"]:
     """Directionality of a matrix of which only the norms of its rows and columns are known."""
-    row_sum, column_sum = (_outstanding_sum(norms, gamma, mode) for norms in (rows, columns))
+    sums: list[Tensor] = []
+    for norms in (rows, columns):
+        chosen, threshold = outstanding(norms, gamma)
+        sums.append(torch.where(chosen, norms - threshold if mode == "excess" else norms, 0.0).sum(-1))
+    row_sum, column_sum = sums
     return ratio(row_sum - column_sum, row_sum + column_sum)
 
 
@@ -129,11 +131,6 @@ def check_reading(gamma: float, mode: str) -> None:
         raise ValueError(f"gamma must be finite, got {gamma}; the paper uses 2.0")
     if mode not in get_args(Mode):
         raise ValueError(f'mode must be "excess" or "norm", got {mode!r}')
-
-
-def _outstanding_sum(norms: Tensor, gamma: float, mode: Mode) -> Tensor:
-    chosen, threshold = outstanding(norms, gamma)
-    return torch.where(chosen, norms - threshold if mode == "excess" else norms, 0.0).sum(-1)
 
 
 def _check_matrix(matrix: Tensor, square: bool) -> None:
@@ -192,7 +189,7 @@ def head_scores(
         `Scores` with tensors of shape [num_heads].
 
     Raises:
-        ValueError: shapes that do not fit each other, or weights with NaN or Inf.
+        ValueError: weights with NaN or Inf.
 
     Cost: about 5 * head_dim^2 * d multiplications a head; no more memory than the weights of one head again.
     """
@@ -244,8 +241,6 @@ def full_symmetry(
     Cost: with r = num_kv_heads * head_dim, 3 d r^2 multiplications up to r = d / 3, and d^2 r above.
     """
     query_sum, key_rows = _summed(query, key, num_heads, num_kv_heads)
-    if query_sum.shape[1] != key_rows.shape[1]:
-        raise ValueError(_different_widths(query_sum, key_rows))
     if 3 * len(key_rows) <= key_rows.shape[1]:
         return _factored_symmetry(query_sum, key_rows)
     return symmetry(query_sum.T @ key_rows)
@@ -253,21 +248,6 @@ def full_symmetry(
 
 def _split(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """Split both weights into heads, [heads, head_dim, width], in float32 or better."""
-    checks.integer("num_heads", num_heads, 1)
-    checks.integer("num_kv_heads", num_kv_heads, 1)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-    for name, weight, heads in (("query", query, num_heads), ("key", key, num_kv_heads)):
-        if weight.ndim != 2 or 0 in weight.shape or len(weight) % heads:
-            raise ValueError(
-                f"expected {name} weights [{heads} heads * head_dim, width], as nn.Linear stores them, "
-                f"got shape {list(weight.shape)}"
-            )
-    if len(query) // num_heads != len(key) // num_kv_heads:
-        raise ValueError(
-            f"query and key heads must have the same head_dim, got {list(query.shape)} for {num_heads} heads and "
-            f"{list(key.shape)} for {num_kv_heads}"
-        )
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
     return (query.to(dtype).unflatten(0, (num_heads, -1)), key.to(dtype).unflatten(0, (num_kv_heads, -1)))
 
@@ -332,18 +312,9 @@ def _scores(query: Tensor, key: Tensor, gamma: float, mode: Mode) -> Scores:
 
 def _factored_symmetry(query: Tensor, key: Tensor) -> Tensor:
     """Return tr(C C) / <A, B> for weights [..., r, d]."""
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(_different_widths(query, key))
     (query, _), (key, _) = unit(query), unit(key)
     a, b, c = query @ query.mT, key @ key.mT, key @ query.mT
     return ratio((c * c.mT).sum((-2, -1)), (a * b).sum((-2, -1)))
-
-
-def _different_widths(query: Tensor, key: Tensor) -> str:
-    return (
-        f"symmetry needs queries and keys of one width, got {query.shape[-1]} and {key.shape[-1]}; cross-attention "
-        "between different widths has none"
-    )
 
 
 def _finite(scores: Scores, query: Tensor, key: Tensor) -> Scores:

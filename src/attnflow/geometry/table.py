@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from attnflow._core.results import Result
-from attnflow.geometry.published import Comparison, Matrix, Quartiles, Summary, compare
+from attnflow.geometry.published import Comparison, Matrix, Quartiles, Summary, published_of
 from attnflow.geometry.scores import Mode, Scores
 from attnflow.models.families.find import Kind, Place
 
@@ -124,7 +124,21 @@ class GeometryScores(Result):
 
         Empty where the model is not in the published table (`attnflow.geometry.published`).
         """
-        return compare(self.model, self.summaries, self.gamma, self.mode)
+        comparisons: list[Comparison] = []
+        for record in published_of(self.model):
+            candidates = [s for s in self.summaries if s.matrix == "all" and s.kind == record.kind]
+            fitting = [s for s in candidates if s.tower == record.tower] or (candidates if not record.tower else [])
+            ours = fitting[0] if len(fitting) == 1 else None
+            reasons = [f"the published record is wrong: {record.fault}"] if record.fault else []
+            if ours is None:
+                reasons.append("this part of the model was not scored here")
+            elif ours.count != record.num_layers:
+                reasons.append(f"the published record has {record.num_layers} layers, the model here {ours.count}")
+            if (self.gamma, self.mode) != (2.0, "excess"):
+                said = f"{self.gamma:g}, {self.mode}"
+                reasons.append(f"directionality was published with gamma 2 and mode excess, not {said}")
+            comparisons.append(Comparison(record, ours, tuple(reasons)))
+        return tuple(comparisons)
 
     def rows(self) -> list[dict[str, object]]:
         """A row for each matrix: the model, then the columns of `MatrixScores`; several flags are joined by ";"."""

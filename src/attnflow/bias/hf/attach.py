@@ -207,7 +207,19 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
     for index, chosen in by_layer.items():
         layer = layers[index]
         module, parameters = layer.site.module, list(layer.site.module.parameters())
-        _check_reachable(layer, chosen)
+        remove_rope = any(config.rope == "remove" for config in chosen)
+        if _shares_keys(layer):
+            raise UnsupportedArchitecture(
+                f"{layer.site.name} attends to the keys of an earlier layer, of which its bias would see nothing; "
+                "leave it out of layers=[...]"
+            )
+        if layer.key is None and any(config.reads in ("unrotated", "per_head") for config in chosen):
+            raise UnsupportedArchitecture(
+                f"{layer.site.name}: its queries and keys before rotation cannot be read: {layer.missing}. "
+                "reference='rotated' or 'hidden' does without them"
+            )
+        if remove_rope and "position_embeddings" not in signature(type(module).forward).parameters:
+            raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside; use rope='keep'")
         devices = {str(parameter.device) for parameter in parameters}
         if len(devices) > 1:
             raise ValueError(
@@ -223,7 +235,6 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
         child.to(device, dtype).train(module.training)
         sources = {"query": layer.query, "key": layer.key} if "unrotated" in child.references else {}
         sources = {side: source for side, source in sources.items() if source is not None}
-        remove_rope = any(config.rope == "remove" for config in chosen)
         child.hooks = Hooks(layer.depth, sources, "hidden" in child.references, remove_rope)
         children.append((layer, child))
     return children
@@ -232,20 +243,3 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
 def _shares_keys(layer: Layer) -> bool:
     """Whether it attends to the keys of an earlier layer, of which its bias would see nothing."""
     return bool(getattr(layer.site.module, "is_kv_shared_layer", False))
-
-
-def _check_reachable(layer: Layer, chosen: Sequence[BiasConfig]) -> None:
-    module, name = layer.site.module, layer.site.name
-    if _shares_keys(layer):
-        raise UnsupportedArchitecture(
-            f"{name} attends to the keys of an earlier layer, of which its bias would see nothing; leave it "
-            "out of layers=[...]"
-        )
-    if layer.key is None and any(config.reads in ("unrotated", "per_head") for config in chosen):
-        raise UnsupportedArchitecture(
-            f"{name}: its queries and keys before rotation cannot be read: {layer.missing}. "
-            "reference='rotated' or 'hidden' does without them"
-        )
-    removes = any(config.rope == "remove" for config in chosen)
-    if removes and "position_embeddings" not in signature(type(module).forward).parameters:
-        raise UnsupportedArchitecture(f"{name} takes no rotary embedding from outside; use rope='keep'")

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, cast
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -79,7 +78,10 @@ def capture(
     model, brought = split(model)
     tokenizer = tokenizer or brought
     biases = _chosen(model, layers)
-    chosen, name, prompt = _heads(biases, heads), _sequence(model, biases), None
+    chosen, prompt = _heads(biases, heads), None
+    two = any(isinstance(m, PreTrainedModel) and m.config.is_encoder_decoder for m in model.modules())
+    # the input that holds the tokens between which the bias acts
+    name = "decoder_input_ids" if two and "decoder" in biases[0][0].split(".") else "input_ids"
     tensors, last = model_inputs(model, inputs, tokenizer, 0), None
     if len(tensors["input_ids"]) > 1:
         raise ValueError(f"a map is of one sequence, got a batch of {len(tensors['input_ids'])}; pass one row of it")
@@ -93,8 +95,8 @@ def capture(
         look = partial(_look, model, biases, partial(model, **tensors, **sparing(model)), rows, chosen)
         seen, plain = look(), look(without=True) if base else None
     layers_seen = tuple(
-        LayerMap(number, path, **found._asdict(), weights_base=None if plain is None else plain[number].weights)
-        for path, bias in biases
+        replace(found, weights_base=None if plain is None else plain[number].weights)
+        for _, bias in biases
         if (found := seen.get(number := bias.shape.index)) is not None
     )
     causal = all(not bool(one.allowed[:, i, row + 1 :].any()) for one in layers_seen for i, row in enumerate(rows))
@@ -106,24 +108,16 @@ def capture(
     return BiasMap(model_name(model), tuple(names), tuple(rows), layers_seen, tuple(chosen or ()), causal, produced)
 
 
-class Observed(NamedTuple):
-    """Some queries of one call; a map for each head asked for, or one, the mean over heads. As in `LayerMap`."""
-
-    raw: Float[Tensor, "maps queries keys"]
-    bias: Float[Tensor, "maps queries keys"]
-    allowed: Bool[Tensor, "maps queries keys"]
-    weights: Float[Tensor, "maps queries keys"]
-    weights_without: Float[Tensor, "maps queries keys"]
-
-
 @torch.no_grad()
-def observe(call: Call, terms: int, queries: Sequence[int], heads: Sequence[int] | None = None) -> Observed:
+def observe(
+    call: Call, terms: int, queries: Sequence[int], heads: Sequence[int] | None = None, layer: int = 0, name: str = ""
+) -> LayerMap:
     """B and the weights for some queries (ascending) of a call on one sequence, on the CPU in float32.
 
     The first `terms` terms are the bias; the rest belongs to the scores without it. Memory: O(queries x keys).
     """
     blocks = [_block(call, terms, block, heads) for block in _blocks(call, queries)]
-    return Observed(*(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
+    return LayerMap(layer, name, *(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 
 
 def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
@@ -137,7 +131,7 @@ def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
 
 
 def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None) -> tuple[Tensor, ...]:
-    """The parts of `Observed` for neighbouring queries; B is 0 where there is no pair."""
+    """The tensors of a `LayerMap` for neighbouring queries; B is 0 where there is no pair."""
     size = 1, 1, block.stop - block.start, call.key.shape[2]
     rows = call.allow.rows(block)
     allowed = (torch.ones(size, dtype=torch.bool) if rows is None else rows).to(call.query.device)
@@ -152,7 +146,7 @@ def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None) ->
     part = replace(call, query=call.query[:, :, block], terms=other, allow=Allow.from_dense(allowed))
     without = weights_of(part)
     weights = without if terms == 0 else weights_of(replace(part, terms=(*other, Dense(raw.to(without.dtype)))))
-    parts = (tensor[0] for tensor in (raw, centred, allowed, weights, without))
+    parts = (tensor[0] for tensor in (centred, raw, allowed, weights, without))
     if heads is None:
         maps = (t.any(dim=0, keepdim=True) if t.dtype == torch.bool else t.mean(dim=0, keepdim=True) for t in parts)
     else:
@@ -182,19 +176,20 @@ def _look(
     rows: Sequence[int],
     heads: Sequence[int] | None,
     without: bool = False,
-) -> dict[int, Observed]:
+) -> dict[int, LayerMap]:
     """What is seen of each layer while the model runs, with its biases as they are or without any."""
-    seen: dict[int, Observed] = {}
+    seen: dict[int, LayerMap] = {}
     before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
 
-    def see(bias: LayerBias, call: Call) -> None:
-        seen[bias.shape.index] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads)
+    def see(path: str, bias: LayerBias, call: Call) -> None:
+        number = bias.shape.index
+        seen[number] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads, number, path)
 
     try:
         for bias, state in before:
             bias.enabled = state and not without
-        for _, bias in biases:
-            bias.observer = partial(see, bias)
+        for path, bias in biases:
+            bias.observer = partial(see, path, bias)
         run()
     finally:
         for bias, state in before:
@@ -225,12 +220,6 @@ def _heads(biases: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] 
     if not len(numbers := checks.index_array("heads", heads, num_heads).tolist()):
         raise ValueError("heads must list at least one head, or be None for their mean")
     return sorted(set(numbers))
-
-
-def _sequence(model: nn.Module, biases: Sequence[tuple[str, LayerBias]]) -> str:
-    """The input that holds the tokens between which the bias acts."""
-    two = any(isinstance(m, PreTrainedModel) and m.config.is_encoder_decoder for m in model.modules())
-    return "decoder_input_ids" if two and "decoder" in biases[0][0].split(".") else "input_ids"
 
 
 def _generated(

@@ -136,8 +136,20 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 def _relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
     """(the pairs that attention may use, an additive mask's finite part if it has one), shared by layers."""
-    if call.mask is None:
-        return _unmasked(call), None
+    if call.mask is None:  # then transformers' sdpa goes by the flag `is_causal`, and the others see everything
+        queries, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
+        causal = call.kwargs.get("is_causal")
+        causal = getattr(call.module, "is_causal", True) if causal is None else causal
+        if not causal or queries == 1 or call.implementation != "sdpa":
+            return Allow(None, queries, keys), None
+
+        def rows(block: slice) -> Tensor:
+            last = torch.arange(block.start, block.stop, device=device)[:, None]
+            return (torch.arange(keys, device=device) <= last)[None, None]
+
+        if torch.compiler.is_compiling():
+            return Allow(rows, queries, keys), None
+        return _causal.setdefault((queries, keys, str(device)), Allow(rows, queries, keys)), None
     if call.request is None:  # of the caller's making, who may change it in place
         return _masked(call)
     # Layers of one kind get one mask, which lives as long as the request.
@@ -147,26 +159,20 @@ def _relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
     return call.request.derived[key]
 
 
-def _unmasked(call: AttentionCall) -> Allow:
-    """Without a mask transformers' sdpa goes by the flag `is_causal`; the other implementations see everything."""
-    queries, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
-    causal = call.kwargs.get("is_causal")
-    causal = getattr(call.module, "is_causal", True) if causal is None else causal
-    if not causal or queries == 1 or call.implementation != "sdpa":
-        return Allow(None, queries, keys)
-
-    def rows(block: slice) -> Tensor:
-        last = torch.arange(block.start, block.stop, device=device)[:, None]
-        return (torch.arange(keys, device=device) <= last)[None, None]
-
-    if torch.compiler.is_compiling():
-        return Allow(rows, queries, keys)
-    return _causal.setdefault((queries, keys, str(device)), Allow(rows, queries, keys))
-
-
 def _masked(call: AttentionCall) -> tuple[Allow, Dense | None]:
+    """`_relation_of` a mask; of a block mask rows are made when they are asked for, with no table of all pairs."""
     if isinstance(call.mask, BlockMask):
-        return _by_rows(call.mask, call.query.shape[2], call.key.shape[2], call.query.device), None
+        (batch, heads, *_), mask_mod = call.mask.shape, call.mask.mask_mod
+        keys, device = call.key.shape[2], call.query.device
+        element = torch.arange(batch, device=device)[:, None, None, None]
+        head = torch.arange(heads, device=device)[None, :, None, None]
+        key = torch.arange(keys, device=device)[None, None, None]
+
+        def rows(block: slice) -> Tensor:
+            query = torch.arange(block.start, block.stop, device=device)[None, None, :, None]
+            return mask_mod(element, head, query, key).expand(batch, heads, block.stop - block.start, keys)
+
+        return Allow(rows, call.query.shape[2], keys), None
     assert call.mask is not None
     # Detached, since the mask holds its request: a cycle would keep tables of all pairs until they are collected.
     mask = call.mask.detach()[:, :, :, : call.key.shape[2]] if call.request else call.mask[..., : call.key.shape[2]]
@@ -178,17 +184,3 @@ def _masked(call: AttentionCall) -> tuple[Allow, Dense | None]:
     if call.empty is not None:
         mask = mask & ~call.empty[..., None]
     return Allow.from_dense(mask), added
-
-
-def _by_rows(mask: BlockMask, queries: int, keys: int, device: torch.device) -> Allow:
-    """A block mask's relation: rows are made when they are asked for, and no table of all pairs is held."""
-    batch, heads, mask_mod = mask.shape[0], mask.shape[1], mask.mask_mod
-    element = torch.arange(batch, device=device)[:, None, None, None]
-    head = torch.arange(heads, device=device)[None, :, None, None]
-    key = torch.arange(keys, device=device)[None, None, None]
-
-    def rows(block: slice) -> Tensor:
-        query = torch.arange(block.start, block.stop, device=device)[None, None, :, None]
-        return mask_mod(element, head, query, key).expand(batch, heads, block.stop - block.start, keys)
-
-    return Allow(rows, queries, keys)

@@ -45,31 +45,28 @@ def layers_of(model: nn.Module) -> list[Layer]:
     """
     stack = stack_of(model)
     seen = projections(model, stack.sites)
-    return [_layer(index, site, len(stack.layers), seen[site.name]) for index, site in enumerate(stack.sites)]
-
-
-def _layer(index: int, site: Site, depth: int, seen: Projections | str) -> Layer:
-    config = site.owner.config
-    if isinstance(seen, Projections):
-        sizes, query, key, missing = (seen.num_heads, seen.num_kv_heads, seen.head_dim), seen.query, seen.key, ""
-    else:
-        sizes, query, key, missing = _stated(site, seen), None, None, seen
-    causal = getattr(site.module, "is_causal", None)
-    causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)
-    if not isinstance(hidden_size := getattr(config, "hidden_size", None), int):
-        raise UnsupportedArchitecture(f"{type(config).__name__} does not say its hidden_size")
-    return Layer(site, LayerShape(index, *sizes, hidden_size, causal), depth, query, key, missing)
-
-
-def _stated(site: Site, missing: str) -> tuple[int, int, int]:
-    """(heads, key-value heads, width of a head) by the config, where the probe cannot tell."""
-    config = site.owner.config
-    try:
-        heads: int = config.num_attention_heads
-        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-        return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-    except (AttributeError, RuntimeError) as error:  # of configs whose layers differ
-        raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}") from error
+    layers: list[Layer] = []
+    for index, site in enumerate(stack.sites):
+        config, found = site.owner.config, seen[site.name]
+        query, key, missing = None, None, ""
+        if isinstance(found, Projections):
+            sizes, query, key = (found.num_heads, found.num_kv_heads, found.head_dim), found.query, found.key
+        else:
+            missing = found  # why the probe cannot tell; the config has to
+            try:
+                heads: int = config.num_attention_heads
+                kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+                sizes = heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+            except (AttributeError, RuntimeError) as error:  # of configs whose layers differ
+                raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}") from error
+        causal = getattr(site.module, "is_causal", None)
+        causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)
+        if not isinstance(hidden_size := getattr(config, "hidden_size", None), int):
+            raise UnsupportedArchitecture(f"{type(config).__name__} does not say its hidden_size")
+        layers.append(
+            Layer(site, LayerShape(index, *sizes, hidden_size, causal), len(stack.layers), query, key, missing)
+        )
+    return layers
 
 
 @dataclass(eq=False)
@@ -141,7 +138,13 @@ class Hooks:
         cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, Cache)), None)
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        if not _bias_of(module).enabled:
+        bias = getattr(module, CHILD)
+        if not isinstance(bias, LayerBias):  # wrapped, and with it taken out of force
+            raise RuntimeError(
+                f"the bias of {type(module).__name__} was replaced by a {type(bias).__name__}; leave {CHILD!r} out of "
+                "what an adapter wraps (modules_to_save): a bias is trained and saved by itself"
+            )
+        if not bias.enabled:
             self.clear()
             refuse_biased(cache, getattr(module, "layer_idx", 0) or 0)
             return None
@@ -193,13 +196,3 @@ class Hooks:
 def _thread() -> int:
     """The thread that runs; 0 under a compiler, which cannot ask."""
     return 0 if torch.compiler.is_compiling() else get_ident()
-
-
-def _bias_of(module: nn.Module) -> LayerBias:
-    child = getattr(module, CHILD)
-    if not isinstance(child, LayerBias):  # wrapped, and with it taken out of force
-        raise RuntimeError(
-            f"the bias of {type(module).__name__} was replaced by a {type(child).__name__}; leave {CHILD!r} out of "
-            "what an adapter wraps (modules_to_save): a bias is trained and saved by itself"
-        )
-    return child
