@@ -49,9 +49,9 @@ def test_rows_of_a_call_are_those_of_the_whole(terms, mask):
     raw = bias.masked_fill(~allowed, 0.0)
     mean = raw.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1)
     centred = (raw - mean).masked_fill(~allowed, 0.0)
-    expected = (raw, centred, allowed, weights, without)
-    for one, whole in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), whole[[3, 1]][:, ROWS].double(), rtol=1e-5, atol=2e-6)
+    expected = {"raw": raw, "bias": centred, "allowed": allowed, "weights": weights, "weights_without": without}
+    for name, whole in expected.items():
+        torch.testing.assert_close(getattr(found, name).double(), whole[[3, 1]][:, ROWS].double(), rtol=1e-5, atol=2e-6)
     mean_over_heads = observe(call, len(terms), ROWS)
     assert mean_over_heads.bias.shape == (1, len(ROWS), 37)
     torch.testing.assert_close(mean_over_heads.bias[0].double(), centred.mean(0)[ROWS], rtol=1e-5, atol=2e-6)

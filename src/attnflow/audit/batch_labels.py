@@ -110,8 +110,18 @@ def read_labels(reading: Reading, family: Family) -> Labels:
     shares = {offset: _share(reading, offset) for offset in (0, 1, -1)}
     best = max(shares, key=lambda offset: (shares[offset], -abs(offset)))
     labels.offset = best if shares[best] >= 0.5 else None
-    if not family.name:
-        _assume(labels, reading)
+    if not family.name:  # infer it
+        hidden = reading.ids[..., 0][supervised(reading, 0)]
+        if labels.offset == 1:
+            labels.shift, words = 0, "taken where they stand, since they are the next tokens"
+        elif labels.offset is not None:
+            labels.shift, words = 1, "taken one position before their own, as a causal language model does"
+        elif len(hidden) and (hidden == hidden.mode().values).double().mean() >= 0.5:
+            labels.shift, words = 0, "taken where they stand, since one token hides most of them"
+        else:
+            words = ""
+            labels.unchecked.append((_READ, "labels are not tokens of the batch, and no model says what they are"))
+        labels.words = f"assumed, as no model is given: labels are {words}" if words else "no model given"
     else:
         place = "one position before their own" if labels.shift else "where they stand"
         labels.words += f": labels are predicted {place}"
@@ -121,23 +131,6 @@ def read_labels(reading: Reading, family: Family) -> Labels:
     if labels.count and labels.shift is not None:
         _readable(labels, reading, family)
     return labels
-
-
-def _assume(labels: Labels, reading: Reading) -> None:
-    """Infer how labels are taken where nothing says it."""
-    assert reading.ids is not None
-    hidden = reading.ids[..., 0][supervised(reading, 0)]
-    if labels.offset == 1:
-        labels.shift, words = 0, "taken where they stand, since they are the next tokens"
-    elif labels.offset is not None:
-        labels.shift, words = 1, "taken one position before their own, as a causal language model does"
-    elif len(hidden) and (hidden == hidden.mode().values).double().mean() >= 0.5:
-        labels.shift, words = 0, "taken where they stand, since one token hides most of them"
-    else:
-        labels.words = "no model given"
-        labels.unchecked.append((_READ, "labels are not tokens of the batch, and no model says what they are"))
-        return
-    labels.words = f"assumed, as no model is given: labels are {words}"
 
 
 def _share(reading: Reading, offset: int) -> float:

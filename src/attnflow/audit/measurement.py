@@ -63,8 +63,35 @@ def measure(
         raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
     model, tokenizer = split(model)
     with evaluating(model):
-        call = survey(model, read(model, inputs, tokenizer).without_cache(model)).inputs
-        return _measured(model, call, by, seed, progress)
+        whole = survey(model, read(model, inputs, tokenizer).without_cache(model)).inputs
+        end_to_end = _of_samples(_by_change(_Whole(model, whole, seed), whole, progress), whole)
+        if by == "output":
+            flows = [analyze(from_dense(row, "measured")) for row in end_to_end]
+            return flows if len(flows) > 1 else flows[0]
+        calls = layer_calls(model, whole)
+        if not calls:
+            raise UnsupportedArchitecture(f"{type(model).__name__} has no list of layers: measure it with by='output'")
+        layers: list[Tensor] = []
+        generator = torch.Generator().manual_seed(seed)
+        for number, call in enumerate(calls):
+            if progress is not None:
+                progress(number, len(calls), "measure layers")
+            parts = [_by_change(part, whole) for part in replayed(whole, call, generator)]
+            layers.append(_of_samples(torch.stack(parts).any(0), whole))
+        names = [f"measured layer {number}" for number in range(len(calls))]
+        flows = [
+            analyze([from_dense(layer[row], name) for layer, name in zip(layers, names, strict=True)])
+            for row in range(len(end_to_end))
+        ]
+        for row, flow in enumerate(flows):
+            outside = end_to_end[row] & ~flow.reachability()
+            if outside.any():
+                target, source = outside.nonzero()[0].tolist()
+                raise UnsupportedArchitecture(
+                    f"position {target} of {type(model).__name__} depends on {source}, which no layer passes on: "
+                    "something flows outside of the layers. Measure it with by='output'"
+                )
+        return flows if len(flows) > 1 else flows[0]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -183,37 +210,6 @@ def record(
         backend=str(getattr(getattr(module, "config", None), "_attn_implementation", None) or ""),
         versions=versions,
     )
-
-
-def _measured(model: nn.Module, inputs: Inputs, by: By, seed: int, progress: Progress | None) -> Flow | list[Flow]:
-    end_to_end = _of_samples(_by_change(_Whole(model, inputs, seed), inputs, progress), inputs)
-    if by == "output":
-        flows = [analyze(from_dense(row, "measured")) for row in end_to_end]
-        return flows if len(flows) > 1 else flows[0]
-    calls = layer_calls(model, inputs)
-    if not calls:
-        raise UnsupportedArchitecture(f"{type(model).__name__} has no list of layers: measure it with by='output'")
-    layers: list[Tensor] = []
-    generator = torch.Generator().manual_seed(seed)
-    for number, call in enumerate(calls):
-        if progress is not None:
-            progress(number, len(calls), "measure layers")
-        parts = [_by_change(part, inputs) for part in replayed(inputs, call, generator)]
-        layers.append(_of_samples(torch.stack(parts).any(0), inputs))
-    names = [f"measured layer {number}" for number in range(len(calls))]
-    flows = [
-        analyze([from_dense(layer[row], name) for layer, name in zip(layers, names, strict=True)])
-        for row in range(len(end_to_end))
-    ]
-    for row, flow in enumerate(flows):
-        outside = end_to_end[row] & ~flow.reachability()
-        if outside.any():
-            target, source = outside.nonzero()[0].tolist()
-            raise UnsupportedArchitecture(
-                f"position {target} of {type(model).__name__} depends on {source}, which no layer passes on: something "
-                "flows outside of the layers. Measure it with by='output'"
-            )
-    return flows if len(flows) > 1 else flows[0]
 
 
 def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:

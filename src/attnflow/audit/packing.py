@@ -58,9 +58,15 @@ def read_packing(
         starts["seq_idx"] = _changes(numbers.reshape(-1, n).expand_as(real), real)
     if mask is not None and not mask.is_floating_point() and mask.long().amax() > 1:
         starts["attention_mask"] = _changes(mask, real)
-    back = None if positions is None else _back(positions, real, from_lowest)
-    if back is not None and back.any():
-        starts["position_ids"] = back
+    if positions is not None:  # one goes back, or stays at the lowest one (a document of one token)
+        several = positions.ndim > 2  # of an image, all tokens may share a time
+        positions = (positions[0] if several else positions).expand_as(real)
+        before, both = _before(positions, real)
+        lowest = positions == positions.where(real, positions.max()).amin(-1, keepdim=True)
+        back = (positions < before) | ((positions == before) & lowest & (not several))
+        back &= both & (lowest | (not from_lowest))
+        if back.any():
+            starts["position_ids"] = back
     return starts, tuple(problems)
 
 
@@ -139,18 +145,6 @@ def _of_slot(inputs: Inputs, slot: Slot, name: str) -> Tensor | None:
     rows = value.detach().cpu()[(None,) * (value.ndim == 1)]
     fits = rows.shape[-1] == slot.length and rows.shape[-2] in (1, inputs.batch)
     return rows.expand(*rows.shape[:-2], inputs.batch, -1) if fits else None
-
-
-def _back(positions: Tensor, real: Tensor, from_lowest: bool) -> Tensor:
-    """Where a position goes back, or stays at the lowest one (a document of one token)."""
-    several = positions.ndim > 2  # of an image, all tokens may share a time
-    positions = (positions[0] if several else positions).expand_as(real)
-    before, both = _before(positions, real)
-    lowest = positions == positions.where(real, positions.max()).amin(-1, keepdim=True)
-    back = positions < before
-    if not several:
-        back |= (positions == before) & lowest
-    return back & both & (lowest | (not from_lowest))
 
 
 def _changes(numbers: Tensor, real: Tensor) -> Tensor:

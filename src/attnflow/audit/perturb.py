@@ -91,7 +91,20 @@ class Prober:
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
         """Change the `selected` positions; the first event that moves against the order, in all or these `rows`."""
         drawn = self.runner.inputs.draw(self.generator)
-        moves = self._against_order(selected, drawn, rows)
+        clean: dict[int, Tensor] = {}
+        moves: list[Moved] = []
+
+        def visit(event: Event) -> None:
+            depth = max(event.depth, 1) if self.layered else -1
+            if depth not in clean:
+                clean[depth] = self.fields.clean(depth, selected)
+                if rows is not None:
+                    others = torch.ones(len(selected), dtype=torch.bool).index_fill(0, torch.tensor(list(rows)), False)
+                    clean[depth][others] = False
+            self._compare(event, clean[depth], moves)
+
+        with torch.no_grad():
+            self.runner.run(self.runner.inputs.changed(selected, drawn), visit)
         if not moves:
             return None
         real, confirmed = self._confirmed(self._consequential(moves), selected, drawn)
@@ -136,23 +149,6 @@ class Prober:
         everything, moves = self._every(True), list[Moved]()
         with torch.no_grad():
             self.runner.run(call, lambda event: self._compare(event, everything, moves))
-        return moves
-
-    def _against_order(self, selected: Tensor, drawn: Call, rows: Sequence[int] | None) -> list[Moved]:
-        clean: dict[int, Tensor] = {}
-        moves: list[Moved] = []
-
-        def visit(event: Event) -> None:
-            depth = max(event.depth, 1) if self.layered else -1
-            if depth not in clean:
-                clean[depth] = self.fields.clean(depth, selected)
-                if rows is not None:
-                    others = torch.ones(len(selected), dtype=torch.bool).index_fill(0, torch.tensor(list(rows)), False)
-                    clean[depth][others] = False
-            self._compare(event, clean[depth], moves)
-
-        with torch.no_grad():
-            self.runner.run(self.runner.inputs.changed(selected, drawn), visit)
         return moves
 
     def _compare(self, event: Event, watched: Tensor, moves: list[Moved]) -> None:

@@ -66,24 +66,20 @@ class Tiles:
                     total.index_put_((bucket,), part, accumulate=True)
                 else:
                     total.index_add_(0, bucket.flatten(), part.flatten())
-        else:
-            self._gather_by_autograd(rows, columns, gradient)
+        else:  # its tile is computed again
+            tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in term.tensors().values()]
+            places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+            with torch.enable_grad():
+                tile = term.with_tensors(tensors).tile(rows, columns)
+                upstream = gradient.sum_to_size(tile.shape).to(tile.dtype)
+                parts = torch.autograd.grad(tile, [tensors[i] for i in places], upstream, materialize_grads=True)
+            for place, part in zip(places, parts, strict=True):
+                sums[place].add_(part)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradient of each of the term's tensors from all blocks gathered, None for integers."""
         tensors = self.term.tensors().values()
         return [total if t.is_floating_point() else None for total, t in zip(self.sums, tensors, strict=True)]
-
-    def _gather_by_autograd(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """For any other term: its tile is computed again."""
-        tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in self.term.tensors().values()]
-        places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
-        with torch.enable_grad():
-            tile = self.term.with_tensors(tensors).tile(rows, columns)
-            upstream = gradient.sum_to_size(tile.shape).to(tile.dtype)
-            parts = torch.autograd.grad(tile, [tensors[i] for i in places], upstream, materialize_grads=True)
-        for place, part in zip(places, parts, strict=True):
-            self.sums[place].add_(part)
 
 
 def _add(total: Tensor, part: Tensor) -> None:

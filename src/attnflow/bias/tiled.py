@@ -162,19 +162,6 @@ class RowTiles:
         if call.softcap is not None:
             bent = score.div_(call.softcap).tanh_()
             cap_slope, score = 1 - bent.square(), bent * call.softcap
-        score = self._add_bias(score, block)
-        weights, on_sink = torch.softmax(score, dim=-1), None
-        if call.sinks is not None:
-            # exp(s_j) / (sum_k exp(s_k) + exp(sink)) = softmax_j * sigmoid(log-sum-exp - sink).
-            beyond = score.logsumexp(dim=-1, keepdim=True) - wide(call.sinks)[:, None, None]
-            weights, on_sink = weights.mul_(beyond.sigmoid()), (-beyond).sigmoid()
-        if block.empty is not None:  # a softmax over nothing is NaN
-            weights = weights.masked_fill_(block.empty, 0.0)
-            on_sink = None if on_sink is None else on_sink.masked_fill(block.empty, 0.0)
-        return weights, cap_slope, on_sink
-
-    def _add_bias(self, score: Tensor, block: Block) -> Tensor:
-        """Scores, in place, plus all terms, and -inf where no pair exists."""
         shared, allowed = None, block.allowed
         for tiles in self.terms:
             tile = tiles.tile(block.rows, block.columns, allowed)
@@ -186,7 +173,16 @@ class RowTiles:
             score.masked_fill_(~allowed, -torch.inf)
         elif allowed is not None and shared is not None:
             shared = shared.masked_fill(~allowed, -torch.inf)  # in one map rather than in every head
-        return score if shared is None else score.add_(shared)
+        score = score if shared is None else score.add_(shared)
+        weights, on_sink = torch.softmax(score, dim=-1), None
+        if call.sinks is not None:
+            # exp(s_j) / (sum_k exp(s_k) + exp(sink)) = softmax_j * sigmoid(log-sum-exp - sink).
+            beyond = score.logsumexp(dim=-1, keepdim=True) - wide(call.sinks)[:, None, None]
+            weights, on_sink = weights.mul_(beyond.sigmoid()), (-beyond).sigmoid()
+        if block.empty is not None:  # a softmax over nothing is NaN
+            weights = weights.masked_fill_(block.empty, 0.0)
+            on_sink = None if on_sink is None else on_sink.masked_fill(block.empty, 0.0)
+        return weights, cap_slope, on_sink
 
     def _dropped(self, weights: Tensor, block: Block) -> Tensor:
         """The weights after dropout: the same ones are dropped whenever the block is computed."""

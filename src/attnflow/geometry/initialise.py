@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import layers_in_memory
-from attnflow.models.attention import AttentionLayer
 from attnflow.models.families.rows import Selected
 from attnflow.models.loaded import Loaded
 
@@ -103,27 +102,21 @@ def _initialise(
             raise UnsupportedArchitecture(f"{layer.name} has heads of width 1: their only skew-symmetric form is zero")
     with torch.no_grad():
         for layer in layers:
-            _initialise_one(layer, sign, scale, per_head, generator)
-
-
-def _initialise_one(
-    layer: AttentionLayer, sign: Literal[1, -1], scale: Scale, per_head: bool, generator: torch.Generator | None
-) -> None:
-    if scale == "paper":
-        layer.write(_uniform(layer.query(), generator), _uniform(layer.key(), generator))
-    query, key = (
-        weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in (layer.query(), layer.key())
-    )
-    group = layer.num_heads // layer.num_kv_heads
-    queries = query.unflatten(0, (layer.num_kv_heads, group, layer.head_dim))
-    keys = key.unflatten(0, (layer.num_kv_heads, 1, layer.head_dim))
-    if group == 1 or not per_head:
-        source = queries if group == 1 else queries.sum(1, keepdim=True)
-        form = source if sign > 0 else _forms(sign, source, 1, generator) @ source
-        layer.write(key=_scaled(form.flatten(0, 2), query if scale == "paper" else key, layer.name, "key"))
-    else:
-        form = _forms(sign, keys, group, generator) @ keys
-        layer.write(query=_scaled(form.flatten(0, 2), key if scale == "paper" else query, layer.name, "query"))
+            if scale == "paper":
+                layer.write(_uniform(layer.query(), generator), _uniform(layer.key(), generator))
+            query, key = (
+                weight.to(torch.promote_types(weight.dtype, torch.float32)) for weight in (layer.query(), layer.key())
+            )
+            group = layer.num_heads // layer.num_kv_heads
+            queries = query.unflatten(0, (layer.num_kv_heads, group, layer.head_dim))
+            keys = key.unflatten(0, (layer.num_kv_heads, 1, layer.head_dim))
+            if group == 1 or not per_head:
+                source = queries if group == 1 else queries.sum(1, keepdim=True)
+                form = source if sign > 0 else _forms(sign, source, 1, generator) @ source
+                layer.write(key=_scaled(form.flatten(0, 2), query if scale == "paper" else key, layer.name, "key"))
+            else:
+                form = _forms(sign, keys, group, generator) @ keys
+                layer.write(query=_scaled(form.flatten(0, 2), key if scale == "paper" else query, layer.name, "query"))
 
 
 def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:

@@ -191,8 +191,15 @@ class Monitor(Handle):
         """Event of a Trainer: training starts or resumes."""
         del control, others
         if self.active:
-            if not self._own_logs:
-                self._logs = logs_of_trainer(args) if _first_process() else []
+            if not self._own_logs:  # those that the Trainer reports to, of those that we support
+                self._logs = []
+                reports = cast(Sequence[str], args.report_to or ()) if _first_process() else ()
+                if "tensorboard" in reports:
+                    folder = os.getenv("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir, "runs")
+                    # A run of its own: of two files that grow in one run, TensorBoard may read the newer one only.
+                    self._logs.append(log_to(_summary_writer()(log_dir=str(Path(folder).expanduser() / "geometry"))))
+                if "wandb" in reports:
+                    self._logs.append(_log_to_wandb)
             self.model, self._layers = model, layers_in_memory(model, self._attention)
             self.start(state.global_step)
 
@@ -302,19 +309,6 @@ def log_to(target: object) -> Log:
         return cast(Log, target)
     got = type(target).__name__
     raise TypeError(f"log must be a TensorBoard SummaryWriter, a W&B run or a function of values and step, got {got}")
-
-
-def logs_of_trainer(args: Any) -> list[Log]:
-    """Return the logs that a Trainer reports to, of those that we support: TensorBoard and W&B."""
-    reports = cast(Sequence[str], args.report_to or ())
-    logs: list[Log] = []
-    if "tensorboard" in reports:
-        folder = os.getenv("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir, "runs")
-        # A run of its own: of two files that grow in one run, TensorBoard may read the newer one only.
-        logs.append(log_to(_summary_writer()(log_dir=str(Path(folder).expanduser() / "geometry"))))
-    if "wandb" in reports:
-        logs.append(_log_to_wandb)
-    return logs
 
 
 def values_of(rows: Sequence[MatrixScores]) -> dict[str, float]:

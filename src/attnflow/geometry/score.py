@@ -85,7 +85,19 @@ def score(
             progress(done, len(layers), layer.name)
     # A short name or an id says more than the file or the cached copy that it led to.
     name = source if isinstance(source, str) and not Path(source).expanduser().exists() else weights.name
-    return GeometryScores(name, tuple(rows), gamma, mode, _notes(weights, layers))
+    notes: list[str] = []
+    guessed = [layer for layer in layers if layer.discovered]
+    if guessed:
+        kind = weights.config.get("model_type")
+        what = (
+            f"models of type {kind!r} are not in the registry" if kind else "the model does not say of which type it is"
+        )
+        part = f" of the {guessed[0].tower} tower" if len(guessed) < len(layers) else ""
+        notes.append(f"{what}: queries and keys{part} were found by their names and shapes")
+    depth = weights.config.get("num_hidden_layers")
+    if weights.config.get("model_type") == "albert" and isinstance(depth, int) and depth > len(layers):
+        notes.append(_SHARED)
+    return GeometryScores(name, tuple(rows), gamma, mode, tuple(notes))
 
 
 def layer_scores(layer: AttentionLayer, gamma: float, mode: Mode, per_head: bool) -> list[MatrixScores]:
@@ -108,22 +120,6 @@ def layers_of(
             f'{weights.name} has no {attention}-attention; the attention "all" takes what there is'
         )
     return weights, layers
-
-
-def _notes(weights: Weights, layers: list[AttentionLayer]) -> tuple[str, ...]:
-    notes: list[str] = []
-    guessed = [layer for layer in layers if layer.discovered]
-    if guessed:
-        kind = weights.config.get("model_type")
-        what = (
-            f"models of type {kind!r} are not in the registry" if kind else "the model does not say of which type it is"
-        )
-        part = f" of the {guessed[0].tower} tower" if len(guessed) < len(layers) else ""
-        notes.append(f"{what}: queries and keys{part} were found by their names and shapes")
-    depth = weights.config.get("num_hidden_layers")
-    if weights.config.get("model_type") == "albert" and isinstance(depth, int) and depth > len(layers):
-        notes.append(_SHARED)
-    return tuple(notes)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,23 @@ def load(
         )
     own = iter(custom)
     configs = [next(own) if one["kind"] == CustomConfig.kind else config_from_dict(one) for one in held]
-    _check_sizes(saved, configs, layers)
+    # shapes are compared before memory is taken for them: a file may ask for any width
+    for index, chosen in placed(layers, configs).items():
+        for place, config in enumerate(chosen):
+            if isinstance(config, CustomConfig):  # whose code may compute with what it makes
+                continue
+            try:
+                with torch.device("meta"):
+                    state = config.module(layers[index].shape).state_dict(prefix=f"layers.{index}.kinds.{place}.")
+            except (RuntimeError, OverflowError) as error:  # of a size beyond 64 bits
+                raise ValueError(f"{saved.path} asks for a bias of an impossible size: {config}") from error
+            for name, tensor in state.items():
+                found = tuple(saved.tensors[name].shape) if name in saved.tensors else "none"
+                if found != tuple(tensor.shape):
+                    raise ValueError(
+                        f"{saved.path} does not fit its config: {name} has shape {found}, expected "
+                        f"{tuple(tensor.shape)}"
+                    )
     attached = attach_to(model, layers, configs, train, backend)
     try:
         saved.fill(_tensors(model))
@@ -126,26 +142,6 @@ def read(folder: str | os.PathLike[str]) -> Addon:
     ):
         raise ValueError(f"{saved.path} is damaged: its configs cannot be read")
     return saved
-
-
-def _check_sizes(saved: Addon, configs: Sequence[BiasConfig], layers: Sequence[Layer]) -> None:
-    """Compare shapes before memory is taken for them: a file may ask for any width."""
-    for index, chosen in placed(layers, configs).items():
-        for place, config in enumerate(chosen):
-            if isinstance(config, CustomConfig):  # whose code may compute with what it makes
-                continue
-            try:
-                with torch.device("meta"):
-                    state = config.module(layers[index].shape).state_dict(prefix=f"layers.{index}.kinds.{place}.")
-            except (RuntimeError, OverflowError) as error:  # of a size beyond 64 bits
-                raise ValueError(f"{saved.path} asks for a bias of an impossible size: {config}") from error
-            for name, tensor in state.items():
-                found = tuple(saved.tensors[name].shape) if name in saved.tensors else "none"
-                if found != tuple(tensor.shape):
-                    raise ValueError(
-                        f"{saved.path} does not fit its config: {name} has shape {found}, expected "
-                        f"{tuple(tensor.shape)}"
-                    )
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
