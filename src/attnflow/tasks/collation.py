@@ -21,7 +21,7 @@ from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table
-from attnflow.tasks.families import of_length_alone, unbound
+from attnflow.tasks.families import of_length_alone
 from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import group, rollouts
 from attnflow.tasks.task import Task
@@ -138,7 +138,7 @@ class Collator:
         self.min_width = integer("min_width", min_width, 1, LARGEST_SIZE)
         self._test_first = not library
         self._templates: dict[int, _Template] = {}
-        self._of_groups = unbound(family_fn) is rollouts
+        self._of_groups = getattr(family_fn, "func", family_fn) is rollouts  # under `partial`
 
     def __call__(self, features: Sequence[object]) -> dict[str, Tensor]:
         """A batch of samples, each a sequence of token ids or a mapping with "input_ids".
@@ -188,9 +188,12 @@ class Collator:
         input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
         input_ids[:, :, 0] = 0  # at padded positions, which nothing reads
         position_ids = torch.zeros((batch, n), dtype=torch.int64)
+        most = max(own.shape[2] for _, _, own in samples)
+        labels = torch.full((batch, n, _ROWS, 1 + most), NO_ID, dtype=torch.int64)
         grid = masks_of([template.mask for template, _, _ in samples], n)  # padding attends to itself
-        for row, (template, ids, _) in enumerate(samples):
+        for row, (template, ids, own) in enumerate(samples):
             size = template.size
+            labels[row, :size, :, 1 : 1 + own.shape[2]] = own
             input_ids[row, :size, : ids.shape[1]] = ids
             position_ids[row, :size] = template.position_ids
         return {
@@ -199,7 +202,7 @@ class Collator:
                 additive(grid.dense(), self.dtype) if self.masks == "dense" else grid.row_intervals(self.min_width)
             ),
             "position_ids": position_ids,
-            "labels": _batched([labels for *_, labels in samples], n),
+            "labels": labels,
         }
 
 
@@ -273,15 +276,6 @@ def _packed(task: Task) -> Int[Tensor, "n rows width"]:
     table = torch.full((task.size, _ROWS, max(int(count.max(initial=0)), 1)), NO_ID, dtype=torch.int64)
     for row, name in enumerate(("target_id", "weight")):
         table[place, row, slot] = torch.from_numpy(labels.table[name][order].view(np.int64))
-    return table
-
-
-def _batched(labels: Sequence[Tensor], n: int) -> Int[Tensor, "batch n rows columns"]:
-    """The packed labels of several tasks, padded to n positions."""
-    width = max(each.shape[2] for each in labels)
-    table = torch.full((len(labels), n, _ROWS, 1 + width), NO_ID, dtype=torch.int64)
-    for row, each in enumerate(labels):
-        table[row, : len(each), :, 1 : 1 + each.shape[2]] = each
     return table
 
 

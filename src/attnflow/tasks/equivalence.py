@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import pieces_of
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.task import Task
-from attnflow.tasks.tokens import as_they_appear, is_prefix
+from attnflow.tasks.tokens import as_they_appear
 
 Hashes = npt.NDArray[np.uint64]
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -30,52 +29,26 @@ _TOGETHER: Final = 1 << 20  # intervals and positions that are hashed at a time
 _TRIED: Final = 4  # longer tasks that a task is compared with
 
 
-@dataclass(frozen=True, eq=False)
-class Classes:
-    """Equivalence classes of positions over several tasks, numbered so that merged rows have few intervals."""
+def prefixes(tasks: Sequence[Task]) -> tuple[list[int], list[int]]:
+    """(the tasks that are a prefix of no other, for each task the place there of one that it is a prefix of).
 
-    position: list[IntArray]  # for each task the class of each position
-    node: IntArray  # the node (class of mutually reachable positions) of each class of positions
-    place: IntArray  # of each class in the merged sequence
-    rows: list[IntervalRows]  # for each task its mask with keys replaced by their classes: row i is i's down-set
-
-    @property
-    def size(self) -> int:
-        """Number of classes of positions."""
-        return len(self.node)
-
-
-@dataclass(frozen=True, eq=False)
-class Prefixes:
-    """The tasks of a family that are prefixes of no other; a prefix's positions are all computed in the longer task."""
-
-    longest: list[int]  # tasks that are a prefix of no other (of equals, one)
-    within: list[int]  # for each task the index in `longest` of one that it is a prefix of
-
-    @classmethod
-    def of(cls, tasks: Sequence[Task]) -> Prefixes:
-        """Find prefixes among tasks whose inputs are views of one table, in at most O(positions)."""
-        chosen: dict[int, int] = {}
-        candidates: dict[tuple[int, int], list[int]] = {}
-        within = np.zeros(len(tasks), dtype=np.int64)
-        for number in sorted(range(len(tasks)), key=lambda number: -tasks[number].size):
-            task = tasks[number]
-            first = int(task.sequence.index[0]) if task.size else -1
-            longer = candidates.setdefault((id(task.sequence.table), first), [])
-            match = next((other for other in longer[:_TRIED] if _is_prefix(tasks[other], task)), None)
-            if match is None:
-                chosen[number] = number
-                longer.append(number)
-            within[number] = number if match is None else match
-        longest = sorted(chosen)
-        return cls(longest, np.searchsorted(longest, within).tolist())
-
-    def labelled(self, tasks: Sequence[Task]) -> list[BoolArray]:
-        """For each task of `longest`, whether each position carries a label, its own or a prefix's."""
-        flags = [np.zeros(tasks[number].size, dtype=np.bool_) for number in self.longest]
-        for task, longer in zip(tasks, self.within, strict=True):
-            flags[longer][task.targets.table["position"]] = True
-        return flags
+    All positions of a prefix are computed in the longer task; of equals one counts. The inputs of the tasks are views
+    of one table. Cost: at most O(positions).
+    """
+    longest: list[int] = []
+    candidates: dict[tuple[int, int], list[int]] = {}
+    within = np.zeros(len(tasks), dtype=np.int64)
+    for number in sorted(range(len(tasks)), key=lambda number: -tasks[number].size):
+        task = tasks[number]
+        first = int(task.sequence.index[0]) if task.size else -1
+        longer = candidates.setdefault((id(task.sequence.table), first), [])
+        match = next((other for other in longer[:_TRIED] if _is_prefix(tasks[other], task)), None)
+        if match is None:
+            longest.append(number)
+            longer.append(number)
+        within[number] = number if match is None else match
+    longest.sort()
+    return longest, np.searchsorted(longest, within).tolist()
 
 
 def _is_prefix(long: Task, short: Task) -> bool:
@@ -89,7 +62,11 @@ def _is_prefix(long: Task, short: Task) -> bool:
         (prefix.starts, rows.starts),
         (prefix.ends, rows.ends),
     )
-    return all(is_prefix(one, other) for one, other in pairs)
+    for one, other in pairs:
+        view = one.ctypes.data == other.ctypes.data and one.strides == other.strides
+        if not view and not np.array_equal(one, other[: len(one)]):
+            return False
+    return True
 
 
 def repeats_below(task: Task, inputs: IntArray) -> bool:
@@ -107,18 +84,23 @@ def repeats_below(task: Task, inputs: IntArray) -> bool:
     return False
 
 
-def classify(tasks: Sequence[Task], inputs: Sequence[IntArray], layout: Layout) -> Classes:
-    """The classes of equivalent positions of dense tasks, checked exactly; no down-set may repeat an input number."""
+def classify(layout: Layout) -> tuple[list[IntArray], IntArray, IntArray, IntervalRows]:
+    """The classes of equivalent positions, checked exactly, numbered so that merged rows have few intervals.
+
+    No down-set may repeat an input number. Returns, for each task, the class of each position; of each class the node
+    (mutually reachable positions), the place in the merged sequence, and the row of the merged mask over classes.
+    """
     for seed in range(8):
-        position, nodes = (renumber(keys) for keys in hashed(tasks, inputs, seed))
+        position, nodes = (renumber(keys) for keys in hashed(layout.tasks, layout.inputs, seed))
         node = scattered(position, nodes)
         place, number = layout.arrange(position, node)
         position = [number[part] for part in position]
-        back = np.argsort(number)
-        rows = [image(task, part, len(node)) for task, part in zip(tasks, position, strict=True)]
-        result = Classes(position, node[back], place[back], rows)
-        if is_embedding(tasks, result, union_of_rows(result), inputs):
-            return result
+        rows = [image(task, part, len(node)) for task, part in zip(layout.tasks, position, strict=True)]
+        _, first = np.unique(np.concatenate([*position, np.zeros(0, np.int64)]), return_index=True)
+        merged = IntervalRows.stack(rows, len(node)).take(first)
+        if is_embedding(layout, position, rows, merged):
+            back = np.argsort(number)
+            return position, node[back], place[back], merged
     raise AssertionError("eight 64-bit hashes collided: the check of embeddings must be wrong")
 
 
@@ -135,17 +117,12 @@ def image(task: Task, names: IntArray, size: int) -> IntervalRows:
     return built if rank is None else built.take(rank)
 
 
-def union_of_rows(classes: Classes) -> IntervalRows:
-    """The row of each class, taken from the position that appears first."""
-    _, first = np.unique(np.concatenate([*classes.position, np.zeros(0, np.int64)]), return_index=True)
-    assert len(first) == classes.size
-    return IntervalRows.stack(classes.rows, classes.size).take(first.astype(np.int64))
-
-
-def is_embedding(tasks: Sequence[Task], classes: Classes, merged: IntervalRows, inputs: Sequence[IntArray]) -> bool:
+def is_embedding(
+    layout: Layout, classes: Sequence[IntArray], images: Sequence[IntervalRows], merged: IntervalRows
+) -> bool:
     """Whether each position's down-set maps one to one onto that of its class, keeping inputs and order (def. 3.5)."""
-    token = np.full(classes.size, -1)
-    for task, position, rows, numbers in zip(tasks, classes.position, classes.rows, inputs, strict=True):
+    token = np.full(merged.num_rows, -1)
+    for task, numbers, position, rows in zip(layout.tasks, layout.inputs, classes, images, strict=True):
         fresh = token[position] < 0
         token[position[fresh]] = numbers[fresh]
         target = merged.take(position)

@@ -240,20 +240,11 @@ BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
 """Families that never look at token ids: with equal arguments, sequences of one length have tasks of one structure."""
 
 
-def unbound(family_fn: Callable[..., object]) -> Callable[..., object]:
-    """The function under any `functools.partial`."""
-    while isinstance(family_fn, partial):
-        family_fn = family_fn.func
-    return family_fn
-
-
 def of_length_alone(family_fn: Callable[..., object]) -> bool:
     """Whether a family's tasks have one structure for all sequences of a length; random masks do not."""
-    while isinstance(family_fn, partial):
-        if isinstance(family_fn.keywords.get("masked"), str):
-            return False
-        family_fn = family_fn.func
-    return family_fn in BY_LENGTH
+    if not isinstance(family_fn, partial):
+        return family_fn in BY_LENGTH
+    return family_fn.func in BY_LENGTH and not isinstance(family_fn.keywords.get("masked"), str)
 
 
 def butterfly_as_printed(n: int) -> Mask:

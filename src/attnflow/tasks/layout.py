@@ -48,7 +48,8 @@ class Layout:
         sequence = self._depth_first(streams, position, size)
 
         def places(members: Sequence[IntArray]) -> IntArray:
-            parts = [_only(members[streams[s][0]], streams[s][1], size) for s in sequence]
+            own = [(members[task], classes) for task, classes in (streams[number] for number in sequence)]
+            parts = [part[np.isin(part, classes)] for part, classes in own]
             ends = self._predictors(position, members, last, node)
             return invert(_firsts(np.concatenate([*parts, ends, np.arange(size)])))  # what no task stands for goes last
 
@@ -130,9 +131,7 @@ def _is_read(task: Task) -> BoolArray:
     """Whether another node reads each position: no row that holds it is shorter than its own, and one is longer."""
     rows, rank = task.mask.relabelled()
     counts = rows.counts()
-    owner = counts[rows.row_index()]
-
-    read = rows.cover(owner) > rows.cover() * counts
+    read = rows.cover(counts[rows.row_index()]) > rows.cover() * counts
     return read if rank is None else read[rank]
 
 
@@ -145,13 +144,6 @@ def _compact(task: Task, values: IntArray) -> IntArray:
 def _firsts(values: IntArray) -> IntArray:
     """The distinct values in order of first appearance."""
     return values[as_they_appear(values)[0]]
-
-
-def _only(members: IntArray, classes: IntArray, size: int) -> IntArray:
-    """The members that are among the classes, in the order of the members."""
-    chosen = np.zeros(size, dtype=np.bool_)
-    chosen[classes] = True
-    return members[chosen[members]]
 
 
 def _streams(members: Sequence[IntArray], size: int) -> list[tuple[int, IntArray]]:

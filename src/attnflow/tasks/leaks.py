@@ -12,7 +12,7 @@ from attnflow._core.checks import IntArray, integer, preview
 from attnflow._core.errors import LeakFound
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
-from attnflow.masks.intervals import BoolArray, IntervalRows, ragged
+from attnflow.masks.intervals import IntervalRows, ragged
 from attnflow.order.flow import analyze
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Label, Task
@@ -180,9 +180,17 @@ def survey(task: Task, layers: int | None = None) -> tuple[LeakReport, IntArray]
     asked = task.targets.table["data_index"]
     alive = np.zeros(task.size, dtype=np.bool_)
     pairs = [np.zeros((2, 0), dtype=np.int64)]
-    for part in _readable(task, layers):
-        alive |= part.any_reads(task.size)
-        pairs.append(part.leaks(asked, data, carrier))
+    for rows, rank, labels, row in _readable(task, layers):
+        read = rows.cover() > 0
+        alive |= read if rank is None else read[rank]
+        first, last = np.searchsorted(data, asked[labels]), np.searchsorted(data, asked[labels], "right")
+        total = np.cumsum(last - first)
+        cuts = np.searchsorted(total, np.arange(_CHUNK, int(total[-1]) if len(total) else 0, _CHUNK))
+        for part in np.split(np.arange(len(labels)), cuts):
+            owner, places = ragged(first[part], last[part] - first[part])
+            owner, place = part[owner], carrier[places]
+            inside = rows.holds(row[owner], place if rank is None else rank[place])
+            pairs.append(np.stack([labels[owner[inside]], place[inside]]))
     report = LeakReport(
         (),
         tuple(np.flatnonzero(~alive).tolist()),
@@ -209,36 +217,11 @@ def witnesses(task: Task, pairs: IntArray, layers: int | None) -> Iterator[Leak]
         yield Leak(label.position, label, carrier, tuple(witness))
 
 
-@dataclass(frozen=True, eq=False)
-class _Readable:
-    """What some labelled positions can read, as interval rows over keys that `rank` numbers (None: by position)."""
+def _readable(task: Task, layers: int | None) -> Iterator[tuple[IntervalRows, IntArray | None, IntArray, IntArray]]:
+    """What labelled positions can read after `layers` layers, by position, in parts that fit into memory.
 
-    rows: IntervalRows
-    rank: IntArray | None
-    labels: IntArray  # by position, then by number
-    row: IntArray  # of each label
-
-    def any_reads(self, size: int) -> BoolArray:
-        """Whether one of the labelled positions reads each position."""
-        read = self.rows.cover() > 0
-        return read if self.rank is None else read[self.rank]
-
-    def leaks(self, asked: IntArray, data: IntArray, carrier: IntArray) -> IntArray:
-        """(label, carrier) of each label that its position can read; `asked` is the label's data token."""
-        first, last = np.searchsorted(data, asked[self.labels]), np.searchsorted(data, asked[self.labels], "right")
-        parts = [np.zeros((2, 0), dtype=np.int64)]
-        total = np.cumsum(last - first)
-        cuts = np.searchsorted(total, np.arange(_CHUNK, int(total[-1]) if len(total) else 0, _CHUNK))
-        for part in np.split(np.arange(len(self.labels)), cuts):
-            owner, places = ragged(first[part], last[part] - first[part])
-            owner, place = part[owner], carrier[places]
-            inside = self.rows.holds(self.row[owner], place if self.rank is None else self.rank[place])
-            parts.append(np.stack([self.labels[owner[inside]], place[inside]]))
-        return np.concatenate(parts, axis=1)
-
-
-def _readable(task: Task, layers: int | None) -> Iterator[_Readable]:
-    """What the labelled positions can read after `layers` layers, in parts that fit into memory, by position."""
+    A part is interval rows over keys that `rank` numbers (None: by position), labels, and the row of each label.
+    """
     place = task.targets.table["position"]
     labels = np.argsort(place, kind="stable")
     labelled, row = np.unique(place[labels], return_inverse=True)
@@ -247,10 +230,10 @@ def _readable(task: Task, layers: int | None) -> Iterator[_Readable]:
     if layers != 0 and task.is_dense:  # then the mask, with its diagonal, is all that can ever be read
         rows, rank = task.mask.relabelled()
         own = labelled if rank is None else rank[labelled]
-        yield _Readable(rows.with_diagonal().take(own), rank, labels, row)
+        yield rows.with_diagonal().take(own), rank, labels, row
         return
     for start, table in task.flow.reachability_by_rows(max(1, (1 << 23) // task.size), layers):
         first, last = np.searchsorted(labelled, [start, start + len(table)])
         part = slice(*np.searchsorted(row, [first, last]))
         rows = IntervalRows.from_bool(table.numpy()[labelled[first:last] - start])
-        yield _Readable(rows, None, labels[part], row[part] - first)
+        yield rows, None, labels[part], row[part] - first

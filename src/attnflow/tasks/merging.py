@@ -19,7 +19,6 @@ from attnflow._core.markup import plural
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
-from attnflow.tasks.equivalence import Prefixes, repeats_below
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.posets import Poset, Work, amalgamate, isomorphism, typed
 from attnflow.tasks.task import Labels, Task
@@ -127,16 +126,8 @@ class Embedding:
         return "\n".join(lines + [f"  ... and {len(self.missing) - 12} more"] * (len(self.missing) > 12))
 
 
-@dataclass(frozen=True, eq=False)
-class _Quotient:
-    """The result of either way of merging: the merged position of each task's positions, and the merged mask."""
-
-    position: list[IntArray]
-    node: IntArray  # of each merged position
-    inputs: IntArray  # number of the input token of each merged position
-    mask: Mask
-    lower_bound: int
-    is_minimal: bool
+_Quotient = tuple[list[IntArray], IntArray, IntArray, Mask, int, bool]
+"""The merged position of each task's positions; node and input number of each; mask, lower bound, is it minimal."""
 
 
 def merge(family: Sequence[Task]) -> MergedTask:
@@ -168,19 +159,22 @@ def merge(family: Sequence[Task]) -> MergedTask:
     (True, [0, 1, 1, 2, 0, 1, 2])
     """
     tasks = _family(family)
-    prefixes = Prefixes.of(tasks)
-    by_mask = {id(tasks[number].mask): number for number in reversed(prefixes.longest)}
+    numbers, within = equivalence.prefixes(tasks)
+    by_mask = {id(tasks[number].mask): number for number in reversed(numbers)}
     for number in sorted(by_mask.values()):
         _require_dense(number, tasks[number])
-    longest = [tasks[number] for number in prefixes.longest]
+    longest = [tasks[number] for number in numbers]
+    labelled = [np.zeros(task.size, dtype=np.bool_) for task in longest]
+    for task, of in zip(tasks, within, strict=True):
+        labelled[of][task.targets.table["position"]] = True
     tokens, inputs = numbered([task.sequence for task in longest])
-    repeats = any(repeats_below(task, numbers) for task, numbers in zip(longest, inputs, strict=True))
-    layout = Layout(longest, inputs, prefixes.labelled(tasks), tokens)
-    quotient = _by_search(layout) if repeats else _by_hash(layout)
-    positions = [quotient.position[of][: task.size] for task, of in zip(tasks, prefixes.within, strict=True)]
-    [node] = equivalence.renumber([quotient.node])
-    merged = Task(Inputs(tokens, quotient.inputs), _labels(tasks, positions), quotient.mask)
-    return MergedTask(merged, tuple(positions), node, quotient.lower_bound, quotient.is_minimal)
+    repeats = any(equivalence.repeats_below(task, own) for task, own in zip(longest, inputs, strict=True))
+    layout = Layout(longest, inputs, labelled, tokens)
+    place, node, token, mask, lower_bound, is_minimal = _by_search(layout) if repeats else _by_hash(layout)
+    positions = [place[of][: task.size] for task, of in zip(tasks, within, strict=True)]
+    [node] = equivalence.renumber([node])
+    merged = Task(Inputs(tokens, token), _labels(tasks, positions), mask)
+    return MergedTask(merged, tuple(positions), node, lower_bound, is_minimal)
 
 
 def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
@@ -244,15 +238,14 @@ def _require_dense(number: int, task: Task) -> None:
 
 
 def _by_hash(layout: Layout) -> _Quotient:
-    classes = equivalence.classify(layout.tasks, layout.inputs, layout)
-    rank = np.argsort(classes.place)
-    rows = equivalence.union_of_rows(classes)
-    mask = Mask(rows, "merged", {"n": classes.size}, query_rank=rank, key_rank=rank)
-    if np.array_equal(rank, np.arange(classes.size)):
-        mask = Mask(rows, "merged", {"n": classes.size})
-    position = [classes.place[part] for part in classes.position]
+    position, node, place, rows = equivalence.classify(layout)
+    rank = np.argsort(place)
+    n = len(rank)
+    moved = None if np.array_equal(rank, np.arange(n)) else rank
+    mask = Mask(rows, "merged", {"n": n}, query_rank=moved, key_rank=moved)
+    position = [place[part] for part in position]
     numbers = equivalence.scattered(position, layout.inputs)
-    return _Quotient(position, classes.node[rank], numbers, mask, len(np.unique(classes.node)), True)
+    return position, node[rank], numbers, mask, len(np.unique(node)), True
 
 
 def _by_search(layout: Layout) -> _Quotient:
@@ -279,7 +272,7 @@ def _by_search(layout: Layout) -> _Quotient:
     mask = Mask(IntervalRows.from_bool(allow[np.ix_(back, back)]), "merged", {"n": len(node_of)})
     tokens = np.array([number for each in numbers for number in each], dtype=np.int64)[back]
     position = [order[place] for place in position]
-    return _Quotient(position, node_of[back], tokens, mask, lower_bound, is_minimal)
+    return position, node_of[back], tokens, mask, lower_bound, is_minimal
 
 
 def _node_images(poset: Poset, whole: Poset) -> dict[int, int]:

@@ -151,10 +151,6 @@ class Labels:
         """A view of labels `first` to `last - 1`."""
         return Labels(self.table[first:last])
 
-    def equals(self, other: Labels) -> bool:
-        """Whether both are the same labels in the same order."""
-        return np.array_equal(self.table, other.table)
-
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Task:
@@ -239,7 +235,7 @@ class Task:
         """Whether inputs, labels (in their order) and mask are the same."""
         if not isinstance(other, Task):
             return NotImplemented
-        same = self.sequence.equals(other.sequence) and self.targets.equals(other.targets)
+        same = self.sequence.equals(other.sequence) and np.array_equal(self.targets.table, other.targets.table)
         return same and (self.num_layers, self.masks) == (other.num_layers, other.masks)
 
     def __hash__(self) -> int:

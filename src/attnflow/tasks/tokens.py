@@ -269,10 +269,3 @@ def as_they_appear(values: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
     """(ascending first places of the distinct values, the number of each value among them)."""
     _, first, number = np.unique(values, return_index=True, return_inverse=True)
     return np.sort(first), invert(np.argsort(first))[number]
-
-
-def is_prefix(short: npt.NDArray[Any], long: npt.NDArray[Any]) -> bool:
-    """Whether an array is a prefix of another; for views of one array addresses are compared."""
-    if short.ctypes.data == long.ctypes.data and short.strides == long.strides and len(short) <= len(long):
-        return True
-    return np.array_equal(short, long[: len(short)])

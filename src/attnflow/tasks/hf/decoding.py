@@ -5,7 +5,7 @@ Both make forward passes with a cache under a mask of their own, and fill masked
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -113,9 +113,7 @@ def generate_blocks(
     choice = _Choice(block, per_pass, threshold, temperature, seed)
     texts = _prompts("ids", ids)
     longest = max(map(len, texts))
-    run = _CachedPasses(split(model)[0], -(-(longest + most) // block) * block)
-    run.require_in_vocabulary("ids", texts)
-    run.require_in_vocabulary("mask_token", [[mask_token := integer("mask_token", mask_token)]])
+    run = _CachedPasses(split(model)[0], -(-(longest + most) // block) * block, "ids", texts, mask_token)
     ends = _end_tokens(run.model, eos_token)
     whole = [len(text) // block * block for text in texts]  # the clean tokens of each, all of its whole blocks
     slots = max(whole)
@@ -126,19 +124,18 @@ def generate_blocks(
     written: list[list[int]] = [[] for _ in texts]
     with evaluating(run.model):
         while not all(len(new) >= most or not ends.isdisjoint(new) for new in written):
-            held = torch.tensor([len(tokens) for tokens in begun])[:, None]
-            start = torch.tensor([tokens + [mask_token] * (block - len(tokens)) for tokens in begun])
-            fill = _Fill(start, torch.arange(block) >= held)
-            while not fill.done:
-                rows = torch.cat([clean, fill.tokens], dim=1)
+            held = torch.tensor([len(known) for known in begun])[:, None]
+            tokens = torch.tensor([known + [mask_token] * (block - len(known)) for known in begun])
+            hidden = torch.arange(block) >= held
+            while bool(hidden.any()):
+                rows = torch.cat([clean, tokens], dim=1)
                 place = run.past + torch.arange(rows.shape[1]) - pads[:, None]
                 logits = run.run(rows, place.clamp(min=0), _block_rows(pads, run.past, rows.shape[1], block), block)
-                run.drop(block)
                 clean = clean[:, :0]
-                fill.reveal(logits.cpu(), choice)
-            clean = fill.tokens
-            for new, tokens, known in zip(written, clean.tolist(), begun, strict=True):
-                new += tokens[len(known) :]
+                tokens, hidden = choice.fill(tokens, hidden, logits)
+            clean = tokens
+            for new, row, known in zip(written, clean.tolist(), begun, strict=True):
+                new += row[len(known) :]
             begun = [[] for _ in texts]
     return Decoded(tuple(_until_end(new, ends, most) for new in written), run.passes)
 
@@ -201,22 +198,20 @@ def infill(
     sides = list(zip(before, after, strict=True))
     if not all(one or other for one, other in sides):
         raise ValueError("a gap needs tokens on at least one side, got none on both")
-    run = _CachedPasses(split(model)[0], max(len(one) + len(other) for one, other in sides) + length)
-    run.require_in_vocabulary("left and right", [*before, *after])
-    run.require_in_vocabulary("mask_token", [[mask_token := integer("mask_token", mask_token)]])
+    positions = max(len(one) + len(other) for one, other in sides) + length
+    run = _CachedPasses(split(model)[0], positions, "left and right", [*before, *after], mask_token)
     ids, places = _context(sides, length)
     gap = torch.tensor([len(one) for one in before])[:, None] + torch.arange(length)
-    fill = _Fill(torch.full(gap.shape, mask_token), torch.ones(gap.shape, dtype=torch.bool))
+    tokens, hidden = torch.full(gap.shape, mask_token), torch.ones(gap.shape, dtype=torch.bool)
     first = max(map(len, before))
     with evaluating(run.model):
-        while not fill.done:
+        while bool(hidden.any()):
             fresh = run.past == 0
-            rows = torch.cat([ids, fill.tokens], dim=1) if fresh else fill.tokens
+            rows = torch.cat([ids, tokens], dim=1) if fresh else tokens
             positions = torch.cat([places.clamp(min=0), gap], dim=1) if fresh else gap
             logits = run.run(rows, positions, _gap_rows(places, first, length)[:, -rows.shape[1] :], length)
-            run.drop(length)
-            fill.reveal(logits.cpu(), choice)
-    return Decoded(tuple(tuple(tokens) for tokens in fill.tokens.tolist()), run.passes)
+            tokens, hidden = choice.fill(tokens, hidden, logits)
+    return Decoded(tuple(tuple(row) for row in tokens.tolist()), run.passes)
 
 
 def _context(sides: list[tuple[list[int], list[int]]], length: int) -> tuple[Tensor, Tensor]:
@@ -244,24 +239,27 @@ def _gap_rows(places: Tensor, first: int, length: int) -> Bool[Tensor, "batch n 
 
 
 class _CachedPasses:
-    """A model and its cache of all that it has read, without a window: a pass's mask alone says what is read."""
+    """A model and its cache of all that it has read, without a window: a pass's mask alone says what is read.
 
-    def __init__(self, model: nn.Module, positions: int) -> None:
+    `ValueError` unless the model has an embedding for every id of `texts`, which `name` calls, and for `mask_token`.
+    """
+
+    def __init__(
+        self, model: nn.Module, positions: int, name: str, texts: Sequence[Sequence[int]], mask_token: int
+    ) -> None:
         self.model = _decodable(model, positions)
         self.passes = 0
         self.past = 0
         weight = next(self.model.get_input_embeddings().parameters())
-        self._device, self._dtype, self._vocabulary = weight.device, weight.dtype, len(weight)
+        self._device, self._dtype = weight.device, weight.dtype
         self._cache = DynamicCache()
         self._keeps = accepts(self.model, "logits_to_keep")
-
-    def require_in_vocabulary(self, name: str, texts: Iterable[Iterable[int]]) -> None:
-        """Raise `ValueError` unless the model has an embedding for every id."""
-        wrong = next((token for text in texts for token in text if not 0 <= token < self._vocabulary), None)
-        if wrong is not None:
-            raise ValueError(
-                f"{name} must hold ids of the {self._vocabulary} entries of the model's vocabulary, got {wrong}"
-            )
+        for what, rows in ((name, texts), ("mask_token", [[integer("mask_token", mask_token)]])):
+            wrong = next((token for row in rows for token in row if not 0 <= token < len(weight)), None)
+            if wrong is not None:
+                raise ValueError(
+                    f"{what} must hold ids of the {len(weight)} entries of the model's vocabulary, got {wrong}"
+                )
 
     def run(
         self,
@@ -270,7 +268,10 @@ class _CachedPasses:
         allow: Bool[Tensor, "batch q k"],
         rows: int,
     ) -> Float[Tensor, "batch rows vocabulary"]:
-        """Logits of the last `rows` rows of a pass; `allow` is over the rows of the cache, then those of the pass."""
+        """Logits of the last `rows` rows of a pass, which then leave the cache.
+
+        `allow` is over the rows of the cache, then those of the pass.
+        """
         arguments: dict[str, Any] = {
             "input_ids": ids.to(self._device),
             "position_ids": positions.to(self._device),
@@ -282,23 +283,19 @@ class _CachedPasses:
             arguments["logits_to_keep"] = rows
         logits = cast(Tensor, self.model(**arguments).logits)
         self.passes += 1
-        self.past += ids.shape[1]
-        return logits[:, -rows:]
-
-    def drop(self, rows: int) -> None:
-        """Remove the last rows from the cache."""
         self._cache.crop(-rows)
-        self.past -= rows
+        self.past += ids.shape[1] - rows
+        return logits[:, -rows:]
 
 
 class _Choice:
-    """How many places a pass fills, and their tokens: the best ones, or tokens drawn on the CPU at a temperature."""
+    """Fills masked places pass by pass (MaskGIT's schedule, arXiv:2202.04200), by the best tokens or by drawn ones."""
 
     def __init__(
         self, places: int, per_pass: int | None, threshold: float | None, temperature: float | None, seed: int
     ) -> None:
-        self.per_pass = places if per_pass is None else integer("per_pass", per_pass, 1, places)
-        self.threshold = None if threshold is None else number("threshold", threshold, 0.0)
+        self._per_pass = places if per_pass is None else integer("per_pass", per_pass, 1, places)
+        self._threshold = None if threshold is None else number("threshold", threshold, 0.0)
         if threshold is not None and per_pass is None:
             raise ValueError(
                 "threshold goes with per_pass, the number of places to fill at least; all are filled at once"
@@ -308,42 +305,29 @@ class _Choice:
             raise ValueError(f"temperature must be above 0, got {temperature}; leave it out to take the best token")
         self._generator = torch.Generator().manual_seed(integer("seed", seed))
 
-    def draw(
-        self, logits: Float[Tensor, "batch places vocabulary"]
-    ) -> tuple[Int[Tensor, "batch places"], Float[Tensor, "batch places vocabulary"]]:
-        """(a token for each row, the probabilities that it was drawn from)."""
-        flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
-        warm = flat if self._temperature is None else flat / self._temperature
-        chances = warm.softmax(dim=-1)
+    def fill(
+        self,
+        tokens: Int[Tensor, "batch places"],
+        hidden: Bool[Tensor, "batch places"],
+        logits: Float[Tensor, "batch places vocabulary"],
+    ) -> tuple[Int[Tensor, "batch places"], Bool[Tensor, "batch places"]]:
+        """(tokens, hidden places) with the surest of each sequence filled, and all that are as sure as the threshold.
+
+        Tokens are drawn on the CPU, so that a seed draws the same everywhere.
+        """
+        flat = logits.cpu().reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         if self._temperature is None:
-            drawn = flat.argmax(dim=-1)
+            chances, drawn = flat.softmax(dim=-1), flat.argmax(dim=-1)[:, None]
         else:
+            chances = (flat / self._temperature).softmax(dim=-1)
             drawn = torch.multinomial(chances, 1, generator=self._generator)
-        return drawn.reshape(logits.shape[:-1]), chances.reshape(logits.shape)
-
-
-class _Fill:
-    """The partly masked places of each sequence during decoding (MaskGIT's schedule, arXiv:2202.04200)."""
-
-    def __init__(self, tokens: Int[Tensor, "batch places"], hidden: Bool[Tensor, "batch places"]) -> None:
-        self.tokens, self.hidden = tokens, hidden
-
-    @property
-    def done(self) -> bool:
-        """Whether every place holds a token."""
-        return not bool(self.hidden.any())
-
-    def reveal(self, logits: Float[Tensor, "batch places vocabulary"], choice: _Choice) -> None:
-        """Fill the surest hidden places of each sequence, and all that are as sure as the threshold."""
-        drawn, chances = choice.draw(logits)
-        sure = chances.gather(-1, drawn[..., None])[..., 0].masked_fill(~self.hidden, -1.0)
+        sure = chances.gather(-1, drawn).reshape(hidden.shape).masked_fill(~hidden, -1.0)
         rank = sure.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        now = rank < choice.per_pass
-        if choice.threshold is not None:
-            now |= sure >= choice.threshold
-        now &= self.hidden
-        self.tokens = torch.where(now, drawn, self.tokens)
-        self.hidden = self.hidden & ~now
+        now = rank < self._per_pass
+        if self._threshold is not None:
+            now |= sure >= self._threshold
+        now &= hidden
+        return torch.where(now, drawn.reshape(hidden.shape), tokens), hidden & ~now
 
 
 def _decodable(model: nn.Module, positions: int) -> PreTrainedModel:

@@ -235,9 +235,10 @@ def attention_masks(
     if implementation == FLEX:
         return {name: chosen.mask(window).block_mask(device=device) for name, window in windows.items()}
     masks: dict[str, object] = {}
+    dtype = next(cast(Any, model).get_input_embeddings().parameters()).dtype
     for name, window in windows.items():
         allowed = torch.from_numpy(chosen.allowed(window))[:, None].to(device)
-        masks[name] = additive(allowed, _dtype(model)) if implementation == "eager" else allowed
+        masks[name] = additive(allowed, dtype) if implementation == "eager" else allowed
     return masks
 
 
@@ -301,11 +302,6 @@ def _config(model: nn.Module) -> object:
 
 def _implementation(model: nn.Module) -> str:
     return base_implementation(cast(Any, _config(model)))
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    table = cast(Any, model).get_input_embeddings()
-    return cast(Tensor, table.weight).dtype
 
 
 def _refuse_dropout(model: nn.Module) -> None:
