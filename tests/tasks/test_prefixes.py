@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnflow as af
-from attnflow.tasks.prefixes import Batch, Cost, Trie, labels_of_pads, plan
+from attnflow.tasks.prefixes import Batch, Cost, Trie, plan
 
 SEQUENCES = st.lists(st.lists(st.sampled_from([-3, 0, 1, 2**62]), max_size=7), max_size=9)
 
@@ -146,12 +146,6 @@ def test_every_label_stands_once_after_a_slot_of_its_token(batch, cost, one_row)
         assert allowed[at, slot, slot]
         assert set(np.flatnonzero(allowed[at, slot])) - {slot} == set(np.flatnonzero(allowed[at, node])) - {node}
     assert len(set(used)) == len(used) == (chosen.labels != -100).sum() == (chosen.label_place >= 0).sum()
-
-
-def test_a_label_that_a_pad_predicts():
-    real = np.array([[False, True, True]])
-    assert labels_of_pads(real, np.array([[-100, 5, 6]]))
-    assert not labels_of_pads(real, np.array([[-100, -100, 6]]))
 
 
 def test_ids_that_do_not_fit():

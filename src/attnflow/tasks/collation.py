@@ -18,12 +18,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
+from attnflow._core.plain import only_keys
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
 from attnflow.tasks.embedding import NO_ID, additive, id_table
 from attnflow.tasks.families import of_length_alone
 from attnflow.tasks.merging import merge
-from attnflow.tasks.rollout_groups import group, rollouts
+from attnflow.tasks.rollout_groups import rollouts
 from attnflow.tasks.task import Task
 
 _ROWS: Final = 2  # of the labels: target ids and weights
@@ -166,7 +167,15 @@ class Collator:
 
     def tasks_of(self, feature: object) -> Tasks:
         """The tasks that `family_fn` gives for a sample."""
-        return self.family_fn(**group(feature)) if self._of_groups else self.family_fn(_tokens(feature))
+        if not self._of_groups:
+            return self.family_fn(_tokens(feature))
+        if not isinstance(feature, Mapping):
+            raise TypeError(
+                f"a group of rollouts is a mapping with prompts and responses, got {type(feature).__name__}"
+            )
+        values = cast(Mapping[str, object], feature)
+        only_keys(values, "a group of rollouts", ("prompts", "responses"), ("weights",))
+        return self.family_fn(**{name: value for name, value in values.items() if value is not None})
 
     def _template(self, tokens: list[int]) -> _Template:
         if not self.by_length:

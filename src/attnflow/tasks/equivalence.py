@@ -8,7 +8,7 @@ are prefix sums over interval rows, O(n). A collision costs a second try, never 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -155,27 +155,21 @@ def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntAr
 def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tuple[list[Hashes], list[Hashes]]:
     """(position hashes, node hashes) by task: equal where equivalent, otherwise almost surely different."""
     position_keys, node_keys = ([np.zeros(0, np.uint64)] * len(tasks) for _ in range(2))
-    for mask, members in _by_mask(tasks):
-        label = _mix(
-            np.stack([inputs[task] for task in members]).astype(np.uint64) + np.uint64((seed + 1) * _GOLDEN & _ALL_BITS)
-        )
-        below = _row_sums(mask, label)  # the set of inputs below each position
-        node = _mix(_row_sums(mask, _mix(below ^ _mix(label))))  # equal within a class of mutually reachable positions
-        for row, task in enumerate(members):
-            node_keys[task], position_keys[task] = node[row], _mix(node[row] ^ label[row])
-    return position_keys, node_keys
-
-
-def _by_mask(tasks: Sequence[Task]) -> Iterator[tuple[Mask, list[int]]]:
-    """Group the numbers of tasks by mask, about `_TOGETHER` intervals and positions at a time."""
+    salt = np.uint64((seed + 1) * _GOLDEN & _ALL_BITS)
     groups: dict[int, list[int]] = {}
     for number, task in enumerate(tasks):
         groups.setdefault(id(task.mask), []).append(number)
-    for members in groups.values():
-        mask = tasks[members[0]].mask
+    for same in groups.values():  # under one mask, about `_TOGETHER` intervals and positions at a time
+        mask = tasks[same[0]].mask
         step = max(1, _TOGETHER // (1 + mask.num_queries + len(mask.relabelled()[0].starts)))
-        for first in range(0, len(members), step):
-            yield mask, members[first : first + step]
+        for members in (same[first : first + step] for first in range(0, len(same), step)):
+            label = _mix(np.stack([inputs[task] for task in members]).astype(np.uint64) + salt)
+            below = _row_sums(mask, label)  # the set of inputs below each position
+            # equal within a class of mutually reachable positions:
+            node = _mix(_row_sums(mask, _mix(below ^ _mix(label))))
+            for row, task in enumerate(members):
+                node_keys[task], position_keys[task] = node[row], _mix(node[row] ^ label[row])
+    return position_keys, node_keys
 
 
 def _row_sums(mask: Mask, values: Hashes) -> Hashes:

@@ -38,7 +38,8 @@ class Layout:
         They differ where a task's own order splits its mask into many intervals (permutation language modelling).
         """
         size = len(node)
-        compact = [_compact(task, part) for task, part in zip(self.tasks, position, strict=True)]
+        ranks = [task.mask.relabelled()[1] for task in self.tasks]  # the order in which a mask has few intervals
+        compact = [part if rank is None else part[np.argsort(rank)] for part, rank in zip(position, ranks, strict=True)]
         distinct = [_firsts(part) for part in position]
         whole = next((task for task, part in enumerate(distinct) if len(part) == size), None)
         if whole is not None:
@@ -133,12 +134,6 @@ def _is_read(task: Task) -> BoolArray:
     counts = rows.counts()
     read = rows.cover(counts[rows.row_index()]) > rows.cover() * counts
     return read if rank is None else read[rank]
-
-
-def _compact(task: Task, values: IntArray) -> IntArray:
-    """The values of a task's positions, in the order in which its mask has few intervals."""
-    _, rank = task.mask.relabelled()
-    return values if rank is None else values[np.argsort(rank)]
 
 
 def _firsts(values: IntArray) -> IntArray:

@@ -227,11 +227,6 @@ class Plan:
         padding = IntervalRows.build(pads - tree.size, pads, pads + 1, len(pads), width)
         return Mask(IntervalRows.stack([tree.ancestors(columns, window), padding], width), "prefix_tree")
 
-    @property
-    def shares(self) -> bool:
-        """Whether one token is run for several rows."""
-        return any(len(tree.node_of) > int(tree.node_of.max(initial=-1)) + 1 for tree in self.trees)
-
 
 def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
     """The prefix trees of a batch, with its labels if it has some; None if no sequence has a token.
@@ -250,8 +245,10 @@ def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
     groups = [rows] if one_row else _groups(whole, rows, cost)
     trees: list[Trie] = []
     sources: list[IntArray] = []  # of each tree, the flat token of the batch that lies on each node
-    slot, predicts = np.empty(len(keys), np.int64), _predicts(batch)
-    prediction = np.full(len(keys), -1)
+    slot, prediction = np.empty(len(keys), np.int64), np.full(len(keys), -1)
+    predicts = None  # the label that each real token predicts, -100 for none
+    if batch.labels is not None:
+        predicts = np.pad(batch.labels[:, 1:], ((0, 0), (0, 1)), constant_values=NO_ID)[batch.real]
     for group in groups:
         items = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in group.tolist()])
         tree = whole if len(groups) == 1 else Trie.of(keys[items], np.concatenate([[0], np.cumsum(numbers[group])]))
@@ -281,20 +278,6 @@ def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
     row, source_column = np.nonzero(batch.real)
     label_place[row[at], source_column[at]] = prediction[at] + token_row[at] * (width - 1)
     return Plan(ids, positions, tuple(trees), columns, place, len(keys), labels, label_place)
-
-
-def labels_of_pads(real: BoolArray, labels: IntArray) -> bool:
-    """Whether a pad predicts a label, as before the first token of a row padded on the left."""
-    return bool((~real[:, :-1] & (labels[:, 1:] != NO_ID)).any())
-
-
-def _predicts(batch: Batch) -> IntArray | None:
-    """The label that each real token predicts, -100 for none."""
-    if batch.labels is None:
-        return None
-    after = np.full(batch.ids.shape, NO_ID)
-    after[:, :-1] = batch.labels[:, 1:]
-    return after[batch.real]
 
 
 def _with_labels(tree: Trie, items: IntArray, predicts: IntArray, prediction: IntArray) -> Trie:

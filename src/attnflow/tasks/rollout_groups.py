@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from attnflow._core.checks import IntArray, index_array
 from attnflow._core.checks import number as finite
-from attnflow._core.plain import only_keys
 from attnflow.masks.catalogue import causal
 from attnflow.tasks.families import Family, TokenIds, beginning
 from attnflow.tasks.prefixes import Trie
@@ -76,15 +75,6 @@ def rollouts(
         labels = Labels.columns(place, ids[target], trie.depth[target], target, number, weight)
         tasks.append(Task(Inputs(table, path[:size]), labels, masks[size]))
     return tuple(tasks)
-
-
-def group(sample: object) -> dict[str, object]:
-    """The arguments of `rollouts` in a sample, by name; None counts as missing."""
-    if not isinstance(sample, Mapping):
-        raise TypeError(f"a group of rollouts is a mapping with prompts and responses, got {type(sample).__name__}")
-    values = cast(Mapping[str, object], sample)
-    only_keys(values, "a group of rollouts", ("prompts", "responses"), ("weights",))
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _several(name: str, values: object) -> list[object]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
 from attnflow.models.interception import FLEX, base_implementation
-from attnflow.tasks.embedding import additive
-from attnflow.tasks.prefixes import Batch, Cost, Plan, labels_of_pads, plan
+from attnflow.tasks.embedding import NO_ID, additive
+from attnflow.tasks.prefixes import Batch, Cost, Plan, plan
 
 _CACHE: Final = "a cache was in use, or asked for (pass use_cache=False)"
 _NOTHING: Final = "its rows do not begin alike, or by so little that sharing is more work"
@@ -124,12 +124,13 @@ class Calls:
             batch = _batch(named, model, by_column=self._by_column)
         except NotShared:
             return None  # the backbone will say why
-        if labels_of_pads(batch.real, labels.cpu().numpy()):
+        expected = labels.cpu().numpy()
+        if (~batch.real[:, :-1] & (expected[:, 1:] != NO_ID)).any():  # as before a row that is padded on the left
             self._refused = "a label is predicted by a pad (the first token of a row padded on the left): mark it -100"
             return None
         if not self.with_labels or _given(named) or named.get("return_dict") is False:
             return None
-        labelled = Batch(batch.ids, batch.real, batch.positions, labels.cpu().numpy(), batch.by_column)
+        labelled = Batch(batch.ids, batch.real, batch.positions, expected, batch.by_column)
         try:
             whole, alone = self._planned(model, labelled), self._planned(model, batch)
         except NotShared:
@@ -210,7 +211,8 @@ class Calls:
         chosen = plan(batch, self._cost(model), one_row=skips_pairs(model))
         if chosen is None:
             raise NotShared("there are no tokens but padding")
-        if not chosen.shares and not self.always:
+        alone = all(len(tree.node_of) == int(tree.node_of.max(initial=-1)) + 1 for tree in chosen.trees)
+        if alone and not self.always:
             raise NotShared(_NOTHING)
         if self.long_positions and int(batch.positions.max()) != int(chosen.positions.max()):
             raise NotShared("its rotary embedding depends on the length of the batch, which padding alone makes")

@@ -134,9 +134,14 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
         calls = getattr(hook, "__self__", None)
         if isinstance(calls, Calls):
             return outer, backbone, calls, True
-    backbone.check()
+    owner = backbone.module
+    check_implementation(owner, base_implementation(owner.config), f"the attention of {type(owner).__name__}", "mask")
+    attach(owner, causal(_LENGTH)).remove()  # refuses modules beside attention that mix positions
     head = None if outer is backbone.module else head_of(outer)
-    calls = Calls(backbone.windows(), backbone.cost(head), backbone.long_positions, with_labels=head is not None)
+    # Whether the rotary embedding of a token depends on the largest position of its batch:
+    parts = [getattr(owner.config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    long_positions = any(kind in str(part) for part in parts for kind in _GROWING)
+    calls = Calls(backbone.windows(), backbone.cost(head), long_positions, with_labels=head is not None)
     return outer, backbone, calls, False
 
 
@@ -228,20 +233,6 @@ class Backbone:
             )
         return cls(owners[0], sites)
 
-    def check(self) -> None:
-        """Refuse modules beside attention that mix positions, and attention that takes no mask."""
-        owner = self.module
-        check_implementation(
-            owner, base_implementation(owner.config), f"the attention of {type(owner).__name__}", "mask"
-        )
-        attach(owner, causal(_LENGTH)).remove()
-
-    @property
-    def long_positions(self) -> bool:
-        """Whether the rotary embedding of a token depends on the largest position of its batch."""
-        parts = [getattr(self.module.config, name, None) for name in ("rope_parameters", "rope_scaling")]
-        return any(kind in str(part) for part in parts for kind in _GROWING)
-
     def cost(self, head: nn.Module | None) -> Cost:
         """The multiplications for a token, a query-key pair and a row of logits."""
         table = self.module.get_input_embeddings()
@@ -253,27 +244,7 @@ class Backbone:
 
     def windows(self) -> dict[str, int | None]:
         """How far back each kind of attention layer reads (`Calls.windows`); refuses all but causal windows."""
-        requests = self._requests()
-        by_request = {id(request): request for request in requests.values()}
-        if len(by_request) == 1:
-            return {"": _window(next(iter(by_request.values())), self.sites[0].name)}
-        types = getattr(self.module.config, "layer_types", None)
-        windows: dict[str, int | None] = {}
-        for number, site in enumerate(self.sites):
-            layer = getattr(site.module, "layer_idx", number)
-            if not isinstance(types, Sequence) or not isinstance(layer, int) or layer >= len(types):
-                raise UnsupportedArchitecture(
-                    f"{type(self.module).__name__} has attention layers of several kinds without layer_types in its "
-                    "config, so that they cannot be given their masks"
-                )
-            window = _window(requests[site.name], site.name)
-            if windows.setdefault(str(types[layer]), window) != window:
-                raise UnsupportedArchitecture(f"layers of the kind {types[layer]!r} read differently far back")
-        return windows
-
-    def _requests(self) -> dict[str, MaskRequest]:
-        """The mask that the model requests for each attention module."""
-        seen: dict[str, MaskRequest] = {}
+        seen: dict[str, MaskRequest] = {}  # the mask that the model requests for each attention module
         names = {site.module: site.name for site in self.sites}
 
         def record(call: AttentionCall, proceed: Proceed) -> Output:
@@ -287,7 +258,22 @@ class Backbone:
         missing = sorted(set(names.values()) - set(seen))
         if missing:
             raise UnsupportedArchitecture(f"{missing[0]} is not called when the model reads text")
-        return seen
+        by_request = {id(request): request for request in seen.values()}
+        if len(by_request) == 1:
+            return {"": _window(next(iter(by_request.values())), self.sites[0].name)}
+        types = getattr(self.module.config, "layer_types", None)
+        windows: dict[str, int | None] = {}
+        for number, site in enumerate(self.sites):
+            layer = getattr(site.module, "layer_idx", number)
+            if not isinstance(types, Sequence) or not isinstance(layer, int) or layer >= len(types):
+                raise UnsupportedArchitecture(
+                    f"{type(self.module).__name__} has attention layers of several kinds without layer_types in its "
+                    "config, so that they cannot be given their masks"
+                )
+            window = _window(seen[site.name], site.name)
+            if windows.setdefault(str(types[layer]), window) != window:
+                raise UnsupportedArchitecture(f"layers of the kind {types[layer]!r} read differently far back")
+        return windows
 
     def intercepted(self, interceptor: Callable[[AttentionCall, Proceed], Output], run: Callable[[], object]) -> None:
         """Run with an interceptor at every attention module, each of which then gets a mask."""
