@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from attnflow.knowledge import Retrieval
-from attnflow.knowledge.retrieval import best, certify, chosen, straight_through, sum_of_rows
+from attnflow.knowledge.retrieval import best, certify, sum_of_rows
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def scored(draw):
 @given(scored())
 def test_the_best_are_kept_and_the_certificate_says_what_was_left(case):
     scores, retrieval = case
-    rows, mask = best(scores, retrieval), chosen(scores, retrieval)
+    rows = best(scores, retrieval)
     certificate = certify(scores, rows, retrieval)
     for query, row in enumerate(scores):
         kept = rows[query][rows[query] >= 0]
-        assert len(kept.unique()) == len(kept) == int(mask[query].sum())
+        assert len(kept.unique()) == len(kept)
         left = row[~torch.zeros(len(row), dtype=torch.bool).scatter(0, kept, True)]
         if retrieval.k is not None:
             assert len(kept) == min(retrieval.k, len(row))
@@ -77,17 +77,8 @@ def test_the_best_are_kept_and_the_certificate_says_what_was_left(case):
 def test_sums_of_rows_are_products_with_the_whole_table(case, seed):
     scores, retrieval = case
     table = torch.randn(scores.shape[1], 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    mask = chosen(scores, retrieval)
-    expected = scores.masked_fill(~mask, 0) @ table
     rows = best(scores, retrieval)
+    mask = torch.stack([torch.isin(torch.arange(scores.shape[1]), row) for row in rows])
+    expected = scores.masked_fill(~mask, 0) @ table
     weights = scores.gather(-1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
     torch.testing.assert_close(sum_of_rows(weights, rows, table), expected)
-
-
-def test_straight_through_is_bitwise_the_value_with_the_other_gradient():
-    value, other = torch.randn(50, requires_grad=True), torch.randn(50, requires_grad=True)
-    made = straight_through(value, other)
-    assert torch.equal(made, value)
-    made.sum().backward()
-    assert value.grad is None
-    assert torch.equal(other.grad, torch.ones(50))

@@ -260,19 +260,15 @@ class LayeredKnowledge(KnowledgeBase):
 
     def put(self, entries: Tensor, ids: Tensor, counts: Tensor, experts: Tensor | None = None) -> None:
         """Replace all entries, given by layer and expert, with a new parameter unless `entries` is one."""
-        assert (experts is None) == (not any(self._num_experts)), "the expert of each row, where there are experts"
         if not isinstance(entries, nn.Parameter):
             entries = nn.Parameter(entries, requires_grad=self.entries.requires_grad)
         self.entries, self.ids, self.counts, self.experts = entries, ids, counts, experts
         self._rows = _consecutive(counts)
-        self._expert_rows = [self._rows_of_experts(layer) for layer in range(self.num_layers)]
+        self._expert_rows = [
+            _consecutive(experts[rows].bincount(minlength=number), rows.start) if number and experts is not None else []
+            for number, rows in zip(self._num_experts, self._rows, strict=True)
+        ]
         self._next_id = max(self._next_id, int(ids.max()) + 1)
-
-    def _rows_of_experts(self, layer: int) -> list[slice]:
-        number, rows = self._num_experts[layer], self._rows[layer]
-        if not number or self.experts is None:
-            return []
-        return _consecutive(self.experts[rows].bincount(minlength=number), rows.start)
 
     def attention(
         self, layer: int, activation: str | Activation, output_bias: Float[Tensor, " model_dim"] | None = None

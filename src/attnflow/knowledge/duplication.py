@@ -14,7 +14,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn import functional
 
-from attnflow._core.checks import IntArray, index_array, preview
+from attnflow._core.checks import index_array, preview
 from attnflow._core.markup import aligned, plural, shorten
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
@@ -51,22 +51,18 @@ class Duplicates(Result):
         """A row for each entry of a group."""
         return [{"group": number, "id": key} for number, group in enumerate(self.groups) for key in group]
 
-    @property
-    def summary(self) -> str:
-        """The numbers in one line."""
-        return (
+    def listed(self, texts: Sequence[str | None] = ()) -> str:
+        """The numbers and the largest groups, with the texts of their first entries where they are given."""
+        said = [
             f"{len(self.groups):,} groups of {self.total:,} entries, {self.surplus:,} of which say nothing new "
             f"({self.pairs:,} pairs with a cosine of {self.threshold:g} or more; all pairs compared)"
-        )
-
-    def listed(self, texts: Sequence[str | None] = ()) -> str:
-        """The summary and the largest groups, with the texts of their first entries where they are given."""
+        ]
         rows = [[f"{len(group):,}", preview(group, 6)] for group in self.groups[:_SHOWN]]
         head = ["entries", "ids"]
         if texts:
             head += ["text of the first"]
             rows = [[*row, shorten(text or "(no text)", 60)] for row, text in zip(rows, texts, strict=True)]
-        said = [self.summary, *([aligned([head, *rows], left=[1, 2][: len(head) - 1])] if rows else [])]
+        said += [aligned([head, *rows], left=[1, 2][: len(head) - 1])] if rows else []
         more = len(self.groups) - len(rows)
         return "\n".join(said + [f"and {plural(more, 'more group')}"] * bool(more))
 
@@ -97,7 +93,12 @@ def duplicates(
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold must be a cosine in (0, 1], got {threshold}")
-    rows, ids = _read(entries)
+    if isinstance(entries, Tensor | KnowledgeBase):
+        rows = (entries if isinstance(entries, Tensor) else entries.entries).detach().float().cpu()
+        ids = entries.ids.cpu().numpy() if isinstance(entries, LayeredKnowledge) else np.arange(len(rows))
+    else:
+        ids = index_array("ids", entries.ids())
+        rows = entries.vectors(ids)
     if rows.ndim != 2 or not bool(torch.isfinite(rows).all()):
         raise ValueError(f"entries must be a finite matrix, got shape {tuple(rows.shape)} or NaN or infinity")
     length = rows.norm(dim=1)
@@ -113,24 +114,12 @@ def duplicates(
             labels = connected_components(edges, directed=False)[1].astype(np.int64)[labels]
         if progress is not None:
             progress(done, len(unit), "entries")
-    groups = _groups(labels[place.numpy()], ids)
-    return Duplicates(float(threshold), len(rows), pairs, groups, zeros)
-
-
-def _read(entries: Tensor | KnowledgeBase | Store) -> tuple[Tensor, IntArray]:
-    if isinstance(entries, Tensor | KnowledgeBase):
-        rows = (entries if isinstance(entries, Tensor) else entries.entries).detach().float().cpu()
-        ids = entries.ids.cpu().numpy() if isinstance(entries, LayeredKnowledge) else np.arange(len(rows))
-        return rows, ids
-    ids = index_array("ids", entries.ids())
-    return torch.as_tensor(entries.vectors(ids)), ids
-
-
-def _groups(labels: IntArray, ids: IntArray) -> tuple[tuple[int, ...], ...]:
+    labels = labels[place.numpy()]
     order = np.lexsort((ids, labels))
     ends = np.flatnonzero(np.diff(labels[order])) + 1
     groups = [tuple(group.tolist()) for group in np.split(ids[order], ends) if len(group) > 1]
-    return tuple(sorted(groups, key=lambda group: (-len(group), group)))
+    groups.sort(key=lambda group: (-len(group), group))
+    return Duplicates(float(threshold), len(rows), pairs, tuple(groups), zeros)
 
 
 def _near_pairs(unit: Float[Tensor, "rows dim"], threshold: float) -> Iterator[tuple[int, Tensor, Tensor]]:

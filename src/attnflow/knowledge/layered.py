@@ -295,11 +295,11 @@ class ExpertEntries(LayerEntries):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         """Compute the replaced module's output from the entries."""
-        given = self._bound(*args, **kwargs) if kwargs else args
-        hidden = given[0]
-        routed = list(self._sorted(hidden) if self.form.sorted else self._chosen(hidden, given[1], given[2]))
+        given = inspect.signature(self.own.forward).bind(*args, **kwargs).arguments.values() if kwargs else args
+        hidden, *routing = given
+        routed = list(self._routed(hidden, *routing[:2]))
         if self.observer is not None:
-            places = self.form.num_experts if self.form.sorted else given[1].shape[-1]
+            places = self.form.num_experts if self.form.sorted else routing[0].shape[-1]
             self._observe(routed, hidden.shape[:-1].numel() // (places if self.form.sorted else 1), places)
         if self.form.sorted:
             return torch.cat([self._written(one) for one in routed]).view(hidden.shape)
@@ -308,27 +308,26 @@ class ExpertEntries(LayerEntries):
             written.index_add_(0, one.tokens, (self._written(one) * one.routing).to(written.dtype))
         return written.view(hidden.shape)
 
-    def _bound(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(inspect.signature(self.own.forward).bind(*args, **kwargs).arguments.values())
+    def _routed(self, hidden: Tensor, index: Tensor | None = None, routing: Tensor | None = None) -> Iterator[_Routed]:
+        """Yield each expert with its tokens: those that chose it, by `index` and `routing`.
 
-    def _chosen(self, hidden: Tensor, index: Tensor, routing: Tensor) -> Iterator[_Routed]:
-        tokens, index, routing = (one.flatten(0, -2) for one in (hidden, index, routing))
-        for expert, rows, places in by_expert(index, self.form.num_experts):
-            yield self._weighed(expert, rows, places, routing[rows, places, None], tokens[rows])
-
-    def _sorted(self, hidden: Tensor) -> Iterator[_Routed]:
-        """Yield every expert with all tokens, which are already multiplied by the router's weight."""
-        for expert, inputs in enumerate(hidden.flatten(0, -2).unflatten(0, (self.form.num_experts, -1))):
-            rows = torch.arange(len(inputs), device=hidden.device)
-            yield self._weighed(expert, rows, torch.full_like(rows, expert), inputs.new_ones(1, 1), inputs)
-
-    def _weighed(self, expert: int, tokens: Tensor, places: Tensor, routing: Tensor, inputs: Tensor) -> _Routed:
-        entries, layout = self.base.entries[self.base.rows(self.layer, expert)], self.layout
-        scores = [
-            functional.linear(inputs, entries[:, layout.key(part)], entries[:, layout.threshold(part)])
-            for part in layout.parts
-        ]
-        return _Routed(expert, tokens, places, routing, scores, self.form.weigh(self.own, scores))
+        Without them every expert has all tokens, which are already multiplied by the router's weight.
+        """
+        number, tokens, layout = self.form.num_experts, hidden.flatten(0, -2), self.layout
+        if self.form.sorted or index is None or routing is None:
+            every = tokens.unflatten(0, (number, -1))
+            rows = torch.arange(every.shape[1], device=hidden.device)
+            parts = ((i, rows, torch.full_like(rows, i), one.new_ones(1, 1), one) for i, one in enumerate(every))
+        else:
+            index, shares = index.flatten(0, -2), routing.flatten(0, -2)
+            parts = ((i, one, at, shares[one, at, None], tokens[one]) for i, one, at in by_expert(index, number))
+        for expert, rows, places, share, inputs in parts:
+            entries = self.base.entries[self.base.rows(self.layer, expert)]
+            scores = [
+                functional.linear(inputs, entries[:, layout.key(part)], entries[:, layout.threshold(part)])
+                for part in layout.parts
+            ]
+            yield _Routed(expert, rows, places, share, scores, self.form.weigh(self.own, scores))
 
     def _written(self, one: _Routed) -> Tensor:
         """Compute an expert's output before the router's weight."""

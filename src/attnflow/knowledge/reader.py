@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer
 from attnflow.knowledge.attention import ACTIVATIONS, CONSTANT, GeneralizedCrossAttention, weigh
 from attnflow.knowledge.certificate import BOUNDED, Certificate
-from attnflow.knowledge.retrieval import Retrieval, best, certify, chosen, straight_through, sum_of_rows
+from attnflow.knowledge.retrieval import Retrieval, best, certify, sum_of_rows
 from attnflow.knowledge.source import EntrySource
 
 _BLOCK: Final = 1 << 15  # entries whose values are held at once
@@ -156,8 +156,14 @@ class KnowledgeReader(nn.Module):
             self.observer(Reading(self.layer, rows, *self._retrieved(scores, rows), certificate))
         if retrieval.k is not None and not training:
             return attention.write(sum_of_rows(self._retrieved(scores, rows)[1], rows, entries))
-        sparse = self._weigh(scores, chosen(ranked, retrieval))
-        weights = straight_through(sparse, weigh(scores, attention.activation)) if training else sparse
+        if retrieval.threshold is not None:
+            chosen = ranked > retrieval.threshold
+        else:
+            chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, rows, True)
+        weights = self._weigh(scores, chosen)
+        if training:  # these weights bit for bit, with the gradient of those of all entries
+            every = weigh(scores, attention.activation)
+            weights = weights.detach() + (every - every.detach())
         return attention.read(weights, entries)
 
     def _from_source(self, hidden: Tensor, source: EntrySource, retrieval: Retrieval) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, SupportsFloat, cast, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -98,13 +98,6 @@ def certify(
     return Certificate(False, retrieved, scores.shape[-1], last, (flat > 0).sum(dim=-1))
 
 
-def chosen(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Bool[Tensor, "*queries entries"]:
-    """Return the selection of `best` as a mask."""
-    if retrieval.threshold is not None:
-        return scores > retrieval.threshold
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best(scores, retrieval), True)
-
-
 def sum_of_rows(
     weights: Float[Tensor, "*queries read"], rows: Int[Tensor, "*queries read"], table: Float[Tensor, "total width"]
 ) -> Float[Tensor, "*queries width"]:
@@ -114,8 +107,3 @@ def sum_of_rows(
     values = weights.flatten(0, -2).to(table.dtype)
     sums = functional.embedding_bag(rows.clamp(min=0).flatten(0, -2), table, per_sample_weights=values, mode="sum")
     return sums.view(*weights.shape[:-1], table.shape[1]).to(weights.dtype)
-
-
-def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
-    """Return `value` bit for bit, with the gradient of another tensor."""
-    return value.detach() + (gradient - gradient.detach())

@@ -75,12 +75,15 @@ class TextEncoder:
         self.name = named or source or type(self.model).__name__
         if "decoder_input_ids" in inspect.signature(self.model.forward).parameters:
             raise ValueError(f"{self.name} has an encoder and a decoder; pass (model.get_encoder(), tokenizer)")
-        if _writes_texts(self.model) and not _beside(source, _POOLING):
+        kinds = [type(self.model).__name__, *(getattr(self.model.config, "architectures", None) or [])]
+        if any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds) and not _beside(source, _POOLING):
             raise ValueError(
                 f"{self.name} is a decoder that writes texts ({type(self.model).__name__}), and nothing beside it says "
                 'that it embeds them: take an encoder such as "minilm"'
             )
-        self.pooling, self.max_length = _pooling(source), _longest(source, self.model, self.tokenizer)
+        self.pooling = _pooling(source)
+        longest = _beside(source, "sentence_bert_config.json").get("max_seq_length") or self.tokenizer.model_max_length
+        self.max_length = int(min(longest, getattr(self.model.config, "max_position_embeddings", None) or longest))
 
     @classmethod
     def of(cls, store: Store, name: str | None = None) -> TextEncoder:
@@ -197,11 +200,6 @@ class TextEncoder:
         return functional.normalize(pooled, dim=-1).cpu()
 
 
-def _writes_texts(model: PreTrainedModel) -> bool:
-    names = [type(model).__name__, *(getattr(model.config, "architectures", None) or [])]
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-
-
 def _pooling(source: str) -> str:
     """Read the pooling that sentence-transformers saved beside the model; "mean" by default."""
     settings = _beside(source, _POOLING)
@@ -211,11 +209,6 @@ def _pooling(source: str) -> str:
     if chosen == ["pooling_mode_cls_token"]:
         return "first"
     raise ValueError(f"{source} pools by {', '.join(chosen)}, which is not supported: take another encoder")
-
-
-def _longest(source: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> int:
-    longest = _beside(source, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
-    return int(min(longest, getattr(model.config, "max_position_embeddings", None) or longest))
 
 
 def _beside(source: str, name: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def build(uri: str, file: str | Path, encoder: str = "minilm", *, progress: Prog
     maker = TextEncoder(encoder)
     with Store.open(uri, dim=maker.dim) as store:
         _check_empty(store)
-        return _write(store, maker, texts, sources, None, progress)
+        return insert(store, texts, sources, encoder=maker, progress=progress)
 
 
 def build_from_model(uri: str, model: str, *, progress: Progress | None = None) -> Written:
@@ -140,7 +140,7 @@ def insert(
     sources: Sequence[str | None],
     ids: Sequence[int] | None = None,
     *,
-    encoder: str | None = None,
+    encoder: str | TextEncoder | None = None,
     progress: Progress | None = None,
 ) -> Written:
     """Add texts to a store, embedded as its entries are; or correct the entries with these ids, one for each text.
@@ -159,7 +159,15 @@ def insert(
             raise ValueError(
                 f"{store.uri} has no entries with ids {preview(unknown)} to correct; a new entry gets its id by itself"
             )
-    return _write(store, TextEncoder.of(store, encoder), texts, sources, ids, progress)
+    maker = encoder if isinstance(encoder, TextEncoder) else TextEncoder.of(store, encoder)
+    embeddings, truncated = maker.encode(texts, progress)
+    made: dict[str, Any] = {"embeddings": embeddings, "texts": texts, "sources": sources, "encoder": maker.version}
+    if ids is None:
+        ids = store.insert(**made).tolist()
+    else:
+        store.upsert(ids=ids, **made)
+    cut = tuple(sources[place] or repr(texts[place][:20]) for place in truncated)
+    return Written(store.uri, len(store), store.dim, tuple(ids), made["encoder"], cut)
 
 
 def search(store: Store, query: str, k: int = 10, *, encoder: str | None = None) -> Matches:
@@ -179,30 +187,6 @@ def search(store: Store, query: str, k: int = 10, *, encoder: str | None = None)
     )
     others = sum(count for name, count in store.stats().encoders.items() if name != version)
     return Matches(store.uri, query, version, near.certificate.label, len(store), others, matches)
-
-
-def _write(
-    store: Store,
-    maker: TextEncoder,
-    texts: Sequence[str],
-    sources: Sequence[str | None],
-    ids: Sequence[int] | None,
-    progress: Progress | None,
-) -> Written:
-    """Insert texts, or correct the entries with these ids."""
-    embeddings, truncated = maker.encode(texts, progress)
-    columns: dict[str, Any] = {
-        "embeddings": embeddings,
-        "texts": texts,
-        "sources": sources,
-        "encoder": (version := maker.version),
-    }
-    if ids is None:
-        ids = store.insert(**columns).tolist()
-    else:
-        store.upsert(ids=ids, **columns)
-    cut = tuple(sources[place] or repr(texts[place][:20]) for place in truncated)
-    return Written(store.uri, len(store), store.dim, tuple(ids), version, cut)
 
 
 def _check_empty(store: Store) -> None:

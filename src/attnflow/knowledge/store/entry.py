@@ -165,12 +165,12 @@ def matrix(name: str, values: Vectors, width: int, rows: int | None = None) -> F
     return np.ascontiguousarray(array)
 
 
-def queries(values: Vectors, width: int) -> Tensor:
-    """Check queries and return them as float32 [..., width]."""
+def queries(values: Vectors, width: int) -> tuple[Floats, tuple[int, ...]]:
+    """Check queries [..., width] and return them as float32 [n, width], with their leading dimensions."""
     array = _floats("query", values)
     if not array.ndim or array.shape[-1] != width:
         raise ValueError(f"query must have shape [{width}] or [..., {width}], got {list(array.shape)}")
-    return torch.from_numpy(matrix("query", array.reshape(-1, width), width)).view(array.shape)
+    return matrix("query", array.reshape(-1, width), width), array.shape[:-1]
 
 
 def column(value: int | None, num_thresholds: int) -> int | None:

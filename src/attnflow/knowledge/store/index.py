@@ -141,7 +141,7 @@ class EntryIndex:
         """Find the k entries with the largest query . entry + threshold, on the CPU; see `Store.search`."""
         if mode not in (None, "exact", "approximate"):
             raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
-        flat, shape, view = *self._asked(queries), self._view
+        flat, shape, view = *entry.queries(queries, self.dim), self._view
         column = entry.column(threshold_column, self.num_thresholds)
         total = len(view.ids)
         k = integer("k", k, minimum=1, maximum=max(total, _MOST))
@@ -158,7 +158,7 @@ class EntryIndex:
 
     def range(self, queries: Vectors, threshold: float, threshold_column: int | None = None) -> Neighbours:
         """Find all entries with query . entry + threshold > `threshold`, padded to the longest answer."""
-        flat, shape, view = *self._asked(queries), self._view
+        flat, shape, view = *entry.queries(queries, self.dim), self._view
         bound = float(threshold) if threshold in (math.inf, -math.inf) else number("threshold", threshold)
         column = entry.column(threshold_column, self.num_thresholds)
         scores, slots, owners, active = above(flat, *of_column(view.rows, self.dim, column), bound)
@@ -195,11 +195,6 @@ class EntryIndex:
                 return torch.full((len(queries), k), -math.inf), torch.full((len(queries), k), -1)
             scores, ids = self._lists.best(queries, column, k)
         return torch.from_numpy(scores), torch.from_numpy(ids)
-
-    def _asked(self, queries: Vectors) -> tuple[Floats, tuple[int, ...]]:
-        """Return checked queries [n, dim], and their leading dimensions."""
-        checked = entry.queries(queries, self.dim)
-        return checked.view(-1, self.dim).numpy(), tuple(checked.shape[:-1])
 
 
 def _places(view: _View, ids: IntArray) -> IntArray:

@@ -30,9 +30,24 @@ _LEAST: Final = 8  # lists that a query reads
 
 def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores (falling), rows and active counts (score > 0) of each query's k best; k rows must exist."""
-    parts = [_best(part, rows, thresholds, k) for part in _chunks(queries)]
-    scores, slots, active = zip(*parts, strict=True)
-    return torch.cat(scores), torch.cat(slots), torch.cat(active)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for part in _chunks(queries):
+        active = torch.zeros(len(part), dtype=torch.int64)
+        best = torch.full((len(part), k), -torch.inf)
+        slots = torch.full((len(part), k), -1)
+        for start, block in _blocks(part, rows, thresholds):
+            scores = torch.from_numpy(block)
+            active += torch.count_nonzero(scores > 0, dim=1)
+            if start == 0:
+                values, where = scores.topk(min(k, scores.shape[1]), dim=1)
+            else:  # only scores above the k-th best so far: cheaper than a top-k of the block
+                query, column = (scores > best[:, -1:]).nonzero(as_tuple=True)
+                values, where = padded(scores[query, column], column + start, query, len(scores))
+            merged, order = torch.cat([best, values], dim=1).topk(k, dim=1)
+            best, slots = merged, torch.cat([slots, where], dim=1).gather(1, order)
+        found.append((best, slots, active))
+    scores, slots, active = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return scores, slots, active
 
 
 def above(
@@ -78,28 +93,6 @@ def _blocks(queries: Floats, rows: Floats, thresholds: Floats | None) -> Iterato
         if thresholds is not None:
             scores += thresholds[start : start + step]
         yield start, scores
-
-
-def _best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    active = torch.zeros(len(queries), dtype=torch.int64)
-    best = torch.full((len(queries), k), -torch.inf)
-    slots = torch.full((len(queries), k), -1)
-    for start, block in _blocks(queries, rows, thresholds):
-        scores = torch.from_numpy(block)
-        active += torch.count_nonzero(scores > 0, dim=1)
-        if start == 0:
-            values, where = scores.topk(min(k, scores.shape[1]), dim=1)
-        else:
-            values, where = _candidates(scores, best[:, -1:], start)
-        merged, order = torch.cat([best, values], dim=1).topk(k, dim=1)
-        best, slots = merged, torch.cat([slots, where], dim=1).gather(1, order)
-    return best, slots, active
-
-
-def _candidates(scores: Tensor, last: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Keep only scores above the k-th best so far: cheaper than a top-k of the block."""
-    query, column = (scores > last).nonzero(as_tuple=True)
-    return padded(scores[query, column], column + start, query, len(scores))
 
 
 class InvertedLists:

@@ -359,7 +359,10 @@ class Store:
             added = np.zeros((count, columns), dtype=np.float32)
             if thresholds is not None:
                 added = entry.matrix("thresholds", thresholds, columns, count)
-            keys = self._next_ids(count) if ids is None else entry.identifiers("ids", ids, count)
+            first = self._table.highest + 1
+            if ids is None and first + count > 2**63:
+                raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
+            keys = np.arange(first, first + count) if ids is None else entry.identifiers("ids", ids, count)
             held = np.flatnonzero(index.places(keys) >= 0)
             if len(held) and not replaces:
                 raise ValueError(f"ids exist already: {preview(keys[held])}; use upsert to change entries")
@@ -376,9 +379,3 @@ class Store:
                 index.put(keys, rows)
                 self._behind = not alone
         return keys
-
-    def _next_ids(self, count: int) -> IntArray:
-        first = self._table.highest + 1
-        if first + count > 2**63:
-            raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
-        return np.arange(first, first + count, dtype=np.int64)

@@ -62,7 +62,12 @@ class EntryTable:
     def __init__(
         self, uri: str, dim: int | None, num_thresholds: int | None, read_only: bool, storage_options: Any
     ) -> None:
-        lancedb, self._arrow = _packages()
+        try:
+            import lancedb
+            import pyarrow
+        except ImportError as error:
+            raise MissingExtra("lancedb", "knowledge", "a store of entries") from error
+        self._arrow: Any = pyarrow
         self.uri = uri
         self.highest = self._retired = self._version = -1
         self._commits = 0  # since files were written together
@@ -285,15 +290,6 @@ def _locked(directory: Path) -> Callable[[], None]:
         os.close(file)
 
     return release
-
-
-def _packages() -> tuple[Any, Any]:
-    try:
-        import lancedb
-        import pyarrow
-    except ImportError as error:
-        raise MissingExtra("lancedb", "knowledge", "a store of entries") from error
-    return lancedb, pyarrow
 
 
 def _among(ids: IntArray) -> str:
