@@ -24,8 +24,8 @@ from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
 from attnflow.models.evaluation import REFUSALS, evaluating, precision
 from attnflow.models.loaded import Loaded, split
-from attnflow.order.difference import OrderDifference
 from attnflow.order.flow import Flow, analyze
+from attnflow.order.hasse import OrderDifference
 
 SAMPLES: Final = 2  # replacements tried for each position
 By = Literal["layer", "output"]

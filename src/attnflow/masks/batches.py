@@ -16,8 +16,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
 from attnflow.masks.flex import MAX_UNROLLED, Blocked, MaskMod, bounds_of, mask_mod_of_bits, mask_mod_of_rows
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask
-from attnflow.masks.registry import not_a_mask
+from attnflow.masks.mask import Mask, not_a_mask
 
 _NARROW: Final = 8  # intervals of a row up to which keys are not numbered anew
 _SHOWN: Final = 4
@@ -44,11 +43,6 @@ class MaskGrid(Blocked):
     def shape(self) -> tuple[int, int, int, int]:
         """(sequences, heads, num_queries, num_keys), as of a `BlockMask`; a 1 stands for any number."""
         return len(self.masks), len(self.masks[0]), self.num_queries, self.num_keys
-
-    @property
-    def lengths(self) -> tuple[tuple[int, int], ...]:
-        """(queries, keys) of each sequence without its padding."""
-        return tuple(row[0].shape for row in self.masks)
 
     def dense(self, device: torch.device | str | None = None) -> Bool[Tensor, "batch heads queries keys"]:
         """The relation as a bool tensor with its padding, on `device` (default CPU). Cost: one byte per pair.
@@ -96,7 +90,7 @@ class MaskGrid(Blocked):
 
     def mask_mod_on(self, device: torch.device | str) -> MaskMod:
         """`mask_mod(b, h, q, k)` on `device`: by the intervals of each query or, where one has over 32, by bits."""
-        if not self._wide():
+        if max(rows.width() for rows in self._relations()[0]) <= MAX_UNROLLED:
             return mask_mod_of_rows(self.row_intervals(device=device), self.num_keys)
         return mask_mod_of_bits(torch.stack([torch.stack([m.bits() for m in row]) for row in self.padded()]).to(device))
 
@@ -114,7 +108,7 @@ class MaskGrid(Blocked):
         """Whether both allow the same pairs over the same lengths."""
         if not isinstance(other, MaskGrid):
             return NotImplemented
-        return (self.shape, self.lengths, self.masks) == (other.shape, other.lengths, other.masks)
+        return (self.shape, self.masks) == (other.shape, other.masks)
 
     def __hash__(self) -> int:
         return hash((self.shape, self.masks))
@@ -133,9 +127,6 @@ class MaskGrid(Blocked):
         every = {id(mask): mask for row in self.masks for mask in row}
         once = {key: mask if mask.shape == size else _padded(mask, *size) for key, mask in every.items()}
         return [[once[id(mask)] for mask in row] for row in self.masks]
-
-    def _wide(self) -> bool:
-        return max(rows.width() for rows in self._relations()[0]) > MAX_UNROLLED
 
     def _relations(self) -> tuple[list[IntervalRows], list[IntArray] | None]:
         """(rows of each sequence and head; number of each key in these rows, None for its own position)."""

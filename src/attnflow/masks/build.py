@@ -17,8 +17,7 @@ from attnflow._core import checks
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask
-from attnflow.masks.registry import not_a_mask
+from attnflow.masks.mask import Mask, not_a_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -56,16 +55,15 @@ def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
         raise ValueError(f"expected shape [queries, keys] or [batch, heads, queries, keys], got {tuple(allow.shape)}")
     if allow.is_meta:
         raise ValueError("expected a tensor with data, got one on the meta device")
-    every = allow.detach().reshape(math.prod(allow.shape[:-2]), *allow.shape[-2:])
+    every = allow.detach().reshape(math.prod(allow.shape[:-2]), *allow.shape[-2:]).cpu()
     for number in range(1, len(every)):
         if not torch.equal(every[0], every[number]):
-            *place, query, key = (allow != every[0]).nonzero()[0].tolist()
+            *place, query, key = (allow.cpu() != every[0]).nonzero()[0].tolist()
             raise ValueError(
                 f"a mask is one relation, but tensor[{', '.join(map(str, place))}] differs from the first at query "
                 f"{query}, key {key}; make one of each, as in masks.batch([masks.from_dense(t) for t in tensor])"
             )
-    allow = every[0]
-    table = allow.detach().cpu().numpy()
+    table = every[0].numpy()
     chunk = max(1, (1 << 23) // max(1, table.shape[1]))
     parts = [IntervalRows.from_bool(table[i : i + chunk]) for i in range(0, len(table), chunk)]
     return Mask(IntervalRows.stack(parts, table.shape[1]), name)
@@ -197,22 +195,16 @@ def from_block_mask(block_mask: BlockMask) -> Mask | MaskGrid:
 def computed_pairs(block_mask: BlockMask) -> Tensor:
     """bool [batch, heads, queries, keys] that FlexAttention computes: full blocks, partial ones under `mask_mod`.
 
-    Cost: the dense mask in memory.
+    A block that is listed twice counts as partial. Cost: the dense mask in memory.
     """
     from torch.nn.attention.flex_attention import create_mask
 
-    (queries, keys), (tall, wide), device = block_mask.seq_lengths, block_mask.BLOCK_SIZE, block_mask.kv_indices.device
-
-    def listed(counts: Tensor, indices: Tensor) -> Tensor:
-        blocks = torch.as_tensor(_listed(counts, indices, block_mask.kv_indices.shape[-1]) > 0, device=device)
-        return blocks.repeat_interleave(tall, 2).repeat_interleave(wide, 3)[..., :queries, :keys]
-
+    (queries, keys), (tall, wide) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    blocks = torch.from_numpy(_states(block_mask)).byte()
+    states = blocks.repeat_interleave(tall, 2).repeat_interleave(wide, 3)[..., :queries, :keys]
     batch, heads, *_ = block_mask.shape
-    allow = create_mask(block_mask.mask_mod, batch, heads, queries, keys, str(device))
-    allow = allow & listed(block_mask.kv_num_blocks, block_mask.kv_indices)
-    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        allow = allow | listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return allow.cpu()
+    allow = create_mask(block_mask.mask_mod, batch, heads, queries, keys, str(block_mask.kv_indices.device)).cpu()
+    return (allow & (states != _SKIPPED)) | (states == _FULL)
 
 
 def _states(block_mask: BlockMask) -> npt.NDArray[np.int64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -107,10 +108,13 @@ def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
 
 def diagnose(mask: Mask) -> Diagnosis:
     """Tells what a mask is and what looks wrong with it."""
-    equal = equal_to(mask)
-    formats = tuple(name for name in export.FORMATS if _can_say(name, mask))
+    equal, formats = equal_to(mask), list[str]()
+    for name, exported in export.FORMATS.items():
+        with suppress(ValueError):  # the format cannot say it, or it takes too many intervals
+            exported(mask)
+            formats.append(name)
     same_as = None if equal is None else repr(equal)
-    return Diagnosis(*mask.shape, mask.nnz, same_as, tuple(_findings(mask)), formats)
+    return Diagnosis(*mask.shape, mask.nnz, same_as, tuple(_findings(mask, equal)), tuple(formats))
 
 
 def equal_to(mask: Mask) -> Mask | None:
@@ -118,15 +122,7 @@ def equal_to(mask: Mask) -> Mask | None:
     return next((candidate for candidate in _candidates(mask) if candidate == mask), None)
 
 
-def _can_say(name: str, mask: Mask) -> bool:
-    try:
-        export.FORMATS[name](mask)
-    except ValueError:  # the format cannot, or it takes too many intervals
-        return False
-    return True
-
-
-def _findings(mask: Mask) -> Iterator[Finding]:
+def _findings(mask: Mask, equal: Mask | None) -> Iterator[Finding]:
     counts = mask.row_counts()
     empty = np.flatnonzero(counts == 0)
     if len(empty) and mask.num_keys:
@@ -138,7 +134,7 @@ def _findings(mask: Mask) -> Iterator[Finding]:
         if blind:
             message = f"{_some(blind)} may attend to other keys and not to the own one"
             yield Finding("diagonal", message, tuple((query, query) for query in blind[:_SHOWN]))
-    if equal_to(mask) is None:
+    if equal is None:
         yield from _mistaken(mask)
 
 
@@ -151,16 +147,12 @@ def _mistaken(mask: Mask) -> Iterator[Finding]:
         yield Finding("transposed", f"its transpose is {other!r}: rows are queries here, columns keys")
         return
     size = mask.num_queries * mask.num_keys
-    close = ((_distance(mask, other), other) for other in _candidates(mask))
+    close = (((mask & ~other).nnz + (other & ~mask).nnz, other) for other in _candidates(mask))
     distance, other = min(close, key=lambda pair: pair[0], default=(size, mask))
     if 0 < distance <= max(1, int(_CLOSE * size)) and distance < mask.nnz:
         pairs = mask.difference(other, limit=_SHOWN)
         message = f"{distance:,} pairs away from {other!r}: {_said(mask, pairs)}"
         yield Finding("nearly", message, tuple(pairs))
-
-
-def _distance(mask: Mask, other: Mask) -> int:
-    return (mask & ~other).nnz + (other & ~mask).nnz
 
 
 def _candidates(mask: Mask) -> Iterator[Mask]:

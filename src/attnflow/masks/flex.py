@@ -201,14 +201,11 @@ def pairs_in_blocks(
     ends: Int[Tensor, "*intervals"],
     grid: tuple[int, int],
     width: int,
-    rank: Int[Tensor, " keys"] | None = None,
 ) -> Int[Tensor, "rows columns"]:
     """Counts allowed pairs in each cell of a grid, from key intervals; `row` is the grid row of each interval.
 
-    `width` is the number of keys per column. With `rank`, the cost adds one number per key and grid row.
+    `width` is the number of keys per column.
     """
-    if rank is not None:
-        return _pairs_of_renumbered(row, starts, ends, rank, grid, width)
     columns = grid[1] + 1
     first, last = starts // width, (ends - 1).clamp(min=0) // width
     inside = first == last
@@ -233,7 +230,10 @@ def pairs_in_blocks(
 def _pairs_of_renumbered(
     row: Tensor, starts: Tensor, ends: Tensor, rank: Tensor, grid: tuple[int, int], width: int
 ) -> Tensor:
-    """`pairs_in_blocks` with a rank: sums rows while keys lie together, then renumbers the sum."""
+    """`pairs_in_blocks` of numbered keys: sums rows while keys lie together, then renumbers the sum.
+
+    Cost: a number per key and grid row more.
+    """
     num_keys = len(rank)
     cover = torch.zeros(grid[0], num_keys + 1, dtype=torch.int32, device=rank.device)
     for at, change in ((starts, 1), (ends, -1)):
@@ -322,7 +322,9 @@ def block_counts_of_rows(
             0, (batch, heads, height)
         )
     parts = [
-        pairs_in_blocks(row.expand_as(starts[b, h]), starts[b, h], ends[b, h], (height, width), blocks[1], rank[b, h])
+        _pairs_of_renumbered(
+            row.expand_as(starts[b, h]), starts[b, h], ends[b, h], rank[b, h], (height, width), blocks[1]
+        )
         for b in range(batch)
         for h in range(heads)
     ]

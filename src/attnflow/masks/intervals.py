@@ -140,11 +140,6 @@ class IntervalRows:
         source = ragged(self.indptr[:-1][rows], length)[1]
         return IntervalRows(offsets(length), self.starts[source], self.ends[source], self.num_keys)
 
-    def clip(self, first: int, last: int) -> IntervalRows:
-        """Only the keys in [first, last), renumbered from 0."""
-        starts, ends = self.starts.astype(np.int64) - first, self.ends.astype(np.int64) - first
-        return IntervalRows.build(self.row_index(), starts, ends, self.num_rows, last - first)
-
     def with_diagonal(self) -> IntervalRows:
         """Adds to each row its own number; rows must be as many as keys."""
         starts, ends = self._line()

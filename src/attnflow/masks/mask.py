@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -22,9 +22,12 @@ from attnflow.masks.costs import Priced
 from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
-from attnflow.masks.registry import CATALOGUE, not_a_mask, read_mask
 
 _MAX_TEXT: Final = 200  # characters of a printed mask
+
+# What files above this one give it: the catalogue, and the one function (plain data, name of its place) -> mask.
+CATALOGUE: Final[dict[str, Callable[..., Any]]] = {}
+READERS: Final[list[Callable[[object, str], Any]]] = []
 
 
 class Mask(Priced, flex.Blocked):
@@ -163,19 +166,15 @@ class Mask(Priced, flex.Blocked):
 
     def pieces(self, limit: int | None = None) -> tuple[IntArray, IntArray, IntArray] | None:
         """Disjoint intervals (query, start, end) in no given order; None where relabelling makes more than `limit`."""
-        rows = self.rows_in_query_order()
+        rows = self.numbered_keys()[0]
         new_key = None if self._key_rank is None else invert(self._key_rank)
         if limit is None:
             limit = max(4 * self.num_queries, self.num_queries * self.num_keys // 64)
         return pieces_of(rows, new_key, min(limit, RENAMED))
 
-    def rows_in_query_order(self) -> IntervalRows:
-        """Row q for query q, as intervals of internal key numbers. Cost: O(intervals)."""
-        return self._numbered.in_query_order()
-
     def numbered_keys(self) -> tuple[IntervalRows, IntArray | None]:
         """(row q for query q, the number that key k goes by in the rows; None where that is k). Cost: O(intervals)."""
-        return self.rows_in_query_order(), self._key_rank
+        return self._numbered.in_query_order(), self._key_rank
 
     def relabelled(self) -> tuple[IntervalRows, IntArray | None]:
         """(rows, rank) with `allow[q, k]` iff `rank[k]` lies in row `rank[q]`: the compact form of a square mask.
@@ -258,9 +257,10 @@ class Mask(Priced, flex.Blocked):
         if step != 1 or key_step != 1:
             raise ValueError(f"a mask is sliced with step 1, got {step} and {key_step}; use permute to reorder")
         name = f"{self!r}[{first}:{last}, {left}:{right}]"
-        part = Numbered(self.rows_in_query_order().take(np.arange(first, max(first, last))), None, self._key_rank)
-        rows = part.intervals(name).clip(left, max(left, right))
-        return Mask(rows, name)
+        part = Numbered(self.numbered_keys()[0].take(np.arange(first, max(first, last))), None, self._key_rank)
+        rows = part.intervals(name)
+        starts, ends = (side.astype(np.int64) - left for side in (rows.starts, rows.ends))
+        return Mask(IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, max(right - left, 0)), name)
 
     def _combined(self, other: Mask, sign: str) -> Mask:
         self._check(other, "combine")
@@ -283,7 +283,7 @@ class Mask(Priced, flex.Blocked):
 
     def block_counts(self, block_size: int | tuple[int, int] = 128) -> IntArray:
         """Allowed pairs in each block, int64[query blocks, key blocks]."""
-        return flex.block_counts(self.rows_in_query_order(), self._key_rank, flex.block_sizes(block_size))
+        return flex.block_counts(*self.numbered_keys(), flex.block_sizes(block_size))
 
     def bits(self) -> UInt8[Tensor, "queries bytes"]:
         """The relation as one bit a pair: eight keys a byte, the first in the lowest bit."""
@@ -308,7 +308,7 @@ class Mask(Priced, flex.Blocked):
         >>> Mask.from_json('{"dense": ["10", "11"]}').row_counts().tolist()
         [1, 2]
         """
-        return read_mask(parse_json(text, "the JSON of a mask"))
+        return READERS[0](parse_json(text, "the JSON of a mask"), "mask")
 
     def to_dict(self) -> dict[str, object]:
         """The mask as plain data that `Mask.from_json` and JSON files of the command line read.
@@ -344,7 +344,9 @@ class Mask(Priced, flex.Blocked):
     def __repr__(self) -> str:
         text = self.name
         if self.parameters:
-            text = f"{text}({', '.join(f'{k}={_short(v)}' for k, v in self.parameters.items())})"
+            row = np.ndarray | list | tuple
+            shown = [f"{k}={checks.preview(v, 6) if isinstance(v, row) else v!r}" for k, v in self.parameters.items()]
+            text = f"{text}({', '.join(shown)})"
         return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 3 :]}"
 
     def _repr_html_(self) -> str:
@@ -365,7 +367,26 @@ class Mask(Priced, flex.Blocked):
         return Numbered(self._rows, self._query_rank, self._key_rank)
 
 
-def _short(value: object) -> str:
-    if isinstance(value, np.ndarray | list | tuple):
-        return checks.preview(cast(list[object], value), 6)
-    return repr(value)
+def not_a_mask(value: object) -> TypeError:
+    """The error for a wrong type: what came, and which call makes a mask of it."""
+    return TypeError(f"expected a Mask, got {type(value).__name__}; {_how_to_make_one(value)}")
+
+
+def _how_to_make_one(value: object) -> str:
+    make = "af.masks."
+    if isinstance(value, np.ndarray):
+        return f"make one with {make}from_dense(torch.from_numpy(array))"
+    if isinstance(value, Tensor):
+        table = "tensor" + "[0]" * (value.ndim - 2)  # of one batch element and head
+        if value.dtype != torch.bool:
+            table = f"{table} == 0" if value.is_floating_point() else f"{table}.bool()"
+        return f"make one with {make}from_dense({table})"
+    if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
+        return f"make one with {make}from_block_mask(block_mask)"
+    if callable(value) and getattr(value, "__module__", "") in ("attnflow.masks.catalogue", "attnflow.masks.streams"):
+        return f"call {getattr(value, '__name__', 'it')} with its arguments first"
+    if callable(value):
+        return f"make one with {make}from_mask_mod(function, num_queries)"
+    if isinstance(getattr(value, "mask", None), Mask):
+        return "pass its .mask"
+    return f"make one with the catalogue, such as {make}causal(n), or with {make}from_dense(torch.tensor(rows))"

@@ -21,6 +21,7 @@ _LONG: Final = 1 << 16  # stretches: about as much work as to guess their number
 _CHUNK: Final = 1 << 13  # intervals that are renamed at a time
 
 Pieces = tuple[IntArray, IntArray, IntArray]
+Bounds = tuple[IntArray, IntArray]
 
 
 def invert(rank: IntArray) -> IntArray:
@@ -46,11 +47,6 @@ class Numbered:
     rows: IntervalRows
     query_rank: IntArray | None = None
     key_rank: IntArray | None = None
-
-    @property
-    def pairs(self) -> int:
-        """Pairs, allowed or not."""
-        return self.rows.num_rows * self.rows.num_keys
 
     def in_query_order(self) -> IntervalRows:
         """Row q for query q, as intervals of internal key numbers. Cost: O(intervals)."""
@@ -94,11 +90,12 @@ class Numbered:
     def intervals(self, what: str) -> IntervalRows:
         """The relation in plain positions; raises ValueError, naming `what`, if it has too many intervals."""
         plain = Numbered(self.rows)
-        few = self.pairs // 64 if self.pairs <= SCANNED else RENAMED
+        pairs = self.rows.num_rows * self.rows.num_keys
+        few = pairs // 64 if pairs <= SCANNED else RENAMED
         rows = self.renumbered(plain, max(4 * self.rows.num_rows, min(few, RENAMED)))
         if rows is not None:
             return rows
-        if self.pairs > SCANNED:
+        if pairs > SCANNED:
             raise too_many(f"{what}, in the order of its keys,", self.expected(plain))
         parts: list[IntervalRows] = []
         count = 0
@@ -120,11 +117,12 @@ def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
 
     Raises ValueError, naming `what`, if all need too many. Cost: O(n log n), and O(log n) per interval of the result.
     """
+    joined = IntervalRows.intersection if sign == "&" else IntervalRows.union
     if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank):
-        return Numbered(_set(a.rows, b.rows, sign), a.query_rank, a.key_rank)
-    plain = Numbered(a.rows)
+        return Numbered(joined(a.rows, b.rows), a.query_rank, a.key_rank)
+    plain, pairs = Numbered(a.rows), a.rows.num_rows * a.rows.num_keys
     few = 2 * (len(a.rows.starts) + len(b.rows.starts) + a.rows.num_rows)
-    many = min(RENAMED, max(a.pairs // 64, 1)) if a.pairs <= SCANNED else RENAMED
+    many = min(RENAMED, max(pairs // 64, 1)) if pairs <= SCANNED else RENAMED
     candidates = [plain, a, b, *_fronted(a, b), *_fronted(b, a)]
     costs = sorted(((a.expected(n) + b.expected(n), n) for n in candidates), key=lambda pair: pair[0])
     # That of the positions first where it keeps both small; a cost is a guess, the limit is kept exactly.
@@ -132,10 +130,10 @@ def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
         left = a.renumbered(numbers, limit)
         right = None if left is None else b.renumbered(numbers, limit)
         if left is not None and right is not None:
-            return Numbered(_set(left, right, sign), numbers.query_rank, numbers.key_rank)
-    if a.pairs > SCANNED:
+            return Numbered(joined(left, right), numbers.query_rank, numbers.key_rank)
+    if pairs > SCANNED:
         raise too_many(what, costs[0][0])
-    return Numbered(_set(a.intervals(what), b.intervals(what), sign))
+    return Numbered(joined(a.intervals(what), b.intervals(what)))
 
 
 def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
@@ -156,10 +154,6 @@ def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
     a_rank, b_rank = (identity if each.key_rank is None else each.key_rank for each in (a, b))
     rank = invert(np.lexsort((a_rank, (b_rank < start) | (b_rank >= end))))
     yield Numbered(a.rows, rank, rank)
-
-
-def _set(left: IntervalRows, right: IntervalRows, sign: str) -> IntervalRows:
-    return left.intersection(right) if sign == "&" else left.union(right)
 
 
 def differing(a: Numbered, b: Numbered) -> IntArray:
@@ -209,8 +203,10 @@ def renamed(starts: IntArray, ends: IntArray, new_key: IntArray, limit: int) -> 
         old_key = np.full(size + 2, -1)  # with a number before the first and one after the last
         old_key[new_key + 1] = np.arange(len(new_key))
         if np.array_equal(old_key[new_key + 1], np.arange(len(new_key))):  # no number is there twice
-            if limit > _LONG and hopeless(starts, ends, new_key, limit):
-                return None
+            if limit > _LONG:  # two samples that predict far more stretches than the limit are believed; O(n)
+                larger = max(_SAMPLE, min(1 << 10, (1 << 28) // max(1, len(new_key))))
+                if all(expected(starts, ends, new_key, sample) > 4 * limit for sample in (_SAMPLE, larger)):
+                    return None
             return _sorted_runs(starts, ends, new_key, old_key, limit)
     if total > limit:
         return None
@@ -235,23 +231,17 @@ def expected(starts: IntArray, ends: IntArray, new_key: IntArray, sample: int = 
     )
 
 
-def hopeless(starts: IntArray, ends: IntArray, new_key: IntArray, limit: int) -> bool:
-    """Whether two samples predict far more stretches than `limit`; costs O(n)."""
-    larger = max(_SAMPLE, min(1 << 10, (1 << 28) // max(1, len(new_key))))
-    return all(expected(starts, ends, new_key, sample) > 4 * limit for sample in (_SAMPLE, larger))
-
-
 def _sorted_runs(starts: IntArray, ends: IntArray, new_key: IntArray, old_key: IntArray, limit: int) -> Pieces | None:
     """The maximal stretches of each interval: a key begins one iff the key numbered just below is outside."""
     n, stride = len(new_key), len(old_key) + 1
     pairs, which = np.unique(starts * (n + 1) + ends, return_inverse=True)  # rows of a block share their intervals
     starts, ends = np.divmod(pairs, n + 1)
-    below, above = _Ranges.of(old_key[new_key]), _Ranges.of(old_key[new_key + 2])
+    below, above = _ranges(old_key[new_key]), _ranges(old_key[new_key + 2])
     lows, highs, total = [pairs[:0]], [pairs[:0]], 0
     for first in range(0, len(starts), _CHUNK):
         part = slice(first, first + _CHUNK)
         for bounds, ranges in ((lows, below), (highs, above)):
-            reported = ranges.outside(starts[part], ends[part], limit - total)
+            reported = _outside(ranges, starts[part], ends[part], limit - total)
             if reported is None:
                 return None
             bounds.append(np.sort((reported[0] + first) * stride + new_key[reported[1]]))
@@ -265,45 +255,39 @@ def _sorted_runs(starts: IntArray, ends: IntArray, new_key: IntArray, old_key: I
     return source, low[place], high[place]
 
 
-@dataclass(frozen=True)
-class _Ranges:
-    """Minima and maxima of an array over aligned ranges of 1, 2, 4, ... entries."""
+def _ranges(values: IntArray) -> list[Bounds]:
+    """(minima, maxima) of an array over aligned ranges of 1, 2, 4, ... entries."""
+    levels = [(values, values)]
+    while len(levels[-1][0]) > 1:
+        lowest, highest = levels[-1]
+        if len(lowest) % 2:
+            levels[-1] = lowest, highest = np.append(lowest, np.iinfo(np.int64).max), np.append(highest, -2)
+        levels.append((lowest.reshape(-1, 2).min(axis=1), highest.reshape(-1, 2).max(axis=1)))
+    return levels
 
-    lowest: list[IntArray]
-    highest: list[IntArray]
 
-    @classmethod
-    def of(cls, values: IntArray) -> _Ranges:
-        lowest, highest = [values], [values]
-        while len(lowest[-1]) > 1:
-            if len(lowest[-1]) % 2:
-                lowest[-1] = np.append(lowest[-1], np.iinfo(np.int64).max)
-                highest[-1] = np.append(highest[-1], -2)
-            lowest.append(lowest[-1].reshape(-1, 2).min(axis=1))
-            highest.append(highest[-1].reshape(-1, 2).max(axis=1))
-        return cls(lowest, highest)
+def _outside(levels: list[Bounds], starts: IntArray, ends: IntArray, limit: int) -> Bounds | None:
+    """(interval, index) of entries whose values lie outside their interval; None if over `limit`.
 
-    def outside(self, starts: IntArray, ends: IntArray, limit: int) -> tuple[IntArray, IntArray] | None:
-        """(interval, index) of entries whose values lie outside their interval; None if over `limit`.
-
-        Only ranges with such an entry are entered: per level at most as many as answers, plus two per interval.
-        """
-        top = len(self.lowest) - 1
-        level_of = np.minimum(np.frexp((ends - starts).astype(np.float64))[1], top)
-        interval, node = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        for level in range(top, -1, -1):
-            fresh = np.flatnonzero(level_of == level)
-            left, right = starts[fresh] >> level, (ends[fresh] - 1) >> level  # the same range, or the one beside it
-            two = right > left
-            interval = np.concatenate([interval, fresh, fresh[two]])
-            node = np.concatenate([node, left, right[two]])
-            start, end = starts[interval], ends[interval]
-            enter = (self.lowest[level][node] < start) | (self.highest[level][node] >= end)
-            enter &= (node << level < end) & (node + 1 << level > start)
-            interval, node = interval[enter], node[enter]
-            if len(node) > limit + 2 * len(starts):
-                return None
-            if level:
-                interval = np.repeat(interval, 2)
-                node = np.stack([2 * node, 2 * node + 1], axis=1).ravel()
-        return (interval, node) if len(node) <= limit else None
+    Only ranges with such an entry are entered: per level at most as many as answers, plus two per interval.
+    """
+    top = len(levels) - 1
+    level_of = np.minimum(np.frexp((ends - starts).astype(np.float64))[1], top)
+    interval, node = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for level in range(top, -1, -1):
+        fresh = np.flatnonzero(level_of == level)
+        left, right = starts[fresh] >> level, (ends[fresh] - 1) >> level  # the same range, or the one beside it
+        two = right > left
+        interval = np.concatenate([interval, fresh, fresh[two]])
+        node = np.concatenate([node, left, right[two]])
+        start, end = starts[interval], ends[interval]
+        lowest, highest = levels[level]
+        enter = (lowest[node] < start) | (highest[node] >= end)
+        enter &= (node << level < end) & (node + 1 << level > start)
+        interval, node = interval[enter], node[enter]
+        if len(node) > limit + 2 * len(starts):
+            return None
+        if level:
+            interval = np.repeat(interval, 2)
+            node = np.stack([2 * node, 2 * node + 1], axis=1).ravel()
+    return (interval, node) if len(node) <= limit else None

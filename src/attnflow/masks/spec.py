@@ -19,8 +19,7 @@ from attnflow._core.parameters import Named, find, named
 from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys
 from attnflow.masks import catalogue, export, streams
 from attnflow.masks.build import from_dense, from_edges, from_intervals
-from attnflow.masks.mask import Mask
-from attnflow.masks.registry import CATALOGUE, reads_masks
+from attnflow.masks.mask import CATALOGUE, READERS, Mask
 
 _FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not", "attnflow")
 _DEEPEST: Final = 100  # expressions that people write have a handful
@@ -185,4 +184,4 @@ def _call(where: str, function: Callable[..., Mask], values: Mapping[str, object
         raise ValueError(f"{where}: {error}") from error
 
 
-reads_masks(mask_from_dict)
+READERS[:] = [mask_from_dict]

@@ -20,7 +20,6 @@ from attnflow.order.products import (
     is_scattered,
     quotient,
     range_reduce,
-    reads_only_after,
     reads_only_before,
     room,
     without_twins,
@@ -106,10 +105,9 @@ def close(rows: IntervalRows) -> Order:
     n = rows.num_rows
     if n == 0:
         return Order(np.arange(0), Reach(rows, 0), np.arange(0), np.zeros((0, 2), np.int64))
-    found = close_by_intervals(rows) if n > products.LONG and not is_scattered(rows) else None
+    found = _close_by_intervals(rows) if n > products.LONG and not is_scattered(rows) else None
     if found is not None:
-        class_of, closure, node, covers = found
-        return Order(class_of, Reach(closure, closure.num_rows), node, covers)
+        return found
     class_of, words, covers = dense.close(rows)
     return Order(class_of, Reach(words, len(words)), np.arange(len(words)), covers)
 
@@ -160,18 +158,18 @@ def depth_of(rows: IntervalRows) -> int:
     return depth + 1
 
 
-def close_by_intervals(rows: IntervalRows) -> tuple[IntArray, IntervalRows, IntArray, IntArray] | None:
+def _close_by_intervals(rows: IntervalRows) -> Order | None:
     """The order of a long square relation with its diagonal; None if it takes too many intervals.
 
-    Returns (class of each node of `rows`, closure over representatives, representative of each class, covers). Raises
-    ValueError if the covers do not fit memory. Cost: O(m log m) for m intervals of mask and closure, times log(depth).
+    Raises ValueError if the covers do not fit memory. Cost: O(m log m) for m intervals of mask and closure, times
+    log(depth).
     """
     class_of, between = condensed(rows)
     node = np.arange(between.num_rows)
     if reads_only_before(between):
         covers = covers_if_closed(between)
         if covers is not None:
-            return class_of, between, node, covers
+            return Order(class_of, Reach(between, between.num_rows), node, covers)
     closure = closure_of(between, room(between))
     if closure is None:
         return None
@@ -182,7 +180,7 @@ def close_by_intervals(rows: IntervalRows) -> tuple[IntArray, IntervalRows, IntA
         covers = None
     if covers is None:
         covers = covers_of_closure(closure, number, first)
-    return None if covers is None else (number[class_of], closure, first, covers)
+    return None if covers is None else Order(number[class_of], Reach(closure, closure.num_rows), first, covers)
 
 
 def condensed(rows: IntervalRows) -> tuple[IntArray, IntervalRows]:
@@ -193,20 +191,16 @@ def condensed(rows: IntervalRows) -> tuple[IntArray, IntervalRows]:
     """
     class_of = np.arange(rows.num_rows)
     while not reads_only_before(rows):
-        if reads_only_after(rows):
-            return rows.num_rows - 1 - class_of, _mirrored(rows)
+        if (rows.starts[rows.indptr[:-1]] == np.arange(rows.num_rows)).all():  # every key is at or after its query
+            n = np.int32(rows.num_rows)
+            indptr, starts, ends = rows.indptr[-1] - rows.indptr[::-1], (n - rows.ends)[::-1], (n - rows.starts)[::-1]
+            return int(n) - 1 - class_of, IntervalRows(indptr, starts, ends, int(n))
         label = _merged(rows)
         between = quotient(rows, label) if int(label.max()) + 1 < rows.num_rows else None
         if between is None:
             break
         class_of, rows = label[class_of], between
     return class_of, rows
-
-
-def _mirrored(rows: IntervalRows) -> IntervalRows:
-    """The relation with the last node first."""
-    n = np.int32(rows.num_rows)
-    return IntervalRows(rows.indptr[-1] - rows.indptr[::-1], (n - rows.ends)[::-1], (n - rows.starts)[::-1], int(n))
 
 
 def _merged(rows: IntervalRows) -> IntArray:

@@ -20,15 +20,13 @@ from attnflow._core.plain import as_list
 from attnflow._core.results import Result
 from attnflow.masks.build import from_edges
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask
+from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.numbering import invert
-from attnflow.masks.registry import not_a_mask
 from attnflow.masks.spec import mask_from_dict
-from attnflow.order import walk
+from attnflow.order import reach
 from attnflow.order.closure import Order, close, depth_of, is_closed, renumbered
-from attnflow.order.difference import OrderDifference, difference_of
-from attnflow.order.hasse import Hasse, Sparse
-from attnflow.order.reach import Reach, common_numbering, products
+from attnflow.order.hasse import Hasse, OrderDifference, Sparse, difference_of
+from attnflow.order.reach import Reach
 
 
 def analyze(masks: Mask | Sequence[Mask]) -> Flow:
@@ -160,7 +158,7 @@ class Flow(Result):
 
     @cached_property
     def _numbered(self) -> tuple[list[IntervalRows], IntArray | None]:
-        return common_numbering(self.masks)
+        return reach.common_numbering(self.masks)
 
     @property
     def _layers(self) -> list[IntervalRows]:
@@ -175,7 +173,7 @@ class Flow(Result):
     @cached_property
     def _products(self) -> list[Reach]:
         """The products A_l x ... x A_1 of a stack, for l = 0..num_layers."""
-        return products(self._layers)
+        return reach.products(self._layers)
 
     @cached_property
     def _order(self) -> Order:
@@ -185,10 +183,6 @@ class Flow(Result):
     def _class_of(self) -> IntArray:
         rank = self._step[1]
         return self._order.class_of if rank is None else self._order.class_of[rank]
-
-    @cached_property
-    def _nnz(self) -> int:
-        return self._order.nnz if self.num_layers is None else int(self._products[-1].counts().sum())
 
     @cached_property
     def depth(self) -> int:
@@ -213,7 +207,8 @@ class Flow(Result):
     @property
     def closure_density(self) -> float:
         """Share of all pairs (i, j) with j <= i, in [0, 1]."""
-        return self._nnz / self.size**2 if self.size else 0.0
+        pairs = self._order.nnz if self.num_layers is None else int(self._products[-1].counts().sum())
+        return pairs / self.size**2 if self.size else 0.0
 
     def reaches(self, source: int, target: int, layers: int | None = None) -> bool:
         """Whether information of position `source` can be in `target` after `layers` layers (default: all)."""
@@ -232,7 +227,7 @@ class Flow(Result):
             return torch.from_numpy(np.flatnonzero(row[self._class_of]))
         if not layers:
             return torch.tensor([query])
-        inside = walk.field(self._stack(layers), self._number(query))
+        inside = reach.field(self._stack(layers), self._number(query))
         return torch.from_numpy(np.flatnonzero(inside if self._rank is None else inside[self._rank]))
 
     def arrivals(self, query: int, most: int) -> IntArray:
@@ -241,7 +236,7 @@ class Flow(Result):
         A stack is walked to its end, whatever `most` says. Cost: O(n) for each layer.
         """
         number = self._number(self._position("query", query))
-        first = walk.arrivals(self._layers, number, most if self.num_layers is None else None)
+        first = reach.arrivals(self._layers, number, most if self.num_layers is None else None)
         return first if self._rank is None else first[self._rank]
 
     def path(self, source: int, target: int) -> list[int]:
@@ -257,9 +252,9 @@ class Flow(Result):
         source, target = self._position("source", source), self._position("target", target)
         first, last = self._number(source), self._number(target)
         if self.num_layers is not None:
-            path = walk.layered_path(self._layers, first, last)
+            path = reach.layered_path(self._layers, first, last)
         else:
-            path = walk.shortest_path(self._layers[0], first, last) if self.reaches(source, target) else []
+            path = reach.shortest_path(self._layers[0], first, last) if self.reaches(source, target) else []
         return path if self._rank is None else invert(self._rank)[path].tolist()
 
     @cached_property
@@ -347,7 +342,7 @@ class Flow(Result):
         for members in self.classes:
             edges += [(q, k) for k, q in zip(members, (*members[1:], members[0]), strict=True) if q != k]
         mask = from_edges(edges, self.size, name="sparse")
-        keep = walk.budget(self.size, window, anchors)
+        keep = reach.budget(self.size, window, anchors)
         if keep is not None:
             rows, rank = self._step
             original = Mask(rows, query_rank=rank, key_rank=rank).intervals()

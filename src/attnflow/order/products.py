@@ -32,11 +32,6 @@ def reads_only_before(rows: IntervalRows) -> bool:
     return bool((rows.ends[rows.indptr[1:] - 1] == np.arange(rows.num_rows) + 1).all())
 
 
-def reads_only_after(rows: IntervalRows) -> bool:
-    """Whether every key is at or after its query."""
-    return bool((rows.starts[rows.indptr[:-1]] == np.arange(rows.num_rows)).all())
-
-
 def quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows | None:
     """For each class the classes that its members may attend to; None if it needs too many intervals."""
     n, count = rows.num_rows, int(class_of.max()) + 1

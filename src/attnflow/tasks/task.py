@@ -19,8 +19,7 @@ from torch import Tensor
 from attnflow._core.checks import IntArray, integer, number
 from attnflow._core.plain import as_integer, as_list, as_number, as_object, only_keys
 from attnflow.masks.intervals import IntervalRows
-from attnflow.masks.mask import Mask
-from attnflow.masks.registry import not_a_mask
+from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
 from attnflow.tasks.tokens import Inputs, Token

@@ -11,8 +11,7 @@ from attnflow._core.checks import IntArray
 from attnflow._core.errors import AttnflowError
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.intervals import IntervalRows, ragged
-from attnflow.masks.mask import Mask
-from attnflow.masks.registry import not_a_mask
+from attnflow.masks.mask import Mask, not_a_mask
 
 
 class NotExpressible(AttnflowError, ValueError):
@@ -105,12 +104,9 @@ def bands_of(mask: Mask, format: str) -> Bands:
     The search is complete: if any cut gives the mask, so does the cut at every place that no pair crosses, with the
     farthest reach of a query as the window. A square mask is cut into square documents; any other is one document.
     """
-    rows = mask.intervals()
-    first, last = _one_interval(mask, rows, format)
+    first, last = _one_interval(mask, format)
     if mask.num_queries != mask.num_keys:
-        bands = _with_window((mask.num_queries,), (mask.num_keys,), first, last)
-        _compare(mask, bands, first, last, format)
-        return bands
+        return _same(mask, _with_window((mask.num_queries,), (mask.num_keys,), first, last), first, last, format)
     n = mask.num_queries
     outside = np.flatnonzero((first > np.arange(n)) | (last <= np.arange(n)))
     if len(outside):
@@ -124,9 +120,7 @@ def bands_of(mask: Mask, format: str) -> Bands:
     )
     cuts = np.concatenate([[0], 1 + np.flatnonzero(free), [n]])
     lengths = tuple(np.diff(cuts).tolist())
-    bands = _with_window(lengths, lengths, first, last)
-    _compare(mask, bands, first, last, format)
-    return bands
+    return _same(mask, _with_window(lengths, lengths, first, last), first, last, format)
 
 
 def bands_of_batch(masks: list[Mask], format: str) -> Bands:
@@ -140,13 +134,12 @@ def bands_of_batch(masks: list[Mask], format: str) -> Bands:
         max((getattr(part, side) for part in parts if getattr(part, side) is not None), default=None)
         for side in ("left", "right")
     )
-    bands = Bands(queries, keys, left, right)
-    _compare(whole, bands, *_one_interval(whole, whole.intervals(), format), format)
-    return bands
+    return _same(whole, Bands(queries, keys, left, right), *_one_interval(whole, format), format)
 
 
-def _one_interval(mask: Mask, rows: IntervalRows, format: str) -> tuple[IntArray, IntArray]:
+def _one_interval(mask: Mask, format: str) -> tuple[IntArray, IntArray]:
     """(first key, last key + 1) of each query, (0, 0) for a query without keys."""
+    rows = mask.intervals()
     count = np.diff(rows.indptr)
     torn = np.flatnonzero(count > 1)
     if len(torn):
@@ -184,10 +177,11 @@ def _differing(bands: Bands, first: IntArray, last: IntArray) -> int | None:
     return None if same.all() else int(np.argmin(same))
 
 
-def _compare(mask: Mask, bands: Bands, first: IntArray, last: IntArray, format: str) -> None:
+def _same(mask: Mask, bands: Bands, first: IntArray, last: IntArray, format: str) -> Bands:
+    """The bands; raises NotExpressible, with a pair, if they are not the mask."""
     query = _differing(bands, first, last)
     if query is None:
-        return
+        return bands
     low, high = (int(bound[query]) for bound in bands.bounds())
     have = (int(first[query]), int(last[query]))
     window = "without a window" if bands.left is bands.right is None else f"of one window {bands.left, bands.right}"

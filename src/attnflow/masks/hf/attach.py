@@ -17,8 +17,7 @@ from attnflow.masks.batches import MaskGrid
 from attnflow.masks.hf.attention import BatchAttention, FlexOnCpu, MaskedAttention
 from attnflow.masks.hf.forms import GridForms
 from attnflow.masks.hf.selfcheck import Check, check_stack
-from attnflow.masks.mask import Mask
-from attnflow.masks.registry import not_a_mask
+from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.sites import Site, find_sites, mixers_beside, models_around
@@ -149,12 +148,22 @@ def attach(
     sites = find_sites(model)
     by_batch = mask == "batch" and per_layer is None
     masks = {} if by_batch else _assign(sites, mask, per_layer, layers)
-    masked = _sites_of_batches(sites, layers) if by_batch else [site for site in sites if site.module in masks]
+    if by_batch and layers is not None:
+        raise ValueError("layers= goes with a mask; the masks of a batch are for all layers")
+    if by_batch and any(site.part for site in sites):
+        raise ValueError(
+            "the masks of a batch are for a model of one stack, whose attention_mask means one sequence; pass one half "
+            "of the encoder-decoder model, such as model.get_decoder()"
+        )
+    masked = [site for site in sites if by_batch or site.module in masks]
     owners = list({id(site.owner): site.owner for site in masked}.values())
     beside = mixers_beside(model, [site for site in sites if any(site.owner is owner for owner in owners)])
     checks = [_refuse_mixing(model, owner, sites, other_mixers == "keep", beside) for owner in owners]
     unchecked = "; ".join(filter(None, checks))
-    backend = _implementation(model, masked, backend)
+    origin = f"the implementation of {type(model).__name__}" if backend is None else "backend"
+    backend = base_implementation(owners[0].config) if backend is None else backend
+    for owner in owners:
+        check_implementation(owner, backend, origin, "mask of ours")
     forms = {one: GridForms.of(one) for one in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
         devices = {parameter.device for site in masked for parameter in site.module.parameters()}
@@ -200,18 +209,6 @@ def _refuse_mixing(
             f"{found}; pass other_mixers='keep' to mask its attention alone"
         )
     return check.unchecked
-
-
-def _sites_of_batches(sites: Sequence[Site], layers: Sequence[int] | None) -> list[Site]:
-    """The attention modules that read each batch's masks; the model must read one sequence."""
-    if layers is not None:
-        raise ValueError("layers= goes with a mask; the masks of a batch are for all layers")
-    if any(site.part for site in sites):
-        raise ValueError(
-            "the masks of a batch are for a model of one stack, whose attention_mask means one sequence; pass one half "
-            "of the encoder-decoder model, such as model.get_decoder()"
-        )
-    return list(sites)
 
 
 def _assign(
@@ -293,13 +290,3 @@ def _checked(mask: object, part: str) -> AnyMask:
             "handled by taking the rows of the new tokens from a square mask over all tokens"
         )
     return mask
-
-
-def _implementation(model: nn.Module, sites: Sequence[Site], wanted: str | None) -> str:
-    """The implementation to use, supported by every owner."""
-    owners = list({id(site.owner): site.owner for site in sites}.values())
-    name = wanted if wanted is not None else base_implementation(owners[0].config)
-    origin = "backend" if wanted is not None else f"the implementation of {type(model).__name__}"
-    for owner in owners:
-        check_implementation(owner, name, origin, "mask of ours")
-    return name

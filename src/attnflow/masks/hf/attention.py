@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.masks.flex import (
-    allowed_of_rows,
-    block_mask_of_rows,
-    is_row_intervals,
-)
+from attnflow.masks.flex import allowed_of_rows, block_mask_of_rows, is_row_intervals
 from attnflow.masks.hf.forms import GridForms, MaskForms, Span
 from attnflow.models.interception import AttentionCall, Output, Proceed
 from attnflow.models.mask_request import FLEX, AttentionMask, MaskRequest

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.batches import MaskGrid
-from attnflow.masks.intervals import BoolArray, IntervalRows
+from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
 _WHOLE: Final = 4096  # a mask of at most this many queries is made dense at once; a larger one grows by doubling
@@ -114,12 +114,6 @@ class MaskForms:
         starts, ends = starts - span.first_key, ends - span.first_key
         return Mask(IntervalRows.build(query[keep], starts, ends, span.num_queries, span.num_keys))
 
-    def padded(self, span: Span, real: BoolArray, query_shift: int, key_shift: int) -> Mask:
-        """`placed` for a padded sequence, without pad keys; `real` is False at slots to skip."""
-        keys = real[None, span.first_key : span.first_key + span.num_keys]
-        columns = IntervalRows.from_bool(keys).take(np.zeros(span.num_queries, np.int64))
-        return Mask(self.placed(span, query_shift, key_shift).intervals().intersection(columns))
-
 
 @dataclass(frozen=True, eq=False)
 class GridForms:
@@ -157,7 +151,7 @@ class GridForms:
             rows = tuple(tuple(form.placed(span) for form in row) for row in self.parts)
             one = rows[0][0] if self.shape == (1, 1) else MaskGrid(rows, span.num_queries, span.num_keys)
             self._blocks[key] = one.block_mask(device=device)
-            while len(self._blocks) > _MAX_BLOCK_MASKS:
+            if len(self._blocks) > _MAX_BLOCK_MASKS:
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(key)
         return self._blocks[key]
@@ -172,9 +166,11 @@ class GridForms:
         shifts the mask's positions, those of keys alone if `key_only` (cross-attention).
         """
         padding = padding & (torch.arange(padding.shape[1], device=padding.device) < span.end)
+        keys = padding[:, span.first_key : span.first_key + span.num_keys].cpu().numpy()
         forms = self.parts * (1 if len(self.parts) > 1 else len(left))
-        rows = tuple(
-            tuple(form.padded(span, real, 0 if key_only else shift, shift) for form in row)
-            for row, real, shift in zip(forms, padding.cpu().numpy(), left, strict=True)
-        )
-        return MaskGrid(rows, span.num_queries, span.num_keys).block_mask(device=device)
+        rows: list[tuple[Mask, ...]] = []
+        for row, real, shift in zip(forms, keys, left, strict=True):
+            columns = IntervalRows.from_bool(real[None]).take(np.zeros(span.num_queries, np.int64))
+            placed = (form.placed(span, 0 if key_only else shift, shift).intervals() for form in row)
+            rows.append(tuple(Mask(each.intersection(columns)) for each in placed))
+        return MaskGrid(tuple(rows), span.num_queries, span.num_keys).block_mask(device=device)
