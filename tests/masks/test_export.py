@@ -13,12 +13,65 @@ from attnflow.masks import export
 from attnflow.masks.export import NotExpressible
 from attnflow.masks.export.slices import transposed
 from tests.catalogue_cases import MASKS
-from tests.masks import decoders
 from tests.refused import refused
 from tests.strategies import dense_masks, mask_pairs, relations, square_masks
 
 ODD = [masks.causal(127), masks.document([63, 1, 64]), masks.longformer(129, 5, [0, 64]), masks.block_diffusion(5, 7)]
 EVERY = [*MASKS, *ODD]
+
+
+# Each format read pair by pair from its published definition; this shares no code with the package.
+
+
+def decoded_varlen(cu_seqlens_q, cu_seqlens_k, causal, window_size):
+    """flash-attn 2.1's docstring: bottom right alignment; window_size (left, right) inclusive, -1 for no limit."""
+    left, right = window_size
+    if causal:
+        right = 0
+    table = np.zeros((cu_seqlens_q[-1], cu_seqlens_k[-1]), np.bool_)
+    for document in range(len(cu_seqlens_q) - 1):
+        q0, q1, k0, k1 = *cu_seqlens_q[document : document + 2], *cu_seqlens_k[document : document + 2]
+        for i in range(q1 - q0):
+            for j in range(k1 - k0):
+                centre = i + (k1 - k0) - (q1 - q0)
+                table[q0 + i, k0 + j] = (left < 0 or j >= centre - left) and (right < 0 or j <= centre + right)
+    return table
+
+
+def decoded_magi(q_ranges, k_ranges, attn_type_map, shape):
+    """MagiAttention's kernels: each slice adds its pairs, so a pair counted twice is an error."""
+    count = np.zeros(shape, np.int64)
+    for (q0, q1), (k0, k1), kind in zip(q_ranges, k_ranges, attn_type_map, strict=True):
+        for i in range(q1 - q0):
+            for j in range(k1 - k0):
+                causal, inverse = j <= i + (k1 - k0) - (q1 - q0), j >= i
+                count[q0 + i, k0 + j] += [True, causal, inverse, causal and inverse][kind]
+    assert count.max(initial=0) <= 1
+    return count == 1
+
+
+def decoded_flashmask(bounds, causal, num_queries):
+    """The dense mask that PaddlePaddle's documentation of `flashmask_attention` gives for its bounds."""
+    table = np.ones((num_queries, len(bounds)), np.bool_)
+    for key, values in enumerate(bounds):
+        with_end = len(values) == (2 if causal else 4)
+        table[values[0] : values[1] if with_end else None, key] = False
+        if causal:
+            table[:key, key] = False
+        elif with_end:
+            table[values[2] : values[3], key] = False
+        else:
+            table[: values[1], key] = False
+    return table
+
+
+def compositions(n):
+    """All ways to cut n positions into documents."""
+    if n == 0:
+        yield ()
+    for first in range(1, n + 1):
+        for rest in compositions(n - first):
+            yield (first, *rest)
 
 
 def decoded(form, mask):
@@ -28,12 +81,12 @@ def decoded(form, mask):
             lengths = form.cu_seqlens_q.tolist(), form.cu_seqlens_k.tolist()
             assert form.max_seqlen_q == np.diff(lengths[0]).max(initial=0)
             assert form.max_seqlen_k == np.diff(lengths[1]).max(initial=0)
-            return decoders.varlen(*lengths, form.causal, form.window_size)
+            return decoded_varlen(*lengths, form.causal, form.window_size)
         case export.MagiRanges():
             tables = form.q_ranges.tolist(), form.k_ranges.tolist(), form.attn_type_map.tolist()
-            return decoders.magi(*tables, mask.shape)
+            return decoded_magi(*tables, mask.shape)
         case export.FlashMask():
-            return decoders.flashmask(form.startend_row_indices[0, 0].tolist(), form.causal, form.num_queries)
+            return decoded_flashmask(form.startend_row_indices[0, 0].tolist(), form.causal, form.num_queries)
         case export.FlashInferMask():
             flat = mask.dense().numpy().ravel()
             assert np.array_equal(np.packbits(flat, bitorder="little"), form.packed_custom_mask.numpy())
@@ -43,7 +96,7 @@ def decoded(form, mask):
         case export.EngineMask():
             one = ([0, form.num_queries], [0, form.num_keys])
             lengths = one if form.cu_seqlens_q is None else (form.cu_seqlens_q.tolist(), form.cu_seqlens_kv.tolist())
-            return decoders.varlen(*lengths, "causal" in form.attn_mask_type, form.window_size)
+            return decoded_varlen(*lengths, "causal" in form.attn_mask_type, form.window_size)
 
 
 def made(mask, name):
@@ -122,8 +175,8 @@ def sides(n):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_nothing_is_refused_that_can_be_said(n):
     """Every relation of n positions against every setting of the format."""
-    cuts = [np.cumsum([0, *lengths]).tolist() for lengths in decoders.compositions(n)]
-    bands = {(cut := tuple(c), w): decoders.varlen(cut, cut, False, w).tobytes() for c in cuts for w in sides(n)}
+    cuts = [np.cumsum([0, *lengths]).tolist() for lengths in compositions(n)]
+    bands = {(cut := tuple(c), w): decoded_varlen(cut, cut, False, w).tobytes() for c in cuts for w in sides(n)}
     varlen = set(bands.values())
     for table in every_table(n):
         assert said_by("varlen", table) == (table.tobytes() in varlen)
@@ -140,7 +193,7 @@ def test_flashmask_refuses_what_has_three_stretches(table):
 @pytest.mark.parametrize("keys", [1, 3, 4])
 def test_rectangles_of_one_document_are_said(queries, keys):
     for left, right in sides(5):
-        table = decoders.varlen([0, queries], [0, keys], False, (left, right))
+        table = decoded_varlen([0, queries], [0, keys], False, (left, right))
         mask = masks.from_dense(torch.from_numpy(table))
         if queries != keys:
             assert export.varlen(mask).to_mask() == mask
@@ -238,7 +291,7 @@ def test_requests_of_several_lengths():
     form = export.varlen(masks.batch(parts))
     assert form.cu_seqlens_q.tolist() == [0, 3, 7, 8]
     assert form.cu_seqlens_k.tolist() == [0, 9, 13, 18]
-    table = decoders.varlen(form.cu_seqlens_q.tolist(), form.cu_seqlens_k.tolist(), form.causal, form.window_size)
+    table = decoded_varlen(form.cu_seqlens_q.tolist(), form.cu_seqlens_k.tolist(), form.causal, form.window_size)
     assert np.array_equal(table, blocks(parts).numpy())
     with pytest.raises(NotExpressible, match="varlen cannot say 2 sequences end to end"):
         export.varlen(masks.batch([masks.sliding_window(9, 3)[6:, :], masks.causal(9)[2:, :]]))
@@ -262,7 +315,7 @@ def test_any_batch(parts):
     assert torch.equal(rows.to_mask().dense(), grid.dense())
     for b, part in enumerate(grid.dense()):
         bounds = rows.startend_row_indices[b, 0].tolist()
-        assert np.array_equal(decoders.flashmask(bounds, rows.causal, rows.num_queries), part[0].numpy())
+        assert np.array_equal(decoded_flashmask(bounds, rows.causal, rows.num_queries), part[0].numpy())
 
 
 @pytest.mark.parametrize(

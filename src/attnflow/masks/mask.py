@@ -345,8 +345,8 @@ class Mask(Priced, flex.Blocked):
         text = self.name
         if self.parameters:
             row = np.ndarray | list | tuple
-            shown = [f"{k}={checks.preview(v, 6) if isinstance(v, row) else v!r}" for k, v in self.parameters.items()]
-            text = f"{text}({', '.join(shown)})"
+            shown = {k: checks.preview(v, 6) if isinstance(v, row) else repr(v) for k, v in self.parameters.items()}
+            text = f"{text}({', '.join(f'{k}={v}' for k, v in shown.items())})"
         return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 3 :]}"
 
     def _repr_html_(self) -> str:

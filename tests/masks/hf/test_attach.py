@@ -152,14 +152,6 @@ def test_copies_and_pickles_carry_the_mask_and_saved_models_do_not(model, tmp_pa
     assert "attnflow" not in (tmp_path / "config.json").read_text()
 
 
-def test_a_part_of_a_model_is_a_model(model):
-    ids = tokens(1, LENGTH)
-    with af.masks.attach(model, WINDOW):
-        masked = logits(model, ids)
-    with af.masks.attach(model.model, WINDOW):
-        assert torch.equal(logits(model, ids), masked)
-
-
 def test_a_mask_follows_the_tensors_of_the_model(model):
     """Masks have no device: here the tables move with a model that lives on another one."""
     with af.masks.attach(model, WINDOW):
