@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnflow._core.progress import Progress
-from attnflow.knowledge.hf.encoder import TextEncoder
 from attnflow.knowledge.store import Store
+from experiments.reader.encoder import TextEncoder
 from experiments.reader.records import SEPARATOR
 
 

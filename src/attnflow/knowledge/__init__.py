@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
     from attnflow.knowledge.hf.edit import edit
-    from attnflow.knowledge.hf.encoder import TextEncoder
     from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
     from attnflow.knowledge.hf.trace import trace
     from attnflow.knowledge.usage import activity
@@ -32,7 +31,6 @@ __all__ = [
     "ModularForCausalLM",
     "Retrieval",
     "Store",
-    "TextEncoder",
     "Trace",
     "activity",
     "attach",

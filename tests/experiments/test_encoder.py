@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from attnflow.knowledge.hf.encoder import TextEncoder, TruncatedText
 from attnflow.models.names import MODELS
+from experiments.reader.encoder import TextEncoder, TruncatedText
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "on", "the", "mat"]
 TEXTS = ["a cat", "the cat sat on the mat", "mat", "on the mat a cat sat", "a a a"]
@@ -56,8 +56,8 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 32])
 def test_equals_the_model_on_one_text_at_a_time(batch_size, monkeypatch):
-    monkeypatch.setattr("attnflow.knowledge.hf.encoder._WINDOW", 2)
-    monkeypatch.setattr("attnflow.knowledge.hf.encoder._BATCH", batch_size)
+    monkeypatch.setattr("experiments.reader.encoder._WINDOW", 2)
+    monkeypatch.setattr("experiments.reader.encoder._BATCH", batch_size)
     model, tokens, seen = bert().train(), tokenizer(), []
     found, truncated = TextEncoder((model, tokens)).encode(TEXTS, progress=lambda *now: seen.append(now))
     assert found.dtype == torch.float32

@@ -22,14 +22,12 @@ from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import preview
 from attnflow._core.progress import Progress
-from attnflow.knowledge.store import Store
 from attnflow.models.addons import add_tensor
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loader import load_model
 from attnflow.models.names import MODELS
 
 _POOLING: Final = "1_Pooling/config.json"
-_CONVERTED: Final = "from_ffn:"
 _BATCH: Final = 32  # texts of a forward pass
 _WINDOW: Final = 64  # batches that are sorted by length together: all tokens of a million texts need not fit
 _DIGITS: Final = 12  # of the digest in a version
@@ -56,7 +54,7 @@ class TextEncoder:
     Raises:
         FileNotFoundError, MissingPackage, ValueError: no such model, or one that is no encoder of texts.
 
-    >>> from attnflow.knowledge.hf.encoder import TextEncoder
+    >>> from experiments.reader.encoder import TextEncoder
     >>> encoder = TextEncoder("minilm")
     >>> one, two, three = encoder(["a cat sat", "a kitten was sitting", "interest rates"])
     >>> float(one @ two) > float(one @ three)
@@ -84,31 +82,6 @@ class TextEncoder:
         self.pooling = _pooling(source)
         longest = _beside(source, "sentence_bert_config.json").get("max_seq_length") or self.tokenizer.model_max_length
         self.max_length = int(min(longest, getattr(self.model.config, "max_position_embeddings", None) or longest))
-
-    @classmethod
-    def of(cls, store: Store, name: str | None = None) -> TextEncoder:
-        """The encoder that made the entries of a store, by the version that is stored with them; or the one named.
-
-        Raises:
-            ValueError: entries that no encoder of texts made, or that do not say which did, or one that has changed.
-        """
-        encoders = store.stats().encoders
-        version = max(encoders, key=lambda one: encoders[one], default="")
-        if version.startswith(_CONVERTED):
-            raise ValueError(
-                f"{store.uri} holds feed-forward entries of {version.removeprefix(_CONVERTED)}, not of texts: see "
-                "`attnflow knowledge trace` for those that a text activates"
-            )
-        if name is None and not version and len(store):
-            raise ValueError(f"{store.uri} does not say which encoder made its entries: name it (--encoder NAME)")
-        chosen = name or version.rpartition("@")[0] or "minilm"
-        encoder = cls(chosen)
-        if version and name is None and encoder.version != version:
-            raise ValueError(
-                f"the entries were made by {version}, and {chosen} is now {encoder.version}: their scores mean nothing."
-                f" build the store anew, or name the encoder to search all the same (--encoder {chosen})"
-            )
-        return encoder
 
     @property
     def dim(self) -> int:
