@@ -62,7 +62,6 @@ CASES = [
     ),
     ("knowledge build store ./none", "no file or folder"),
     ("knowledge build store smolm2-135m", "did you mean smollm2-135m?"),
-    ("knowledge search nostore hi", "no store"),
     ("knowledge stats nostore", "no store"),
     ("knowledge trace gpt9 hi", "no file or folder 'gpt9'"),
     ("report buterfly -o out.html", "did you mean butterfly?"),
