@@ -344,8 +344,8 @@ class Mask(Priced, flex.Blocked):
     def __repr__(self) -> str:
         text = self.name
         if self.parameters:
-            row = np.ndarray | list | tuple
-            shown = {k: checks.preview(v, 6) if isinstance(v, row) else repr(v) for k, v in self.parameters.items()}
+            rows = {k: cast(Any, v) for k, v in self.parameters.items() if isinstance(v, np.ndarray | list | tuple)}
+            shown = {k: checks.preview(rows[k], 6) if k in rows else repr(v) for k, v in self.parameters.items()}
             text = f"{text}({', '.join(f'{k}={v}' for k, v in shown.items())})"
         return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 3 :]}"
 
