@@ -38,7 +38,7 @@ def test_repr_rebuilds_the_mask(case):
 @pytest.mark.parametrize(("n", "block", "num_global", "num_window", "num_random"), [(12, 2, 1, 1, 2), (10, 1, 0, 3, 4)])
 def test_big_bird_draws_random_blocks_beside_the_fixed_ones(n, block, num_global, num_window, num_random, seed):
     mask = masks.big_bird(n, block, num_global, num_window, num_random, seed)
-    fixed = big_bird_blocks(n, block, num_global, num_window, num_random, seed)
+    fixed = big_bird_blocks(block, num_global, num_window)
     count = n // block
     drawn_rows = set()
     for row in range(count):
