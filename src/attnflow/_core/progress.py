@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from io import TextIOBase
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -22,11 +23,11 @@ class Reporter:
 
     def __init__(
         self,
-        stream: TextIO | None = None,
+        stream: TextIOBase | None = None,
         seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream: TextIO = sys.stderr if stream is None else stream
+        self._stream: Any = sys.stderr if stream is None else stream
         self._seconds, self._clock = seconds, clock
         self._last = clock()
         self._bar: Bar | None = None

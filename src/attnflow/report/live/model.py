@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.markup import token_label
@@ -207,7 +208,7 @@ def _stack(scores: GeometryScores, summary: Summary, per_head: Summary | None) -
     }
 
 
-def _table(values: np.ndarray[Any, Any]) -> list[list[float | None]]:
+def _table(values: npt.NDArray[Any]) -> list[list[float | None]]:
     return [[_number(value) for value in row] for row in values.tolist()]
 
 
