@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from attnflow.models.families.rows import Composed, Piece, Selected, run_of
 from attnflow.models.noise import TOKENS, Trace
 
+OTHER_SEQUENCE: Final = "it attends to another sequence in the same call"
 _COSINE: Final = 0.9999  # of the same numbers up to a factor, rounded to bfloat16; of others about 0.9 at most
 _ROWS: Final = 2048  # components that are compared at a time
 _LINEAR: Final = 0.01  # of its size a result may be off that of its weight: rounding, of bfloat16 at most
@@ -64,7 +65,7 @@ def projections_in(trace: Trace) -> Projections | str:
         return trace.why
     query, key = trace.calls[-1]
     if any(heads.shape[0] * heads.shape[2] != TOKENS for heads in (query, key)):
-        return f"it attends from {query.shape[2]} to {key.shape[2]} positions when the model reads one token"
+        return f"{OTHER_SEQUENCE}, from {query.shape[2]} to {key.shape[2]} positions when the model reads one token"
     sides: list[Columns] = []
     for side, heads in (("queries", query), ("keys", key)):
         match = recognise(heads.transpose(1, 2).reshape(TOKENS, -1), trace.outputs)

@@ -21,6 +21,7 @@ from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.probe import OTHER_SEQUENCE
 from attnflow.models.sites import models_around
 
 Train = Literal["guidance", "all"]
@@ -215,8 +216,9 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
             )
         if layer.key is None and any(config.reads in ("unrotated", "per_head") for config in chosen):
             raise UnsupportedArchitecture(
-                f"{layer.site.name}: its queries and keys before rotation cannot be read: {layer.missing}. "
-                "reference='rotated' or 'hidden' does without them"
+                f"{layer.site.name}: its queries and keys before rotation cannot be read: {layer.missing}"
+                # no bias can tell the keys of two sequences apart
+                + ("" if OTHER_SEQUENCE in layer.missing else ". reference='rotated' or 'hidden' does without them")
             )
         if remove_rope and "position_embeddings" not in signature(type(module).forward).parameters:
             raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside; use rope='keep'")
