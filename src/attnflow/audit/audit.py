@@ -23,7 +23,7 @@ from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import holds_attention, missing_pairs
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
 from attnflow.audit.survey import Survey, survey
-from attnflow.models.evaluation import evaluating, precision
+from attnflow.models.evaluation import evaluating, precision, unchanged
 from attnflow.models.loaded import Loaded, split
 
 _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits for
@@ -88,7 +88,7 @@ def check(
         raise ValueError(f"watch must be 'modules' or 'layers', got {watch!r}")
     checks.integer("passes", passes, 1)
     model, tokenizer = split(model)
-    with evaluating(model), precision(model, dtype):
+    with unchanged(model), evaluating(model), precision(model, dtype):
         asked = read(model, inputs, tokenizer).in_precision(dtype)
         seen = survey(model, asked, seed if mode == "quick" else None)
         call, relation = seen.inputs, relation_of(model, seen, order)

@@ -24,7 +24,7 @@ from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
 from attnflow.masks.mask import Mask
-from attnflow.models.evaluation import evaluating
+from attnflow.models.evaluation import evaluating, unchanged
 from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow, analyze
 
@@ -56,7 +56,7 @@ def declared_order(
     Cost: one forward pass.
     """
     model, tokenizer = split(model)
-    with evaluating(model):
+    with unchanged(model), evaluating(model):
         relation = declared(model, survey(model, read(model, inputs, tokenizer)))
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
     masks = [from_dense(row, relation.name) for row in rows]

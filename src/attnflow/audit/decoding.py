@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Inputs, takes_use_cache
+from attnflow.audit.inputs import Inputs, fresh, takes_use_cache
 from attnflow.audit.passes import Event, Recording, Runner, Tracer, Watched
 from attnflow.audit.perturb import other_precision
 from attnflow.audit.report import Violation
@@ -89,7 +89,7 @@ class SteppedRunner(Runner):
             tracer.begin(step, encoded)
             segments = {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start}
             tracer.frame = replace(tracer.frame, segments=segments)
-            part = sliced(self.inputs, kwargs, start, end) | state
+            part = fresh(sliced(self.inputs, kwargs, start, end)) | state
             try:
                 output = self.model(**part, use_cache=True)
             except REFUSALS as error:
@@ -118,7 +118,7 @@ class SteppedRunner(Runner):
     def _reject(self, kwargs: Mapping[str, Any], state: dict[str, Any], name: str, start: int) -> None:
         """Feed wrong tokens as drafts, then crop the cache, as speculative decoding does."""
         wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).kwargs
-        part = sliced(self.inputs, {**kwargs, **wrong}, start, start + self._decoding.drafts) | state
+        part = fresh(sliced(self.inputs, {**kwargs, **wrong}, start, start + self._decoding.drafts)) | state
         if hasattr(state[name], "activate_past_recording"):  # sliding layers forget, unless they are told
             state[name].activate_past_recording()
         cache = _entry(self.model(**part, use_cache=True), name)

@@ -17,6 +17,7 @@ from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow.audit.audit import check
 from attnflow.audit.declared import Order
+from attnflow.audit.inputs import fresh
 from attnflow.audit.packing import BOUNDARIES
 from attnflow.audit.report import AuditReport
 from attnflow.masks.batches import MaskGrid
@@ -169,8 +170,9 @@ def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | No
         call["use_cache"] = False
     tensors = {name: value for name, value in call.items() if isinstance(value, Tensor) and value.ndim > 1}
     size = next((len(value) for name, value in tensors.items() if name != "position_ids"), 0)
-    if sequences is None or any("pixel" in name or "image" in name for name in tensors):
-        sequences = size  # images belong to the batch, not to its rows
+    whole = any("pixel" in name or "image" in name for name in tensors)  # images belong to the batch, not to its rows
+    if sequences is None or whole or any(not _can_be_cut(value) for value in call.values()):
+        sequences = size
     return {name: _rows(name, value, size, sequences) for name, value in call.items() if name not in _LOSS_ARGUMENTS}
 
 
@@ -182,10 +184,20 @@ def _of_first(order: Order, sequences: int) -> Order:
     return order
 
 
+def _can_be_cut(value: object) -> bool:
+    """Whether an argument is no cache, or one of which sequences can be chosen."""
+    layers = getattr(value, "layers", None) if hasattr(value, "get_seq_length") else None
+    return not hasattr(value, "get_seq_length") or all(hasattr(each, "batch_select_indices") for each in layers or ())
+
+
 def _rows(name: str, value: Any, batch: int, sequences: int) -> Any:
     """The first sequences of an argument; arguments without a batch axis stay whole."""
     if isinstance(value, Mapping):
         return {key: _rows(str(key), item, batch, sequences) for key, item in cast(Mapping[Any, Any], value).items()}
+    if hasattr(value, "batch_select_indices") and batch > sequences:
+        value = fresh({"cache": value})["cache"]
+        value.batch_select_indices(torch.arange(sequences))
+        return value
     if isinstance(value, BlockMask):
         return value[:sequences] if value.shape[0] == batch > sequences else value
     if not isinstance(value, Tensor) or not value.ndim or name in BOUNDARIES:

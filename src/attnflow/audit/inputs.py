@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from attnflow.models.loaded import embedding_table, special_ids, takes, tokenized
 
+_WRITTEN = ("past", "cache", "state")  # words in the names of arguments that a forward writes into
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -139,6 +141,28 @@ class Inputs:
         if takes_use_cache(model) and "use_cache" not in self.kwargs:
             return replace(self, kwargs={**self.kwargs, "use_cache": False})
         return self
+
+
+def fresh(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for one pass, with copies of the caches and states that a model writes into."""
+    return {name: _copied(value, any(word in name for word in _WRITTEN)) for name, value in kwargs.items()}
+
+
+def _copied(value: Any, written: bool) -> Any:
+    """A copy, of caches and of tensors that are `written` by the model; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.clone() if written else value
+    if type(value) in (tuple, list):
+        return type(value)(_copied(item, written) for item in value)
+    if not hasattr(value, "update") or isinstance(value, Mapping | nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the {type(value).__name__} among the inputs cannot be copied, and passes must not write into it "
+            f"({error}): make it without gradients (torch.no_grad())"
+        ) from error
 
 
 def read(

@@ -22,7 +22,7 @@ from attnflow.audit.perturb import is_leak, other_precision, row_change
 from attnflow.audit.replay import Outputs, ReplayedLayer, layer_calls, replayed
 from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
-from attnflow.models.evaluation import REFUSALS, evaluating, precision
+from attnflow.models.evaluation import REFUSALS, evaluating, precision, unchanged
 from attnflow.models.loaded import Loaded, split
 from attnflow.order.flow import Flow, analyze
 from attnflow.order.hasse import OrderDifference
@@ -62,7 +62,7 @@ def measure(
     if by not in ("layer", "output"):
         raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
     model, tokenizer = split(model)
-    with evaluating(model):
+    with unchanged(model), evaluating(model):
         whole = survey(model, read(model, inputs, tokenizer).without_cache(model)).inputs
         end_to_end = _of_samples(_by_change(_Whole(model, whole, seed), whole, progress), whole)
         if by == "output":

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow.audit.inputs import Call, Inputs, Slot
+from attnflow.audit.inputs import Call, Inputs, Slot, fresh
 from attnflow.audit.packing import real_positions
 from attnflow.models.evaluation import seed_all
 from attnflow.models.loaded import embedding_table
@@ -200,7 +200,7 @@ class Runner:
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
         """Call the model with everything at once."""
-        self.model(**kwargs)
+        self.model(**fresh(kwargs))
         self.passes += 1
 
     def is_end(self, key: Key) -> bool:

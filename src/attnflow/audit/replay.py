@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
-from attnflow.audit.inputs import Inputs
+from attnflow.audit.inputs import Inputs, fresh
 from attnflow.audit.packing import real_positions
 from attnflow.audit.passes import Frame, canonical, frame_of
 from attnflow.audit.perturb import row_change
@@ -31,7 +31,7 @@ _SAMPLES: Final = 3
 
 def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
     """The layer calls of one forward, in order of execution."""
-    return calls_of({name: model.get_submodule(name) for name in inputs.layers}, lambda: model(**inputs.kwargs))
+    return calls_of({name: model.get_submodule(name) for name in inputs.layers}, lambda: model(**fresh(inputs.kwargs)))
 
 
 class ReplayedLayer:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Entry, Inputs, Slot
+from attnflow.audit.inputs import Entry, Inputs, Slot, fresh
 from attnflow.audit.passes import Recording, Runner, entering, frame_of, layer_names, leaves
 from attnflow.models.evaluation import seed_all
 from attnflow.models.watching import Call, Watch
@@ -68,7 +68,7 @@ def survey(model: nn.Module, inputs: Inputs, seed: int | None = None) -> Survey:
     seed_all(0)
     with listening as asked, torch.no_grad(), _watched(model, layers) as (calls, seen):
         if first is None:
-            model(**inputs.kwargs)
+            model(**fresh(inputs.kwargs))
         else:
             events, intact = first.distinct(inputs.base)
     inputs = _positions(model, inputs, calls)

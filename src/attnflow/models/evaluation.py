@@ -48,6 +48,29 @@ def evaluating(model: nn.Module) -> Generator[None]:
 
 
 @contextmanager
+def unchanged(model: nn.Module) -> Generator[None]:
+    """Restore every module's attributes, parameters, buffers and submodules, and what calls wrote into buffers.
+
+    Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. Costs a copy of
+    the buffers.
+    """
+    parts = (part for m in model.modules() for part in (vars(m), m._parameters, m._buffers, m._modules))
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(part, dict(part)) for part in parts]
+    buffers = [buffer for buffer in model.buffers() if not buffer.is_inference() and not buffer.is_meta]
+    values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
+    try:
+        yield
+    finally:
+        for part, content in before:
+            part.clear()
+            part.update(content)
+        for buffer, value, version in values:
+            if buffer._version != version:  # else it was not written to, and a graph of the caller may hold it
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+@contextmanager
 def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     """Hold parameters and buffers in `dtype`; the very same tensors are put back. None changes nothing.
 

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.evaluation import REFUSALS, evaluating, refusal
+from attnflow.models.evaluation import REFUSALS, evaluating, refusal, unchanged
 from attnflow.models.interception import Interceptor, Role, intercept
 from attnflow.models.loaded import accepts, sparing
 from attnflow.models.sites import Site, models_around
@@ -45,9 +45,9 @@ def trial(
 
     Modes, random generators, and every module's attributes, submodules and buffers are restored: models keep rotary
     tables there, and BigBird-Pegasus replaces its attention on short inputs. Raises `DoesNotRun` if the model refuses
-    its inputs. Costs a copy of the floating-point buffers.
+    its inputs. Costs a copy of the buffers.
     """
-    with _unchanged(model), evaluating(model), torch.no_grad(), cast(Any, torch.compiler).set_stance("force_eager"):
+    with unchanged(model), evaluating(model), torch.no_grad(), cast(Any, torch.compiler).set_stance("force_eager"):
         around = models_around(list(interceptors))
         by_module = {site.module: interceptor for site, interceptor in interceptors.items()}
         interception = intercept(
@@ -68,22 +68,3 @@ def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object
     if two and accepts(model, "decoder_input_ids"):
         options["decoder_input_ids"] = tokens
     return model(tokens, **sparing(model), **options)
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Generator[None]:
-    """Restore every module's attributes, parameters, buffers and submodules to the same objects."""
-    parts = (part for m in model.modules() for part in (vars(m), m._parameters, m._buffers, m._modules))
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(part, dict(part)) for part in parts]
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and not buffer.is_inference()]
-    values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
-    try:
-        yield
-    finally:
-        for part, content in before:
-            part.clear()
-            part.update(content)
-        for buffer, value, version in values:
-            if buffer._version != version:  # else it was not written to, and a graph of the caller may hold it
-                with torch.no_grad():
-                    buffer.copy_(value)

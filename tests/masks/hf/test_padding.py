@@ -142,3 +142,23 @@ def test_a_row_of_padding_alone_is_finite():
     for implementation in ("sdpa", "eager"):
         with torch.no_grad(), af.masks.attach(model, MASKS["causal"], backend=implementation):
             assert outputs(model, input_ids=ids, attention_mask=real).isfinite().all()
+
+
+def test_a_padded_row_is_refused_where_it_would_be_alone():
+    """Its prefix is not there yet in a first chunk, or at all: without padding the same row raises, too."""
+    model, ids = tiny("Llama"), torch.randint(1, 40, (2, 20))
+    real = torch.ones_like(ids)
+    real[0, :6] = 0
+    with af.masks.attach(model, af.masks.prefix_lm(40, 4)):
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        whole = model.generate(ids, attention_mask=real, **options)
+        assert torch.equal(model.generate(ids, attention_mask=real, prefill_chunk_size=10, **options), whole)
+        with pytest.raises(ValueError, match=r"a sequence has only 2 positions so far, padding aside; pass more of it"):
+            model.generate(ids, attention_mask=real, prefill_chunk_size=8, **options)
+        for side in (real[:, :8], real[:, :8].flip(1)):
+            with pytest.raises(ValueError, match="has only 2 positions"):
+                model(ids[:, :8], attention_mask=side)
+        with pytest.raises(ValueError, match="the sequence has only 2 positions"):
+            model(ids[:1, :2])
+    with af.masks.attach(model, af.masks.prefix_lm(40, 4), crop=True):
+        model(ids[:, :8], attention_mask=real[:, :8])

@@ -31,7 +31,7 @@ def reward(completions, **_):
     return [float(len(completion) % 7) for completion in completions]
 
 
-def grpo(model, folder, kind="GRPO", **more):
+def grpo(model, folder, kind="GRPO", callbacks=(), **more):
     import trl
     from datasets import Dataset
 
@@ -39,7 +39,8 @@ def grpo(model, folder, kind="GRPO", **more):
     options = {"num_generations": GROUP, "per_device_train_batch_size": 8, "max_completion_length": 8, "beta": 0.0}
     arguments = config(str(folder), **{**options, **QUIET, **STEPS, **more})
     data = Dataset.from_dict({"prompt": prompts(8)})
-    return make(model, reward, arguments, train_dataset=data, processing_class=tokenizer(padding_side="left"))
+    left = tokenizer(padding_side="left")
+    return make(model, reward, arguments, train_dataset=data, processing_class=left, callbacks=list(callbacks))
 
 
 def dpo(model, folder, **more):
@@ -100,6 +101,23 @@ def test_loss_and_gradients_in_float64(name, tmp_path):
     assert largest > 0
     for key, gradient in gradients.items():
         assert float((gradient - others[key]).abs().max()) <= 1e-9 * largest, key
+
+
+def test_a_run_of_grpo_under_a_guard_is_the_same_run(tmp_path):
+    """Its first calls are those of `generate`, with a cache and left padding."""
+    runs = []
+    for callbacks in ((), (af.audit.GuardCallback(every=5),)):
+        trainer = grpo(model(), tmp_path, callbacks=callbacks)
+        trainer.train()
+        runs.append((losses(trainer), trainer.model.state_dict()))
+    (plain, weights), (guarded, others) = runs
+    assert plain == guarded
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+    guard = callbacks[0].guard
+    assert len(guard.reports) > 3
+    assert not any(report.violations for report in guard.reports)
+    assert guard.reports[0].ok
+    assert not guard.refusals
 
 
 def test_log_probabilities_of_grpo_in_float64(tmp_path):

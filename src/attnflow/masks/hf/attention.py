@@ -29,8 +29,9 @@ class Positions:
         self._shape = request.batch_size, request.num_queries, request.num_keys
         self.first_query, self.first_key = request.first_query, request.first_key  # leading pads counted
         self.padding, self.left = request.pads()
-        # Only outside of a trace: the leading pads of each sequence as Python integers.
+        # Only outside of a trace: the leading pads, and the end of what is real, of each sequence as Python integers.
         self._lefts = tuple(cast(list[int], self.left.tolist())) if eager and self.left is not None else None
+        self._ends = _real_ends(self.padding) if eager and self.padding is not None else None
         self._masks: dict[tuple[object, ...], Native] = {}
 
     def native(
@@ -73,6 +74,7 @@ class Positions:
         one._shape = 1, *self._shape[1:]
         one.padding, one.left = (None if each is None else each[part] for each in (self.padding, self.left))
         one._lefts = None if self._lefts is None else self._lefts[part]
+        one._ends = None if self._ends is None else self._ends[part]
         return one
 
     def _span(self, cross: bool) -> Span:
@@ -91,7 +93,6 @@ class Positions:
                 f"{mask.num_queries}, the decoder was given {span.num_queries}; pass a mask of as many queries as the "
                 "decoder is given at once, on whole sequences (use_cache=False)"
             )
-        lefts = self._lefts or (0,)
         if (span.end if cross else span.last_query) > mask.num_keys:
             self._check_length(forms, span, what)
         if span.first_key == 0 and span.end >= mask.num_keys:
@@ -100,17 +101,21 @@ class Positions:
             return self._check_compiled(forms, span, crop)
         first, last = forms.bounds
         cut = False
-        for left in sorted(set(lefts)):
+        for left, end in self._real(span):
             shift = 0 if cross else left
-            rows = slice(max(span.first_query - shift, 0), max(span.last_query - shift, 0))
-            late, early = last[rows] > span.end, first[rows] + left < span.first_key
+            stop = span.last_query if cross else min(span.last_query, end)
+            rows = slice(max(span.first_query - shift, 0), max(stop - shift, 0))
+            late, early = last[rows] > end - left, first[rows] + left < span.first_key
             if late.any() and not crop:
-                query = rows.start + int(late.argmax())
-                whole = f"a mask of this size, such as mask[:{'' if cross else span.end}, :{span.end}]"
-                advice = f"pass {whole}" if cross else f"pass more of it in this call, or (if it ends here) {whole}"
+                query, keys = rows.start + int(late.argmax()), end - left
+                padded = keys < span.end
+                whose = f"a {what} has only {keys} positions so far, padding aside"
+                whose = whose if padded else f"the {what} has only {keys} positions so far"
+                ways = [] if cross else ["pass more of it in this call"]
+                ways += [] if padded else [f"pass a mask of this size, such as mask[:{'' if cross else keys}, :{keys}]"]
                 raise ValueError(
-                    f"{mask!r} lets query {query} attend to key {last[query] - 1}, but the {what} has only "
-                    f"{span.end} positions so far; {advice}, or crop=True to attach, to drop keys that are not there"
+                    f"{mask!r} lets query {query} attend to key {last[query] - 1}, but {whose}; "
+                    f"{', or '.join([*ways, 'crop=True to attach, to drop keys that are not there'])}"
                 )
             if (early & (first[rows] < last[rows])).any():
                 query = rows.start + int(early.argmax())
@@ -120,6 +125,12 @@ class Positions:
                 )
             cut |= bool(late.any())
         return cut
+
+    def _real(self, span: Span) -> list[tuple[int, int]]:
+        """(first, end) of the slots without padding, of each sequence that differs in them."""
+        rows = max(len(self._lefts or ()), len(self._ends or ()), 1)
+        lefts, ends = self._lefts or (0,) * rows, self._ends or (span.end,) * rows
+        return sorted({(left, min(end, span.end)) for left, end in zip(lefts, ends, strict=True)})
 
     def _check_compiled(self, forms: MaskForms, span: Span, crop: bool) -> bool:
         """`_check` without reading tensor values or mask rows: stricter, never laxer."""
@@ -180,6 +191,12 @@ class Positions:
         seen, sees = real & (key >= 0) & (key < columns), (query >= 0) & (query < rows)
         query, key = query.clamp(0, rows - 1), key.clamp(0, columns - 1)
         return (table[query[:, :, None], key[:, None, :]] & sees[:, :, None] & seen[:, None, :])[:, None]
+
+
+def _real_ends(padding: Tensor) -> tuple[int, ...]:
+    """One past the last slot of each sequence that is no padding."""
+    slots = torch.arange(1, padding.shape[1] + 1, device=padding.device)
+    return tuple(cast(list[int], (padding * slots).amax(-1).tolist()))
 
 
 @dataclass(frozen=True, eq=False)
