@@ -22,6 +22,7 @@ from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import holds_attention, missing_pairs
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
+from attnflow.audit.rows import Layout
 from attnflow.audit.survey import Survey, survey
 from attnflow.models.evaluation import evaluating, precision, unchanged
 from attnflow.models.loaded import Loaded, split
@@ -148,6 +149,7 @@ class Auditor:
     layer_calls: int = 0
     plan: Plan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
+    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
 
     def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
         """Whether a few perturbations move nothing at the layers, and no decoding path differs."""
@@ -223,6 +225,7 @@ class Auditor:
 
     def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
         """Everything seen, as a report."""
+        untested, unsure = self._outputs()
         breaks, plan = {violation.module for violation in self.violations}, self._plan()
         modules: dict[str, ModuleResult] = {}
         for key, event in (self.base or {}).items():
@@ -243,24 +246,46 @@ class Auditor:
             noise=self.noise,
             modules=tuple(modules.values()),
             skipped=tuple((name, why) for name, why in self.skipped.items() if name not in modules),
-            notes=tuple(self.notes),
+            untested=untested,
+            notes=(*self.notes, *unsure),
             seconds=seconds,
         )
+
+    def _outputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(what the caller receives, if none of it has positions; else notes on those outputs that have none)."""
+        named = {path.lstrip(".") or "the output": layout for path, layout in self.layouts.items()}
+        whole = [f"{name} {each.why}" for name, each in named.items() if each.form == "unknown"]
+        apart = [
+            f"{name} has shape {list(each.shape)}, without an axis of positions; sequences were kept apart"
+            for name, each in named.items()
+            if each.form == "one per sequence"
+        ]
+        if len(whole) + len(apart) < len(named):
+            notes = [f"not tested: {each}" for each in whole]
+            lengths = {slot.length: slot.offset for slot in self.call.slots}
+            for name, each in named.items():
+                if each.rows > 1 and each.rows not in lengths:
+                    first = each.offset - lengths[each.rows + 1]
+                    notes.append(f"{name} has {each.rows} rows: row i was read as position {'i + 1' if first else 'i'}")
+            return (), tuple(notes)
+        return (*whole, *apart) or (f"{type(self.model).__name__} returns no tensor",), ()
 
     def _accept(self, runner: Runner, base: Recording) -> None:
         """Keep the base pass, after checking that it shows what the audit needs."""
         self.base, self.layer_calls, self.skipped = base, runner.layer_calls, runner.skipped
+        self.layouts = runner.layouts
         relation = self.fields.relation
         if not relation.repeat and len(relation.layers) != runner.layer_calls:
             raise ValueError(
                 f"expected one mask per layer call, {runner.layer_calls} of them "
                 f"({few(list(runner.layer_names), limit=2)}), got an order with {len(relation.layers)}"
             )
-        watched = {key.module for key in base if key.side == "out"}
+        watched = {key.module for key, event in base.items() if key.side == "out" and not event.pooled}
         if not watched:
+            received = "; ".join(self._outputs()[0])
             raise UnsupportedArchitecture(
                 f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "
-                f"{self.call.slots[0].length}, ...]: nothing to audit"
+                f"{self.call.slots[0].length}, ...], and {received}: nothing to audit"
             )
         unwatched = [name for name in runner.layer_names if name not in watched]
         if unwatched and len(unwatched) == len(runner.layer_names):
@@ -274,6 +299,8 @@ class Auditor:
             assert self.base is not None
             seen: dict[int, Tensor] = {}
             for event in self.base.values():
+                if event.pooled:
+                    continue
                 depth = max(event.depth, 1) if self.layer_calls else -1
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True

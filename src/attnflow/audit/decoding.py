@@ -88,7 +88,7 @@ class SteppedRunner(Runner):
             end = start + length
             tracer.begin(step, encoded)
             segments = {**{slot.length: slot.offset for slot in encoder}, length: decoder.offset + start}
-            tracer.frame = replace(tracer.frame, segments=segments)
+            tracer.frame = replace(tracer.frame, segments=segments, whole=False)
             part = fresh(sliced(self.inputs, kwargs, start, end)) | state
             try:
                 output = self.model(**part, use_cache=True)

@@ -244,14 +244,14 @@ class _Whole:
         outputs: Outputs = {}
 
         def visit(event: Event) -> None:
-            if event.key.side == "out":
-                outputs[event.offset] = event.values
+            if event.key.side == "out" and not event.pooled:
+                outputs[event.offset, event.values.shape[1]] = event.values
 
         with torch.no_grad():
             self._runner.run(inputs.changed(selected, self._drawn[sample]), visit)
         if not outputs:
             raise UnsupportedArchitecture(f"{type(self.module).__name__} returned nothing with a sequence axis")
-        for offset, values in outputs.items():
+        for (offset, _), values in outputs.items():
             refuse_nan(inputs, "", offset, values)
         return outputs
 
@@ -260,21 +260,21 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progre
     """bool [batch, n, n]: output i moves with input j; `is_leak` judges changes that may be rounding."""
     relation = torch.eye(inputs.size, dtype=torch.bool).repeat(inputs.batch, 1, 1)
     base = subject.outputs(None)
-    doubtful: dict[tuple[int, int], dict[int, Tensor]] = {}
+    doubtful: dict[tuple[int, int], Outputs] = {}
     small = math.sqrt(torch.finfo(subject.dtype).eps)
     for column in subject.columns:
         if progress is not None:
             progress(column, inputs.size, "measure")
         for sample in range(SAMPLES):
             after = subject.outputs(None, column, sample)
-            for offset, values in base.items():
-                change = row_change(after[offset], values)
+            for (offset, rows), values in base.items():
+                change = row_change(after[offset, rows], values)
                 border = small * values.double().abs().amax(-1).cpu()
-                moved = relation[:, offset : offset + change.shape[1], column]
+                moved = relation[:, offset : offset + rows, column]
                 moved |= change > border
                 unsure = torch.where((change > border) | moved, 0.0, change)
                 if unsure.any():
-                    doubtful.setdefault((column, sample), {})[offset] = unsure
+                    doubtful.setdefault((column, sample), {})[offset, rows] = unsure
     if not doubtful:
         return relation
     other = other_precision(subject.dtype)
@@ -282,12 +282,12 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progre
         with precision(subject.module, other):
             exact = subject.outputs(other)
             for (column, sample), unsure in doubtful.items():
-                if all(relation[:, o : o + u.shape[1], column][u > 0].all() for o, u in unsure.items()):
+                if all(relation[:, o : o + rows, column][u > 0].all() for (o, rows), u in unsure.items()):
                     continue
                 after = subject.outputs(other, column, sample)
-                for offset, change in unsure.items():
-                    leak = is_leak(change, base[offset], exact[offset], after[offset], subject.dtype)
-                    relation[:, offset : offset + change.shape[1], column] |= leak & (change > 0)
+                for (offset, rows), change in unsure.items():
+                    leak = is_leak(change, *(each[offset, rows] for each in (base, exact, after)), subject.dtype)
+                    relation[:, offset : offset + rows, column] |= leak & (change > 0)
     except REFUSALS as error:
         raise UnsupportedArchitecture(
             f"{type(subject.module).__name__} does not run in {other}, so small changes cannot be told from rounding "

@@ -9,13 +9,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnflow.audit.inputs import Call, Inputs, Slot, fresh
 from attnflow.audit.packing import real_positions
+from attnflow.audit.rows import Frame, Layout, arranged, canonical, flattened, layout_of, leaves
 from attnflow.models.evaluation import seed_all
 from attnflow.models.loaded import embedding_table
 from attnflow.models.watching import Arguments, Watch
@@ -45,19 +46,10 @@ class Event:
     offset: int  # joint position of its first row
     values: Tensor  # [batch, positions, features]; [1, positions, features] where the module made one for all sequences
     raw: Tensor  # the tensor as the module saw it
+    pooled: bool = False  # whether each row is of a whole sequence: it may depend on any of its positions
 
 
 Recording = dict[Key, Event]  # of one pass, in order of execution
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The lengths and offsets by which sequence axes are recognised."""
-
-    batch: int  # number of sequences
-    batched: bool
-    segments: Mapping[int, int]  # {length: joint position of the first one}
-    streams: bool = False  # whether the layers are called with several streams, [streams, batch, positions, width]
 
 
 def layer_names(model: nn.Module) -> dict[str, int]:
@@ -75,48 +67,25 @@ def layer_names(model: nn.Module) -> dict[str, int]:
     return layers
 
 
-def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tensor, int] | str | None:
-    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it is ambiguous.
-
-    Where width and length agree, only outputs of layers and of the model are read, as [batch, positions, width].
-    """
-    if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched:
-        return None
-    if not frame.batched:
-        tensor = tensor[None]
-    sizes = list(tensor.shape)
-    pairs = [p for p in range(len(sizes) - 1) if sizes[p] == frame.batch and sizes[p + 1] in frame.segments]
-    streams = len(sizes) > 3 and pairs == [1] and (sizes[0] not in (1, frame.batch) or frame.streams)
-    if streams and sizes[0] == frame.batch and not layered:
-        return f"shape {tuple(tensor.shape)} has two axes as long as the batch"
-    if streams:
-        tensor, axes = tensor.movedim(1, 0), [2]
-    elif sizes[0] in (1, frame.batch):
-        axes = [axis for axis in range(1, len(sizes)) if sizes[axis] in frame.segments]
-    elif len(sizes) >= 3 and sizes[0] in frame.segments and sizes[1] == frame.batch:
-        tensor, axes = tensor.transpose(0, 1), [1]
-    else:
-        return None
-    if not axes:
-        return None
-    scores = tensor.ndim > 3 and axes == [tensor.ndim - 2, tensor.ndim - 1]  # [batch, heads, queries, keys]: of queries
-    if len(axes) > 1 and not scores and not (layered and tensor.ndim == 3):
-        return f"shape {tuple(tensor.shape)} has several axes as long as the sequence"
-    values = tensor.movedim(axes[0], 1)
-    return values.reshape(*values.shape[:2], -1), frame.segments[values.shape[1]]
-
-
 class Tracer:
     """Turns the calls of watched modules into events, over one pass or the steps of a cached run."""
 
     def __init__(
-        self, model: nn.Module, layers: Mapping[str, int], frame: Frame, visit: Callable[[Event], None], watch: Watched
+        self,
+        model: nn.Module,
+        layers: Mapping[str, int],
+        frame: Frame,
+        visit: Callable[[Event], None],
+        watch: Watched,
+        layouts: dict[str, Layout],
     ) -> None:
         self.model = model
         self.layers = layers  # {path: index} of those of the stacks whose positions are audited
         self.frame = frame  # set anew for every step of a cached run
         self.visit = visit
         self.skipped: dict[str, str] = {}  # {module: reason} of those that could not be watched
+        self.layouts = layouts  # {path in the model's own output: layout}, of the first pass
+        self._inside: Tensor | None = None  # the last output of a module inside, with all its positions
         watched = {n: m for n, m in model.named_modules() if watch == "modules" or n in layers or not n}
         self.watch = Watch(watched, self._enter, self._leave)
         self.begin(0)
@@ -145,6 +114,9 @@ class Tracer:
                 pass  # a layer that raised, in a model that goes on
 
     def _emit(self, call: ModuleCall, side: Literal["in", "out"], blame: str, root: object) -> None:
+        if not call.name and self.frame.whole:
+            self._receive(call, root)
+            return
         layer = self._open[-1][1] if self._open else None
         for leaf, tensor in leaves(root):
             rows = canonical(tensor, self.frame, layered=call.name in self.layers or not call.name)
@@ -153,23 +125,32 @@ class Tracer:
             elif rows is not None:
                 key = Key(self.step, call.name, call.number, side, leaf)
                 label = blame or type(self.model).__name__
+                self._inside = rows[0] if side == "out" else self._inside
                 self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
 
+    def _receive(self, call: ModuleCall, root: object) -> None:
+        """Show every tensor of the model's own output, in the layout of the first pass."""
 
-def leaves(root: object) -> list[tuple[str, Tensor]]:
-    """All tensors in nested tuples, lists and mappings, with their paths; skips caches and other objects."""
-    tensors: list[tuple[str, Tensor]] = []
-    left: list[tuple[str, object]] = [("", root)]
-    while left:  # a loop: it runs for every module of every pass
-        path, value = left.pop()
-        if isinstance(value, Tensor):
-            tensors.append((path, value))
-        elif isinstance(value, Mapping):
-            items = cast(Mapping[Any, object], value).items()
-            left += [(f"{path}.{k}", item) for k, item in items if "past" not in str(k) and "cache" not in str(k)][::-1]
-        elif isinstance(value, tuple | list):
-            left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
-    return tensors
+        def unknown(path: str, value: object) -> None:
+            if not _is_cache(value):
+                self.layouts[path] = Layout("unknown", why=f"is a {type(value).__name__}, which is not looked into")
+
+        for path, tensor in leaves(root, unknown):
+            layout = self.layouts.get(path) or layout_of(tensor, self.frame, self._inside)
+            if layout.form != "unknown" and layout.shape != tuple(tensor.shape):
+                layout = Layout("unknown", why="has another shape after inputs change")
+            self.layouts[path] = layout
+            if layout.form == "unknown":
+                continue
+            key = Key(self.step, call.name, call.number, "out", path)
+            rows, name = arranged(tensor, layout, self.frame), type(self.model).__name__
+            pooled = layout.form == "one per sequence"
+            self.visit(Event(key, name, None, self.depth, layout.offset, rows, tensor, pooled))
+
+
+def _is_cache(value: object) -> bool:
+    """Whether an output is a cache of keys and values or states, which decoding audits on its own."""
+    return "cache" in type(value).__name__.lower() or hasattr(value, "get_seq_length")
 
 
 class Runner:
@@ -185,14 +166,17 @@ class Runner:
         self.passes = 0  # so far; a cached run counts each step
         self.layer_calls = 0  # of the last pass
         self.skipped: dict[str, str] = {}
+        self.layouts: dict[str, Layout] = {}  # of the tensors that the caller receives, by path
         self.layer_names = {name: index for name, index in layer_names(model).items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self._widths = frozenset(size for parameter in model.parameters() for size in parameter.shape[:2])
 
     def run(self, call: Call, visit: Callable[[Event], None]) -> None:
         """Run one pass (or one cached run), and show every event to `visit` in order of execution."""
         seed_all(self.seed)
         with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments):
-            tracer = Tracer(self.model, self.layer_names, frame_of(self.inputs), visit, self.watch)  # sees what moved
+            frame = replace(frame_of(self.inputs), widths=self._widths)
+            tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch, self.layouts)  # sees what moved
             with tracer.watch:
                 self.feed(tracer, call.kwargs)
         self.layer_calls = tracer.depth
@@ -212,6 +196,20 @@ class Runner:
         with torch.no_grad():
             events, intact = self.distinct(call)
             return events if intact else self.distinct(call, copy=True)[0]
+
+    def arranged(self, base: Recording) -> Recording:
+        """The base pass with flattened rows in the right order, which is learnt by changing sequence 0 alone."""
+        unsure = {path: layout for path, layout in self.layouts.items() if not layout.sure}
+        if not unsure:
+            return base
+        selected = torch.zeros(self.inputs.batch, self.inputs.size, dtype=torch.bool)
+        selected[0] = True
+        moved = self.record(self.inputs.changed(selected, self.inputs.draw(torch.Generator().manual_seed(self.seed))))
+        for path, layout in unsure.items():
+            key = Key(0, "", 0, "out", path)
+            if key in base and key in moved:
+                self.layouts[path] = flattened(layout, base[key].raw, moved[key].raw, frame_of(self.inputs))
+        return self.record(self.inputs.base)
 
     def distinct(self, call: Call, copy: bool = False) -> tuple[Recording, bool]:
         """(the events of a pass without inputs that an earlier event showed, whether none was changed in place)."""

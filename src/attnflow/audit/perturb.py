@@ -57,7 +57,7 @@ class Prober:
         self.rounding = 0.0  # largest change that was found to be rounding
         self.dirty: set[str] = set()  # modules with an output that moved against the order
         self.stateful: Moved | None = None  # first event that differs because of the runs in between
-        self.base = runner.record(runner.inputs.base) if base is None else base
+        self.base = runner.arranged(runner.record(runner.inputs.base) if base is None else base)
         for event in self.base.values():
             if event.key.side == "out":
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
@@ -155,7 +155,10 @@ class Prober:
         before = self.base.get(event.key)
         if before is None or before.values.shape != event.values.shape:
             return
-        watched = watched[:, event.offset : event.offset + event.values.shape[1]]
+        if event.pooled:
+            watched = watched.all(1, keepdim=True)
+        else:
+            watched = watched[:, event.offset : event.offset + event.values.shape[1]]
         if len(event.values) < len(watched):  # one for all sequences: it must hold still where it must for each of them
             watched = watched.all(0, keepdim=True)
         rows = watched.to(event.values.device)

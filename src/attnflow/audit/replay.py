@@ -14,15 +14,16 @@ from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, fresh
 from attnflow.audit.packing import real_positions
-from attnflow.audit.passes import Frame, canonical, frame_of
+from attnflow.audit.passes import frame_of
 from attnflow.audit.perturb import row_change
 from attnflow.audit.report import Violation
+from attnflow.audit.rows import Frame, canonical
 from attnflow.audit.survey import LayerCall, Survey
 from attnflow.models.evaluation import REFUSALS, precision, refusal
 from attnflow.models.mixing import attends, moves_between_positions
 from attnflow.models.watching import Call, calls_of
 
-Outputs = dict[int, Tensor]  # {joint position of the first row: [batch, positions, features]}
+Outputs = dict[tuple[int, int], Tensor]  # {(joint position of the first row, rows): [batch, rows, features]}
 
 _CARRIERS: Final = ("hidden_states", "encoder_hidden_states")
 _COLUMNS: Final = 4  # positions that are tried where missing pairs are only noted
@@ -67,7 +68,7 @@ class ReplayedLayer:
             raise UnsupportedArchitecture(
                 f"{type(self.module).__name__} returns no tensor [batch, n, width]: measure the model with by='output'"
             )
-        return {view[1]: view[0]}
+        return {(view[1], view[0].shape[1]): view[0]}
 
 
 def replayed(inputs: Inputs, call: Call, generator: torch.Generator) -> list[ReplayedLayer]:

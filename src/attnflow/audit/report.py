@@ -79,7 +79,8 @@ class AuditReport(Result):
     """Whether anything flows in a model that its order forbids, and where it starts.
 
     Attributes:
-        verdict: "clean", "leak", or "nothing tested" where the order forbids no pair of what was seen.
+        verdict: "clean", "leak", or "nothing tested" where the order forbids no pair of what was seen, or no output
+            that the caller receives could be matched with positions (see `untested`).
         ok: the verdict is "clean": forbidden pairs were tested and nothing moved that must not.
         violations: the places where the flow breaks the order, first in the order of execution first.
         order: the order that was tested, in words.
@@ -94,6 +95,7 @@ class AuditReport(Result):
         noise: largest difference between two runs on the same inputs; 0.0 where the model is deterministic.
         modules: every module whose output has a sequence axis, in order of execution.
         skipped: modules that could not be watched, each with the reason.
+        untested: the outputs of the model, each with the reason, if none of them could be matched with positions.
         notes: remarks that a reader should know before believing the result.
         seconds: wall time.
     """
@@ -110,13 +112,15 @@ class AuditReport(Result):
     noise: float
     modules: tuple[ModuleResult, ...]
     skipped: tuple[tuple[str, str], ...] = ()
+    untested: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
-        """What the audit says: never "clean" of an order that forbids nothing."""
-        return "leak" if self.violations else "clean" if self.forbidden and self.coverage else "nothing tested"
+        """What the audit says: never "clean" of an order that forbids nothing, or of outputs that were not tested."""
+        tested = self.forbidden and self.coverage and not self.untested
+        return "leak" if self.violations else "clean" if tested else "nothing tested"
 
     @property
     def ok(self) -> bool:
@@ -166,6 +170,10 @@ class AuditReport(Result):
             lines += [f"{carried} later module outputs carry it on"] if carried else []
         if self.skipped:
             lines.append(f"{len(self.skipped)} modules not watched: {few([name for name, _ in self.skipped])}")
+        if self.untested:
+            lines.append(
+                f"the modules inside were tested, what the caller receives was not: {'; '.join(self.untested)}"
+            )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, columns: Sequence[str], limit: int) -> list[str]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Entry, Inputs, Slot, fresh
-from attnflow.audit.passes import Recording, Runner, entering, frame_of, layer_names, leaves
+from attnflow.audit.passes import Recording, Runner, entering, frame_of, layer_names
+from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import seed_all
 from attnflow.models.watching import Call, Watch
 
@@ -82,6 +83,7 @@ def survey(model: nn.Module, inputs: Inputs, seed: int | None = None) -> Survey:
         result.runner = Runner(model, inputs, "layers", first.seed)
         if intact and inputs.layers == frozenset(layers) and frame_of(inputs) == frame_of(whole):
             result.runner.layer_calls, result.runner.skipped = first.layer_calls, first.skipped
+            result.runner.layouts = first.layouts
             result.base = events
     return result
 

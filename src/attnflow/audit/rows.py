@@ -1,0 +1,162 @@
+"""Which rows of a tensor belong to which positions: inside a model, and in what its caller receives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The lengths and offsets by which sequence axes are recognised."""
+
+    batch: int  # number of sequences
+    batched: bool
+    segments: Mapping[int, int]  # {length: joint position of the first one}
+    streams: bool = False  # whether the layers are called with several streams, [streams, batch, positions, width]
+    whole: bool = True  # whether a pass feeds all positions at once
+    widths: frozenset[int] = frozenset()  # sizes of the model's features, which may equal a number of positions
+
+
+def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tensor, int] | str | None:
+    """(values [batch, positions, features], offset); None without a sequence axis; a reason if it is ambiguous.
+
+    Where width and length agree, only outputs of layers and of the model are read, as [batch, positions, width].
+    """
+    if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched:
+        return None
+    if not frame.batched:
+        tensor = tensor[None]
+    sizes = list(tensor.shape)
+    pairs = [p for p in range(len(sizes) - 1) if sizes[p] == frame.batch and sizes[p + 1] in frame.segments]
+    streams = len(sizes) > 3 and pairs == [1] and (sizes[0] not in (1, frame.batch) or frame.streams)
+    if streams and sizes[0] == frame.batch and not layered:
+        return f"shape {tuple(tensor.shape)} has two axes as long as the batch"
+    if streams:
+        tensor, axes = tensor.movedim(1, 0), [2]
+    elif sizes[0] in (1, frame.batch):
+        axes = [axis for axis in range(1, len(sizes)) if sizes[axis] in frame.segments]
+    elif len(sizes) >= 3 and sizes[0] in frame.segments and sizes[1] == frame.batch:
+        tensor, axes = tensor.transpose(0, 1), [1]
+    else:
+        return None
+    if not axes:
+        return None
+    scores = tensor.ndim > 3 and axes == [tensor.ndim - 2, tensor.ndim - 1]  # [batch, heads, queries, keys]: of queries
+    if len(axes) > 1 and not scores and not (layered and tensor.ndim == 3):
+        return f"shape {tuple(tensor.shape)} has several axes as long as the sequence"
+    values = tensor.movedim(axes[0], 1)
+    return values.reshape(*values.shape[:2], -1), frame.segments[values.shape[1]]
+
+
+Form = Literal["axis", "batch first", "position first", "one per sequence", "unknown"]
+_FLAT: Final[tuple[Form, ...]] = ("batch first", "position first")
+
+
+class Layout(NamedTuple):
+    """How a tensor that the caller receives holds positions.
+
+    A layout is chosen once, in the unperturbed pass, and kept, so that every pass compares the same rows.
+    """
+
+    form: Form  # "batch first" and "position first" are of rows flattened into one axis
+    rows: int = 0  # per sequence
+    offset: int = 0  # joint position of the first row
+    shape: tuple[int, ...] = ()  # of the tensor in the unperturbed pass
+    why: str = ""  # what came in place of positions, of an unknown layout
+    sure: bool = True  # whether the order of flattened rows is known, not guessed
+
+
+def layout_of(tensor: Tensor, frame: Frame, inside: Tensor | None) -> Layout:
+    """The layout of a received tensor; `inside` [batch, positions, features] is the last output of a module before it.
+
+    Rows may be all positions of a segment or one fewer, along their own axis or flattened with the batch. Of n - 1
+    vectors row i belongs to position i, as in `logits[:, :-1]`, unless they are the last rows of `inside`. Of n - 1
+    numbers row i belongs to position i + 1, the label of a loss. A tensor [batch, ...] without positions has one row
+    per sequence: it may depend on that sequence alone.
+    """
+    shape, batch, counts = tuple(tensor.shape), frame.batch, not tensor.is_floating_point()
+    tensor = as_numbers(tensor)
+    whole = canonical(tensor, frame, layered=True)
+    pooled = frame.batched and len(shape) == 2 and shape[1] in frame.widths  # [batch, width] or [batch, positions]
+    if isinstance(whole, tuple) and not pooled:
+        return Layout("axis", whole[0].shape[1], whole[1], shape)
+    for rows, (length, offset) in _row_counts(frame):
+        flat = shape[:1] == (batch * rows,)
+        if not flat and (pooled or rows == length or shape[:1] != (batch,) or shape[1:].count(rows) != 1):
+            continue
+        form: Form = "batch first" if flat else "axis"
+        for other in _FLAT if flat and batch > 1 else (form,):
+            for first in {0, length - rows} if inside is not None else ():
+                guess = Layout(other, rows, offset + first, shape)
+                if torch.equal(arranged(tensor, guess, frame), cast(Tensor, inside)[:, first : first + rows]):
+                    return guess
+        label = rows < length and len(shape) == 2 - flat and not counts
+        return Layout(form, rows, offset + label, shape, sure=not flat or batch == 1)
+    if frame.batched and shape[:1] == (batch,) and batch > 1:
+        return Layout("one per sequence", 1, max(frame.segments.values()), shape)
+    came = "is one number" if not shape else f"has shape {list(shape)}"
+    return Layout("unknown", shape=shape, why=f"{came}, and none of its axes holds {max(frame.segments)} positions")
+
+
+def _row_counts(frame: Frame) -> list[tuple[int, tuple[int, int]]]:
+    """(rows, (length, offset) of their segment): all positions of a segment, else one fewer."""
+    whole = [(length, (length, offset)) for length, offset in frame.segments.items()]
+    fewer = [(rows - 1, segment) for rows, segment in whole if rows > 2 and rows - 1 not in frame.segments]
+    return whole + fewer
+
+
+def arranged(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
+    """A received tensor as [batch, rows, features]."""
+    tensor = as_numbers(tensor)
+    if layout.form == "batch first":
+        return tensor.reshape(frame.batch, layout.rows, -1)
+    if layout.form == "position first":
+        return tensor.reshape(layout.rows, frame.batch, -1).transpose(0, 1)
+    if layout.form == "one per sequence":
+        return tensor.reshape(frame.batch, 1, -1)
+    narrow = dataclasses.replace(frame, segments={layout.rows: layout.offset})
+    rows = canonical(tensor, narrow, layered=True)
+    assert isinstance(rows, tuple)
+    return rows[0]
+
+
+def flattened(layout: Layout, before: Tensor, after: Tensor, frame: Frame) -> Layout:
+    """The layout of flattened rows, from what moves between two passes when sequence 0 alone changes."""
+    moved = (as_numbers(before) != as_numbers(after)).flatten(1).any(1) if before.ndim > 1 else before != after
+    within = moved[layout.rows :].any(), moved.view(layout.rows, frame.batch)[:, 1:].any()
+    return layout._replace(form="position first" if within[0] and not within[1] else "batch first", sure=True)
+
+
+def as_numbers(tensor: Tensor) -> Tensor:
+    """The tensor in floating point: predicted ids and flags are compared, too."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor if tensor.is_floating_point() else tensor.double()
+
+
+def leaves(root: object, other: Callable[[str, object], None] | None = None) -> list[tuple[str, Tensor]]:
+    """All tensors in nested tuples, lists, mappings and dataclasses, with their paths; skips caches.
+
+    Anything else but None is shown to `other` with its path.
+    """
+    tensors: list[tuple[str, Tensor]] = []
+    left: list[tuple[str, object]] = [("", root)]
+    while left:  # a loop: it runs for every module of every pass
+        path, value = left.pop()
+        if isinstance(value, Tensor):
+            tensors.append((path, value))
+        elif isinstance(value, Mapping):
+            items = cast(Mapping[Any, object], value).items()
+            left += [(f"{path}.{k}", item) for k, item in items if "past" not in str(k) and "cache" not in str(k)][::-1]
+        elif isinstance(value, tuple | list):
+            left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
+        elif other is not None and dataclasses.is_dataclass(value):
+            left += [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)][::-1]
+        elif other is not None and value is not None and not isinstance(value, bool | str):
+            other(path, value)
+    return tensors
