@@ -262,11 +262,12 @@ class Auditor:
         ]
         if len(whole) + len(apart) < len(named):
             notes = [f"not tested: {each}" for each in whole]
-            lengths = {slot.length: slot.offset for slot in self.call.slots}
+            lengths = {slot.length for slot in self.call.slots}
             for name, each in named.items():
                 if each.rows > 1 and each.rows not in lengths:
-                    first = each.offset - lengths[each.rows + 1]
-                    notes.append(f"{name} has {each.rows} rows: row i was read as position {'i + 1' if first else 'i'}")
+                    first = min(each.offset - slot.offset for slot in self.call.slots if slot.offset <= each.offset)
+                    place = f"i + {first}" if first else "i"
+                    notes.append(f"{name} has {each.rows} rows: row i was read as position {place}")
             return (), tuple(notes)
         return (*whole, *apart) or (f"{type(self.model).__name__} returns no tensor",), ()
 

@@ -175,7 +175,9 @@ class Runner:
         """Run one pass (or one cached run), and show every event to `visit` in order of execution."""
         seed_all(self.seed)
         with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments):
-            frame = replace(frame_of(self.inputs), widths=self._widths)
+            kept = call.kwargs.get("logits_to_keep")
+            kept = kept if isinstance(kept, int) and not isinstance(kept, bool) else 0
+            frame = replace(frame_of(self.inputs), widths=self._widths, kept=kept)
             tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch, self.layouts)  # sees what moved
             with tracer.watch:
                 self.feed(tracer, call.kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
@@ -20,6 +21,7 @@ class Frame:
     segments: Mapping[int, int]  # {length: joint position of the first one}
     streams: bool = False  # whether the layers are called with several streams, [streams, batch, positions, width]
     whole: bool = True  # whether a pass feeds all positions at once
+    kept: int = 0  # how many of the last positions the call asks outputs for (`logits_to_keep`); 0 for all
     widths: frozenset[int] = frozenset()  # sizes of the model's features, which may equal a number of positions
 
 
@@ -88,7 +90,9 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Tensor | None) -> Layout:
         return Layout("axis", whole[0].shape[1], whole[1], shape)
     for rows, (length, offset) in _row_counts(frame):
         flat = shape[:1] == (batch * rows,)
-        if not flat and (pooled or rows == length or shape[:1] != (batch,) or shape[1:].count(rows) != 1):
+        if rows == frame.kept and len(shape) == 3 and shape[:2] == (batch, rows):
+            return Layout("axis", rows, offset + length - rows, shape)
+        if not flat and (pooled or rows != length - 1 or shape[:1] != (batch,) or shape[1:].count(rows) != 1):
             continue
         form: Form = "batch first" if flat else "axis"
         for other in _FLAT if flat and batch > 1 else (form,):
@@ -105,10 +109,11 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Tensor | None) -> Layout:
 
 
 def _row_counts(frame: Frame) -> list[tuple[int, tuple[int, int]]]:
-    """(rows, (length, offset) of their segment): all positions of a segment, else one fewer."""
+    """(rows, (length, offset) of their segment): those asked for, all positions of a segment, else one fewer."""
+    last = [(frame.kept, segment) for segment in sorted(frame.segments.items(), key=itemgetter(1))[-1:] if frame.kept]
     whole = [(length, (length, offset)) for length, offset in frame.segments.items()]
     fewer = [(rows - 1, segment) for rows, segment in whole if rows > 2 and rows - 1 not in frame.segments]
-    return whole + fewer
+    return last + whole + fewer
 
 
 def arranged(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
