@@ -171,9 +171,7 @@ class AuditReport(Result):
         if self.skipped:
             lines.append(f"{len(self.skipped)} modules not watched: {few([name for name, _ in self.skipped])}")
         if self.untested:
-            lines.append(
-                f"the modules inside were tested, what the caller receives was not: {'; '.join(self.untested)}"
-            )
+            lines.append(f"only modules inside were tested, not what the caller receives: {'; '.join(self.untested)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, columns: Sequence[str], limit: int) -> list[str]:

@@ -1,0 +1,169 @@
+"""What the caller receives: every output of a model is watched, whatever its shape, or the report names it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import attnflow as af
+from attnflow.audit import check
+from tests.audit.common import tiny, tokens
+
+LENGTH, VOCABULARY = 12, 50
+
+
+def losses(y, ids):
+    return cross_entropy(y[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1), reduction="none")
+
+
+OUTPUTS = {
+    "every position": lambda y, ids: y,
+    "without the last": lambda y, ids: y[:, :-1],
+    "flat": lambda y, ids: y.reshape(-1, VOCABULARY),
+    "flat, after another step": lambda y, ids: 2 * y.reshape(-1, VOCABULARY),
+    "flat, without the last": lambda y, ids: y[:, :-1].reshape(-1, VOCABULARY),
+    "flat, positions first": lambda y, ids: y.transpose(0, 1).reshape(-1, VOCABULARY),
+    "losses": lambda y, ids: losses(y, ids).view(len(ids), -1),
+    "flat losses": losses,
+    "predicted ids": lambda y, ids: y.argmax(-1),
+    "words before positions": lambda y, ids: y.mT,
+    "beside a loss": lambda y, ids: {"loss": losses(y, ids).mean(), "logits": y[:, :-1]},
+}
+
+
+class Returns(nn.Module):
+    """A causal model that returns what `output(logits, ids)` makes of its logits; after its last module it may leak."""
+
+    def __init__(self, output, leak):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+        self.output = output
+        self.leak = leak
+
+    def forward(self, input_ids):
+        y = self.head(self.embed(input_ids))
+        y = y + 0.1 * y.cumsum(1)
+        return self.output(y + y.flip(1) if self.leak else y, input_ids)
+
+
+def report_on(output, leak, batch, mode="perturb"):
+    ids = torch.randint(VOCABULARY, (batch, LENGTH))
+    return check(Returns(output, leak).eval(), ids, order=af.masks.causal(LENGTH), mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["perturb", "quick"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_leak_after_the_last_module(name, batch, mode):
+    assert report_on(OUTPUTS[name], False, batch, mode).ok
+    leak = report_on(OUTPUTS[name], True, batch, mode)
+    assert leak.verdict == "leak"
+    assert leak.violations[0].module == "Returns"
+
+
+def test_a_reading_of_fewer_rows_is_noted():
+    assert any("11 rows: row i was read as position i" in n for n in report_on(OUTPUTS["without the last"], 0, 2).notes)
+    shifted = check(Shifted().eval(), tokens(2, LENGTH) % VOCABULARY, order=af.masks.causal(LENGTH))
+    assert shifted.ok, str(shifted)
+    assert any("row i was read as position i + 1" in note for note in shifted.notes)
+
+
+class Shifted(Returns):
+    """Returns the last n - 1 rows of its last module."""
+
+    def __init__(self):
+        super().__init__(None, False)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))[:, 1:]
+
+
+UNKNOWN = {
+    "one number": (lambda y, ids: losses(y, ids).mean(), "the output is one number"),
+    "pooled": (lambda y, ids: y.mean(1), "the output has shape [2, 50]"),
+    "the last three": (lambda y, ids: y[:, -3:], "the output has shape [2, 3, 50]"),
+    "a list of numbers": (lambda y, ids: losses(y, ids).tolist(), "is a float, which is not looked into"),
+    "nothing": (lambda y, ids: None, "Returns returns no tensor"),
+    "rows that vary": (lambda y, ids: y[y > 0], "the output has shape"),
+}
+
+
+@pytest.mark.parametrize("leak", [False, True])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_aligned_is_never_clean(name, leak):
+    output, named = UNKNOWN[name]
+    report = report_on(output, leak, 2)
+    assert report.verdict == "nothing tested"
+    assert any(named in each for each in report.untested), report.untested
+    assert "not what the caller receives" in str(report)
+
+
+def test_a_pooled_vector_keeps_sequences_apart():
+    report = report_on(lambda y, ids: y.mean(1) + y.mean((0, 1)), False, 3)
+    assert report.violations[0].kind == "batch"
+
+
+def test_outputs_of_the_last_positions_alone():
+    for kept in (1, 3, LENGTH - 1):
+        assert check(tiny("Llama"), {"input_ids": tokens(2, LENGTH), "logits_to_keep": kept}).ok
+
+
+def test_a_cache_that_is_passed_stays_as_it_was():
+    model, ids = tiny("Llama"), tokens(4)
+    with torch.no_grad():
+        past = model(ids[:, :5]).past_key_values
+        expected = model(ids[:, 5:], past_key_values=copy.deepcopy(past)).logits
+        report = check(model, {"input_ids": ids[:, 5:], "past_key_values": past})
+        assert report.ok
+        assert report.noise == 0.0
+        assert past.get_seq_length() == 5
+        with af.audit.guard(model) as guard:
+            assert torch.equal(model(ids[:, 5:], past_key_values=past).logits, expected)
+    assert guard.ok
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_under_a_guard(cache):
+    model, ids = tiny("Llama"), tokens(4)
+    options = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
+    if cache == "static":
+        options["disable_compile"] = True
+    plain = model.generate(ids, **options)
+    with af.audit.guard(model) as guard:
+        assert torch.equal(model.generate(ids, **options), plain)
+    assert guard.ok
+
+
+class Counts(nn.Module):
+    """Counts its tokens in a buffer and its calls in an attribute, and keeps a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        self.tokens += input_ids.numel()
+        self.mean.lerp_(hidden.detach().mean((0, 1)), 0.1)
+        self.calls += 1
+        return hidden.cumsum(1)
+
+
+def test_what_a_forward_counts_is_not_advanced_by_an_audit():
+    ids, order = torch.randint(VOCABULARY, (3, LENGTH)), af.masks.causal(LENGTH)
+    plain, guarded = Counts(), Counts()
+    guarded.load_state_dict(plain.state_dict())
+    plain(ids)
+    with af.audit.guard(guarded, order=order) as guard:
+        guarded(ids)
+    assert guard.ok
+    assert (int(guarded.tokens), guarded.calls) == (int(plain.tokens), plain.calls) == (3 * LENGTH, 1)
+    assert torch.equal(guarded.mean, plain.mean)
+    assert af.audit.measure(guarded, ids, by="output").size == LENGTH
+    assert guarded.calls == 1
