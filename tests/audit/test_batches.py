@@ -156,6 +156,39 @@ def test_other_forms_of_a_mask():
     assert (found.kind, found.position, found.count) == ("mask", 6, 1)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_a_mask_of_pairs_that_attention_adds(dtype, implementation):
+    """The model itself says what its mask lets through."""
+    model = tiny("Llama", attn_implementation=implementation)
+    ids, allow = torch.arange(4, 12)[None], af.masks.causal(8).dense()[None, None]
+    moved = ids.clone()
+    moved[0, 7] = 20
+    report = check_batch({"input_ids": ids, "labels": ids, "attention_mask": allow.to(dtype)}, model)
+    try:
+        with torch.no_grad():
+            one, other = (model(each, attention_mask=allow.to(dtype)).logits[0, :7] for each in (ids, moved))
+        assert report.ok == torch.equal(one, other)
+    except RuntimeError:  # SDPA takes no integers
+        assert not report.ok
+    if not report.ok:
+        assert "to the scores, which forbids nothing" in report.mistakes[0].message
+        additive = torch.where(allow, 0.0, -torch.inf)
+        assert check_batch({"input_ids": ids, "labels": ids, "attention_mask": additive}, model).ok
+
+
+def test_text_behind_an_end_token_is_named():
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, EOS, 9, 10, 11, EOS]])
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(8).expand(2, -1)}
+    (what,) = [why for name, why in check_batch(batch, CAUSAL).unchecked if name == "documents"]
+    assert "sequence 1 goes on behind the end token at position 3" in what
+    apart = torch.tensor([[*range(8)], [*range(4), *range(4)]])
+    labels = label({"input_ids": ids, "labels": ids.clone()}, 1, 4, -100)["labels"]
+    report = check_batch({**batch, "position_ids": apart, "labels": labels}, CAUSAL)
+    assert report.ok
+    assert not [why for name, why in report.unchecked if name == "documents"]
+
+
 def test_numbers_of_documents_in_a_mask():
     ids = torch.arange(4, 12)[None]
     labels = label({"input_ids": ids, "labels": ids.clone()}, 0, 5, -100)["labels"]

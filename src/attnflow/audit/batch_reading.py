@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow.audit.packing import allowed_pairs, as_tensor, integers, read_packing
 from attnflow.models.loaded import Loaded
@@ -45,6 +46,7 @@ class Family:
     pad: int | None = None  # id of padding; None if that is not known
     ends: tuple[int, ...] = ()  # ids that end an answer
     layers: int | None = None  # number of layers; None if that is not known
+    eager: bool = False  # attention is eager, which adds any mask to the scores
 
 
 def family_of(model_or_config: Any) -> Family:
@@ -99,6 +101,7 @@ def _family(name: str, config: Any) -> Family:
         pad=_id(getattr(text, "pad_token_id", None)),
         ends=tuple(i for i in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(i, int)),
         layers=_id(getattr(text, "num_hidden_layers", None)) or None,
+        eager=getattr(text, "_attn_implementation", None) == "eager",
     )
 
 
@@ -119,6 +122,7 @@ class Reading:
     mask: Tensor | None  # [batch, n], the 2D attention mask as it is; None without one
     positions: Tensor | None  # [batch, n]; None without position ids, or where they have several axes
     allow: Tensor | None  # bool [batch, n, n], from a mask of pairs; None without one
+    numbers: str  # the type of a mask of pairs that holds zeros and ones or bool; "" for any other mask
     # {what says so: bool [batch, n], where a document begins behind another one of its sequence}
     starts: Mapping[str, Tensor]
     documents: Tensor  # [batch, n], the number of each position's document within its sequence
@@ -177,6 +181,7 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
         mask=mask,
         positions=positions,
         allow=allow,
+        numbers=_zeros_and_ones(batch.get(f"{prefix}attention_mask")),
         starts=starts,
         documents=next(iter(starts.values()), torch.zeros_like(real)).cumsum(-1),
         blocks=_blocks(batch, size, family),
@@ -201,6 +206,15 @@ def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, Tensor | N
     if mask.shape != size:
         raise ValueError(f"attention_mask is {list(mask.shape)}, expected {list(size)} as the ids")
     return mask, None
+
+
+def _zeros_and_ones(value: Any) -> str:
+    """The type of a mask of pairs that holds zeros and ones, or bool."""
+    parts = list(cast(Mapping[str, Any], value).values()) if isinstance(value, Mapping) else [value]
+    for mask in [as_tensor(part) for part in parts if part is not None and not isinstance(part, BlockMask)]:
+        if mask.ndim == 4 and bool(((mask == 0) | (mask == 1)).all() & (mask == 1).any()):
+            return str(mask.dtype).removeprefix("torch.")
+    return ""
 
 
 def _isolated(allow: Tensor) -> Tensor:

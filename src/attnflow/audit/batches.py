@@ -141,6 +141,7 @@ class _Lint(Findings):
         if len(names) > 1:
             self.checked.append(f"documents: {', '.join(names)} agree")
         if not names:
+            self._ends_inside()
             if reading.targets is None and reading.allow is None and reading.real.all():
                 self.notes.append("no entry says where documents begin: each sequence is taken as one")
             return
@@ -159,6 +160,24 @@ class _Lint(Findings):
             message = "the last token of a document is to predict the first of the next one"
             self.add("documents", crossing, message, checked)
         self._mixing(names)
+
+    def _ends_inside(self) -> None:
+        """Name an end token with text behind it, where no entry tells packed documents from turns of one."""
+        reading = self.reading
+        if reading.ids is None or not self.family.ends:
+            return
+        ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real & ~reading.padding
+        text = reading.real & ~reading.padding & ~ends
+        inside = ends[:, :-1] & text[:, 1:]
+        if inside.any():
+            row, column = inside.nonzero()[0].tolist()
+            self.unchecked.append(
+                (
+                    "documents",
+                    f"sequence {row} goes on behind the end token at position {column}, and neither position_ids nor "
+                    "another entry begins a document there: if documents are packed, they read one another",
+                )
+            )
 
     def _mixing(self, names: list[str]) -> None:
         """Check whether the attention mask connects documents that are to stay apart."""
@@ -183,6 +202,16 @@ class _Lint(Findings):
 
     def _padding(self) -> None:
         reading = self.reading
+        added = reading.numbers and (reading.numbers != "bool" or self.family.eager)  # SDPA and Flex read bool
+        if added and (self.family.transformers or not self.family.name):
+            everywhere = torch.zeros_like(reading.real)
+            everywhere[0, 0] = True
+            message = (
+                f"transformers adds this {reading.numbers} attention_mask of 0 and 1 to the scores, which forbids "
+                "nothing: pass minus infinity where a pair is forbidden and 0 elsewhere"
+                + ("" if self.family.eager else ", or bool where attention is not eager")
+            )
+            self.add("mask", everywhere, message)
         if reading.labels is not None or reading.targets is not None:
             if reading.mask is not None or reading.allow is not None or self.family.pad is not None:
                 message = f"a label on padding: set it to {IGNORED} where nothing is real"
