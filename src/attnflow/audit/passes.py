@@ -217,11 +217,14 @@ class Runner:
         """(the events of a pass without inputs that an earlier event showed, whether none was changed in place)."""
         events: Recording = {}
         seen: dict[int, tuple[Tensor, int]] = {}  # (tensor, version) by id; holds the tensors, so that ids stay theirs
+        rewritten = False
 
         def keep(event: Event) -> None:
-            earlier = seen.get(id(event.raw))
-            if event.key.side == "in" and earlier is not None and earlier[1] == event.raw._version:
+            nonlocal rewritten
+            tensor, version = seen.get(id(event.raw), (None, event.raw._version))
+            if event.key.side == "in" and tensor is not None and version == event.raw._version:
                 return
+            rewritten |= version != event.raw._version
             seen[id(event.raw)] = (event.raw, event.raw._version)
             if copy:
                 values = event.values.clone()
@@ -229,7 +232,7 @@ class Runner:
             events[event.key] = event
 
         self.run(call, keep)
-        return events, all(tensor._version == version for tensor, version in seen.values())
+        return events, not rewritten and all(tensor._version == version for tensor, version in seen.values())
 
 
 def frame_of(inputs: Inputs) -> Frame:

@@ -150,10 +150,10 @@ def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:
         for column in columns:
             moved = torch.zeros(allow.shape[:2], dtype=torch.bool)
             for sample in range(_SAMPLES if thorough else 1):
-                for offset, values in part.outputs(torch.float64, column, sample).items():
-                    unit = torch.finfo(torch.float64).eps * base[offset].abs().amax(-1).cpu()
-                    rows = slice(offset, offset + values.shape[1])
-                    moved[:, rows] |= row_change(values, base[offset]) > unit
+                for (offset, length), values in part.outputs(torch.float64, column, sample).items():
+                    before, rows = base[offset, length], slice(offset, offset + length)
+                    unit = torch.finfo(torch.float64).eps * before.abs().amax(-1).cpu()
+                    moved[:, rows] |= row_change(values, before) > unit
                     lacking[:, rows, column] = True
             lacking[:, :, column] &= allow[:, :, column] & ~moved
     return lacking & ~torch.eye(allow.shape[1], dtype=torch.bool)
