@@ -19,7 +19,6 @@ from tests.bias.cases import (
     Dense,
     Guidance,
     Offset,
-    Product,
     Term,
     cast,
     make_call,
@@ -64,18 +63,6 @@ def test_a_bias_is_an_additive_mask(kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_softmax_cannot_see_what_depends_on_the_query_alone(backend):
-    call = Case(terms=(("dense", "one"),), dtype=torch.float64).build()
-    values = call.terms[0].values
-    shifted = values + 50 * torch.randn(1, 1, 37, 1, dtype=torch.float64)
-    one, other = (
-        attention(call.query, call.key, call.value, [Dense(v)], call.allow, backend=backend)[0]
-        for v in (values, shifted)
-    )
-    torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_what_softmax_cannot_see_gets_no_gradient_unless_a_sink_sees_it(backend, sinks):
     terms = (("guidance", "one"), ("additive with rows", "one"))
@@ -84,33 +71,6 @@ def test_what_softmax_cannot_see_gets_no_gradient_unless_a_sink_sees_it(backend,
     for name in ("terms[0].offset", "terms[1].rows"):
         assert (found[name].abs().max() > 1e-3) == sinks
         assert found[name].abs().max() < 1e-11 or sinks
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_forgetting_transformers_gates_are_a_bias_on_keys(backend):
-    """sum of log f over l = j + 1 .. i is F_i - F_j, and softmax sees -F_j only (FoX)."""
-    call = Case(terms=(), dtype=torch.float64).build()
-    log_f = torch.nn.functional.logsigmoid(torch.randn(2, 4, 37, dtype=torch.float64))
-    gates = torch.zeros(2, 4, 37, 37, dtype=torch.float64)
-    for i in range(37):
-        for j in range(i + 1):
-            gates[:, :, i, j] = log_f[:, :, j + 1 : i + 1].sum(dim=-1)
-    dense, keys = (
-        attention(call.query, call.key, call.value, [term], call.allow, backend=backend)[0]
-        for term in (Dense(gates), Additive(-log_f.cumsum(dim=-1)))
-    )
-    torch.testing.assert_close(dense, keys, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("ratio", [1, 3, 4, 8])
-def test_grouped_queries_are_repeated_keys(ratio, backend):
-    call = Case(terms=(("product", "kv"),), num_heads=2 * ratio, num_kv_heads=2, mask="holes").build()
-    key, value, *term = (
-        t.repeat_interleave(ratio, dim=1) for t in (call.key, call.value, *call.terms[0].tensors().values())
-    )
-    repeated = attention(call.query, key, value, [Product(*term)], call.allow, backend=backend)[0]
-    torch.testing.assert_close(run(call, backend), repeated)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 from dataclasses import fields
 
@@ -77,19 +76,6 @@ def test_summaries_keep_towers_kinds_and_heads_apart():
     assert (directionality.q25, directionality.median, directionality.q75) == pytest.approx((0.15, 0.2, 0.25))
     assert heads.symmetry.median == 0.25
     assert math.isnan(cross.symmetry.median)
-
-
-def test_json_comes_back_as_it_was(tmp_path):
-    scores = encoder_decoder()
-    text = scores.to_json()
-    assert scores.save(tmp_path / "scores.json").read_text() == text
-    back = GeometryScores.from_json(text)
-    assert back.to_json() == text
-    assert repr(back) == repr(scores)
-    assert back.matrices[:6] == scores.matrices[:6]  # the last holds NaN, which equals nothing
-    assert math.isnan(back.matrices[6].symmetry)
-    assert back.matrices[6].flags == ("not square", "discovered")
-    assert json.loads(text)["matrices"][6]["symmetry"] == "NaN"
 
 
 COLUMNS = ["model", *(field.name for field in fields(MatrixScores))]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase
+from attnflow.knowledge import GeneralizedCrossAttention
 from attnflow.knowledge.attention import ACTIVATIONS, sparsemax
 
 ORDERS = ("naive", "folded", "query_side")
@@ -110,25 +110,6 @@ def test_sparsemax_is_the_nearest_point_of_the_simplex(scores):
     gap = scores - weights
     assert gap[weights > 0].max().item() == pytest.approx(gap[weights > 0].min().item())
     assert bool((gap[weights == 0] <= gap[weights > 0].min() + 1e-12).all())
-
-
-def test_a_base_trains_jointly():
-    torch.manual_seed(0)
-    base = KnowledgeBase(16, 6)
-    layers = torch.nn.ModuleList([GeneralizedCrossAttention(8, 4, 6) for _ in range(2)])
-    hidden, target = torch.randn(32, 8), torch.randn(32, 8)
-    optimizer = torch.optim.Adam([*base.parameters(), *layers.parameters()], lr=0.01)
-    losses = []
-    for _ in range(40):
-        state = hidden
-        for layer in layers:
-            state = state + layer(state, base())
-        loss = functional.mse_loss(state, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "sparsemax"])

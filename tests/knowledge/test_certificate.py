@@ -63,21 +63,6 @@ def test_bounds_of_smooth_activations_are_suprema(activation, place, depth):
     assert bool((bound >= largest * (1 - 1e-12)).all())
 
 
-def test_approximate_searches_certify_nothing():
-    certificate = Certificate(True, 4, 100, torch.tensor([-1.0]))
-    assert certificate.label == "approximate"
-    assert not certificate.complete.any()
-    assert certificate.error_bound(1.0).tolist() == [math.inf]
-
-
-def test_without_entries_or_with_all_of_them_nothing_is_left_out():
-    nothing = Certificate(False, 4, 0, torch.tensor([-math.inf]), torch.tensor([0]))
-    everything = Certificate(False, 4, 4, torch.tensor([2.0]), torch.tensor([4]))
-    for certificate in (nothing, everything):
-        assert certificate.complete.all()
-        assert [float(certificate.error_bound(5.0, name)) for name in ACTIVATIONS] == [0.0] * 3
-
-
 def test_range_searches_count_what_each_query_kept():
     scores = torch.tensor([[3.0, 1.0, 0.5, -1.0], [2.0, 0.7, 0.2, 0.1]])
     certificate = Certificate(False, torch.tensor([2, 1]), 4, torch.tensor([0.8, 0.8]), (scores > 0).sum(dim=1))

@@ -1,9 +1,5 @@
 """`mask.cost` against torch's own tables, and `mask.plan` pair by pair and against a run on two processes."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnflow import masks
-from tests.masks import sharded_run
 from tests.strategies import dense_masks, square_masks
 
 
@@ -92,36 +87,3 @@ def test_long_masks():
     for how in SHARDINGS:
         plan = masks.longformer(65_536, 512).plan(8, how)
         assert sum(each.pairs for each in plan.ranks) == plan.mask.nnz
-
-
-@pytest.mark.slow  # two processes
-@pytest.mark.parametrize("sharding", ["head-tail", "document"])
-def test_a_sharded_run_is_the_whole_run(sharding, tmp_path):
-    """Two processes on this machine; each sees NaN where its plan says that it needs nothing."""
-    mask = masks.document([9, 14, 8]) if sharding == "document" else masks.block_diffusion(4, 4)
-    plan = mask.plan(2, sharding)
-    (tmp_path / "mask.json").write_text(mask.to_json())
-    command = [sys.executable, "-m", "tests.masks.sharded_run"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), "2", sharding, str(tmp_path)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], errors
-    layers, inputs = sharded_run.layers_and_inputs(mask.num_queries)
-    out, gradients = sharded_run.run(layers, inputs, mask.dense(), lambda held: held)
-    for rank in range(2):
-        saved = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
-        torch.testing.assert_close(saved["out"], out[list(plan.positions[rank])])
-        for gradient, whole in zip(saved["gradients"], gradients, strict=True):
-            torch.testing.assert_close(gradient, whole)

@@ -22,11 +22,6 @@ def test_round_trip_of_the_catalogue(mask: af.masks.Mask) -> None:
     assert mask_from_dict(spec) == mask
 
 
-def test_every_mask_function_of_the_catalogue_has_its_name() -> None:
-    assert {mask.name for mask in MASKS} == set(named_masks())
-    assert all(getattr(af.masks, name) is each.function for name, each in named_masks().items())
-
-
 def test_text_settings() -> None:
     window = named_masks()["sliding_window"]
     assert window.signature == "sliding_window(n, window, causal=true)"

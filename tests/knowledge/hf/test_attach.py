@@ -148,17 +148,6 @@ def test_what_does_not_fit_is_refused():
         handle.save("nowhere")
 
 
-def test_a_second_store_is_refused():
-    model = modular()
-    store = store_of(model)
-    with af.knowledge.attach(model, store, write=True):
-        own = logits(model)
-        with pytest.raises(ValueError, match="reads a store already: remove that one first"):
-            af.knowledge.attach(model, store)
-        assert torch.equal(logits(model), own)
-    af.knowledge.attach(model, store).remove()
-
-
 def test_a_retrieval_is_set_and_taken_back():
     model = modular()
     store, own = store_of(model), logits(model)

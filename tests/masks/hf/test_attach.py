@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import attnflow as af
-from tests.models import outputs, tiny, tokens
+from tests.models import ZOO, outputs, tiny, tokens
 
 LENGTH = 8
 ATTACH = inspect.unwrap(af.masks.attach)  # our own messages, also where a type checker would speak first
@@ -172,35 +172,6 @@ def test_attention_weights_of_the_eager_route(model):
         assert ((layer[0] > 0) == allowed).all()
 
 
-def test_trainer(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    model, positions = tiny("Llama", torch.float32), torch.tensor([0, 1, 2, 3, 2, 3, 4, 5])
-    rows = [{"input_ids": row, "labels": row, "position_ids": positions} for row in tokens(4, LENGTH)]
-    options = TrainingArguments(
-        tmp_path, max_steps=3, learning_rate=0.01, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
-    )
-    with af.masks.attach(model, af.masks.block_two_stream(3, 2)):
-        trainer = Trainer(model, options, train_dataset=rows, eval_dataset=rows)
-        before = trainer.evaluate()["eval_loss"]
-        trainer.train()
-        after = trainer.evaluate()["eval_loss"]
-        batch = torch.stack([row["input_ids"] for row in rows])
-        with torch.no_grad():
-            loss = model(batch, labels=batch, position_ids=positions.expand(4, -1)).loss
-    assert after < before
-    assert after == pytest.approx(float(loss), rel=1e-4)
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generate_with_beams(beams):
-    model, ids = tiny("Llama", eos_token_id=None), tokens(2, 4)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "num_beams": beams, "do_sample": False}
-    plain = model.generate(ids, **options)
-    with af.masks.attach(model, af.masks.causal(10)):
-        assert torch.equal(model.generate(ids, **options), plain)
-
-
 def test_masks_of_size_one_and_zero(model):
     with af.masks.attach(model, af.masks.causal(1)):
         assert logits(model, tokens(1, 1)).isfinite().all()
@@ -269,19 +240,11 @@ def test_implementations_that_an_architecture_lacks():
 
 
 def test_models_of_several_stacks_ask_which():
-    from transformers import CLIPConfig, CLIPModel
-
-    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = CLIPModel(
-        CLIPConfig(
-            text_config={**tower, "vocab_size": 20, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
-            vision_config={**tower, "image_size": 8, "patch_size": 4},
-        )
-    )
+    model = ZOO["CLIP"].build()
     # A vision-language model takes a mask on its language model.
     with pytest.raises(ValueError, match=r"several stacks.*CLIPText.*CLIPVision.*pass the one"):
         ATTACH(model, CAUSAL)
-    ids, image = tokens(1, LENGTH) % 20, torch.randn(1, 3, 8, 8)
+    ids, image = tokens(1, LENGTH), torch.randn(1, 3, 8, 8, dtype=torch.float64)
     with torch.no_grad():
         text, picture = (model.text_model(ids)[0], model.vision_model(image)[0])
         with ATTACH(model.text_model, af.masks.full(LENGTH)):

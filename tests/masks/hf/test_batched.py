@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 import attnflow as af
+from tests.masks.hf.test_gradients import assert_same, gradients
 from tests.models import outputs, tiny, tokens
 
 masks = af.masks
@@ -32,14 +32,6 @@ def batch_of(grid, sequences=3):
     return tokens(sequences, grid.num_queries), torch.arange(grid.num_queries).expand(sequences, -1)
 
 
-def gradients(model, ids, **inputs):
-    model.zero_grad()
-    logits = outputs(model, input_ids=ids, use_cache=False, **inputs)
-    loss = cross_entropy(logits.flatten(0, 1), ids.flatten() % logits.shape[-1])
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
@@ -55,25 +47,7 @@ def test_values_and_gradients_are_those_of_dense_masks(case, backend, name):
     expected = gradients(oracle, ids, position_ids=positions, attention_mask=dense)
     with masks.attach(model, "batch", backend=backend):
         ours = gradients(model, ids, position_ids=positions, attention_mask=grid.row_intervals())
-    tolerance = 1e-5 if (name, backend) == ("Llama", "eager") else 1e-11
-    torch.testing.assert_close(ours[0], expected[0], rtol=tolerance, atol=tolerance)
-    for key, gradient in expected[1].items():
-        torch.testing.assert_close(
-            ours[1][key], gradient, rtol=tolerance, atol=tolerance * max(1, gradient.abs().max())
-        )
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_a_sequence_does_not_depend_on_its_batch(backend):
-    model, grid = tiny("Llama"), CASES["odd lengths"]
-    ids, positions = batch_of(grid)
-    with torch.no_grad():
-        with masks.attach(model, "batch", backend=backend):
-            together = outputs(model, input_ids=ids, position_ids=positions, attention_mask=grid.row_intervals())
-        for b, length in enumerate(row[0].num_queries for row in grid.masks):
-            with masks.attach(model, grid[b, 0], backend=backend):
-                alone = outputs(model, input_ids=ids[b : b + 1, :length])
-            torch.testing.assert_close(together[b, :length], alone[0], rtol=1e-6, atol=1e-7)  # float32 norms
+    assert_same(ours, expected, 1e-5 if (name, backend) == ("Llama", "eager") else 1e-11)
 
 
 def test_queries_that_may_attend_to_nothing_give_zero_as_alone():
@@ -106,13 +80,12 @@ def test_other_calls_run_under_the_models_own_mask_to_the_bit():
 def test_under_gradient_checkpointing(reentrant):
     model, grid = tiny("Llama"), CASES["by head"]
     ids, positions = batch_of(grid)
-    inputs = {"position_ids": positions, "attention_mask": grid.row_intervals()}
+    inputs = {"position_ids": positions, "attention_mask": grid.row_intervals(), "use_cache": False}
     with masks.attach(model, "batch"):
         expected = gradients(model.train(), ids, **inputs)
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         ours = gradients(model, ids, **inputs)
-    for key, gradient in expected[1].items():
-        torch.testing.assert_close(ours[1][key], gradient, rtol=1e-12, atol=1e-12)
+    assert_same(ours, expected, 1e-12)
 
 
 def test_new_values_in_the_same_tensor_are_seen():

@@ -8,6 +8,7 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import attnflow as af
+from tests.masks.hf.test_architectures import closure, random_mask
 from tests.models import tiny, tokens
 
 SOURCE, TARGET = 7, 6
@@ -16,15 +17,6 @@ MODELS = [
     "Bart",
     pytest.param("T5", marks=pytest.mark.skipif(not T5_TAKES_THE_INTERFACE, reason="T5 of this version does not")),
 ]
-
-
-def random_mask(rows, columns, share=0.3):
-    return af.masks.from_dense(torch.rand(rows, columns) < share)
-
-
-def closure(mask):
-    step = (mask.dense().numpy() | np.eye(mask.num_queries, dtype=bool)).astype(int)
-    return step @ step > 0
 
 
 def moved(model, source, target, which):
@@ -51,12 +43,15 @@ def test_each_part_follows_its_mask(name, implementation):
     cross = random_mask(TARGET, SOURCE)
     with af.masks.attach(model, {"encoder": encoder, "decoder": decoder, "cross": cross}, backend=implementation):
         logits, states = moved(model, source, target, "source")
-        assert np.array_equal(states, closure(encoder))
-        into, self_step = cross.dense().numpy() @ closure(encoder), decoder.dense().numpy() | np.eye(TARGET, dtype=bool)
+        assert np.array_equal(states, closure(encoder, encoder))
+        into, self_step = (
+            cross.dense().numpy() @ closure(encoder, encoder),
+            decoder.dense().numpy() | np.eye(TARGET, dtype=bool),
+        )
         # A target reads the source in layer 1 or 2; what was read in layer 1 passes on in layer 2.
         assert np.array_equal(logits, (self_step @ into) | into)
         logits, _ = moved(model, source, target, "target")
-        assert np.array_equal(logits, closure(decoder))
+        assert np.array_equal(logits, closure(decoder, decoder))
 
 
 def test_a_mask_for_each_layer_of_a_part():
@@ -65,8 +60,7 @@ def test_a_mask_for_each_layer_of_a_part():
     with af.masks.attach(model, per_layer={"decoder": masks}) as handle:
         assert list(handle.masks.values()) == masks
         logits, _ = moved(model, source, target, "target")
-    steps = [mask.dense().numpy() | np.eye(TARGET, dtype=bool) for mask in masks]
-    assert np.array_equal(logits, steps[1] @ steps[0])
+    assert np.array_equal(logits, closure(*masks))
 
 
 @pytest.mark.parametrize("name", MODELS)
