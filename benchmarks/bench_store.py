@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow.knowledge import Store
-from attnflow.knowledge.store.search import InvertedLists, recall_of
+from attnflow.knowledge.store.index import InvertedLists, recall_of
 from benchmarks.harness import OURS, Case, main
 
 SIZE, DIM, K, BATCH, CLUSTERS, RECALL = 1_000_000, 384, 10, 100_000, 2000, 0.99

@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnflow import masks
 from attnflow.bias import attention, tiled
-from attnflow.bias.term_tiles import GuidanceTiles
-from attnflow.bias.tiled import blocks_of
+from attnflow.bias.tiled import GuidanceTiles, blocks_of
 from tests.bias.cases import MASKS, TERMS, Case, Guidance, cast, check_against_float64, compute, outcome
 from tests.memory import PEAK
 

@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded(run, tiny_model, monke
     def loaded(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("attnflow.cli.knowledge_model.load", loaded)
+    monkeypatch.setattr("attnflow.cli.knowledge.load", loaded)
     for arguments in (
         ("--store", "nowhere"),
         ("-o", "nowhere/trace.svg"),

@@ -14,9 +14,8 @@ import typer
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
-from attnflow.cli import audit, bias, doctor, geometry, knowledge_model, mask, report, studio
+from attnflow.cli import audit, bias, doctor, geometry, knowledge, mask, report, studio
 from attnflow.cli._output import BadUsage
-from attnflow.cli.knowledge import app as knowledge
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _EPILOG: Final = "Exit code: 0 nothing found, 1 a finding (such as a leak), 2 bad usage or the command could not run."
@@ -34,9 +33,7 @@ for command in (audit.audit, geometry.geometry, report.report, studio.studio, do
     app.command(command.__name__)(command)
 
 
-GROUPS: Final = {"mask": mask.app, "bias": bias.app, "knowledge": knowledge}
-knowledge.command("edit")(knowledge_model.knowledge_edit)
-knowledge.command("trace")(knowledge_model.knowledge_trace)
+GROUPS: Final = {"mask": mask.app, "bias": bias.app, "knowledge": knowledge.app}
 for name, group in GROUPS.items():
     app.add_typer(group, name=name)
 

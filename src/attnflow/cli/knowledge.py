@@ -1,17 +1,18 @@
-"""`attnflow knowledge ...` on a store: build, stats."""
+"""`attnflow knowledge ...`: build and stats of a store; which entries of a model fire; a model with other answers."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
 from attnflow._core.markup import plural
-from attnflow.cli._arguments import require
-from attnflow.cli._output import BadUsage, JsonFlag, show, working
+from attnflow.cli._arguments import integers, load, require
+from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, show, working, write
 
 if TYPE_CHECKING:
     from attnflow.knowledge.store import Store
@@ -87,3 +88,144 @@ def opened(uri: str) -> Generator[Store, None, None]:
 def _refuse_memory(uri: str) -> None:
     if uri == "memory":
         raise BadUsage("a store in memory is gone when the command ends: name a folder")
+
+
+_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
+_WITHOUT: Final = "give token ids, as in --ids 5,6,7"
+
+
+@app.command("edit")
+def knowledge_edit(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A causal language model; it stays as it is.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the edited model goes.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What the answer continues.")] = None,
+    answer: Annotated[str | None, typer.Option("--answer", metavar="TEXT", help="What it shall say.")] = None,
+    subject: Annotated[
+        str, typer.Option("--subject", metavar="TEXT", help="What the prompt is about, a part of it.")
+    ] = "",
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="FILE", help="Facts, a .jsonl file with prompt, answer, subject.")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", metavar="FILE", help="Texts, one a line, at which nothing may change.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="LIST", help="Whose entries are changed, such as 7,9,11.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Edit what a model says.
+
+    Changes the values of feed-forward entries by the least that makes the model give other answers, and writes an
+    ordinary transformers model. Exits with 1 if an answer is not what it says.
+    """
+    if (file is None) == (prompt is None) or (prompt is None) != (answer is None):
+        raise BadUsage("give --prompt and --answer, or --file with facts")
+    for path in (file, keep):
+        if path is not None and not path.is_file():
+            raise BadUsage(f"there is no file {path}")
+    require(model)
+    chosen = None if layers is None else integers(layers, "--layers")
+    from attnflow._core.files import write_folder
+    from attnflow.knowledge import edit, from_ffn, to_ffn
+    from attnflow.knowledge.facts import Fact, read_facts
+
+    facts = [Fact(str(prompt), str(answer), subject)] if file is None else read_facts(file)
+    texts = [] if keep is None else [line for line in keep.read_text(encoding="utf-8").splitlines() if line.strip()]
+    with working(f"loading {model}") as spinner:
+        loaded = load(model)
+        converted: Any = from_ffn(loaded).float()  # half precision would lose the changes
+        loaded = loaded._replace(model=converted)
+        with edit(loaded, facts, layers=chosen, untouched=texts, progress=spinner) as handle:
+            plain, tokenizer, report = to_ffn(converted), cast(Any, loaded.tokenizer), handle.report
+            with write_folder(output) as part:
+                plain.save_pretrained(part)
+                tokenizer.save_pretrained(part)
+    show(report, json_output)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command("trace")
+def knowledge_trace(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Any model: its feed-forward layers are opened as entries.")
+    ],
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text to read.")] = None,
+    ids: Annotated[
+        str | None, typer.Option("--ids", metavar="LIST", help="Token ids such as 5,6,7, in place of TEXT.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option("--store", metavar="STORE", help="Read the entries, and their texts, from a store.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option("--layer", metavar="N", min=0, help="One layer (default: all).")] = None,
+    position: Annotated[
+        int, typer.Option("--position", metavar="N", help="The token whose entries are listed (default: the last).")
+    ] = -1,
+    target: Annotated[
+        str | None, typer.Option("--target", metavar="TOKEN", help="Effects on this token (default: the next one).")
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option("--top", metavar="N", min=1, help="Entries kept for each token and layer (default: 16 or more)."),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Entries listed.")] = 12,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help=".svg .png figure, .html, .csv, .json.")
+    ] = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show which entries fire.
+
+    Lists, of all entries, those with the largest direct effects on the logit of the next token: what they add to it,
+    less what they add to all tokens alike. Their words are their texts, or the tokens that they promote (+) or
+    suppress (-).
+    """
+    require(model)
+    from attnflow.knowledge import attach, from_ffn, trace
+    from attnflow.knowledge.layered import reads_entries
+
+    inputs = _inputs(text, ids)
+    path = None if output is None else output_path(output, _SUFFIXES, "a trace as a figure")
+    longest = len(inputs.encode()) + 8 if isinstance(inputs, str) else len(inputs)  # tokens, with special ones
+    if not -longest <= position < longest:
+        raise BadUsage(f"--position {position} is no position of {'this text' if ids is None else '--ids'}")
+    if not json_output and path is None and top is not None and top < count:
+        raise BadUsage(f"--count {count} lists more than the --top {top} entries that are kept for each layer")
+    with ExitStack() as stack:
+        held = None if store is None else stack.enter_context(opened(store))
+        spinner = stack.enter_context(working(f"loading {model}"))
+        targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
+        loaded = load(model, ids is None, _WITHOUT)
+        if not reads_entries(loaded.model):
+            spinner.stage("opening its feed-forward layers")
+            loaded = loaded._replace(model=from_ffn(loaded))
+        if held is not None:
+            attach(loaded, held)
+        spinner.stage("tracing")
+        wanted = max(16, count) if top is None else top
+        result = replace(trace(loaded, inputs, top=wanted, targets=targets), model=model)
+        result.row(position)
+        if layer is not None:
+            result.layer(layer)
+        if path is not None:
+            spinner.stage(f"writing {output}")
+            write(result, path, {} if store is None else {"Store": store}, position=position)
+    if json_output:
+        print_result(result)
+        return
+    screen = console()
+    say(screen, model if store is None else f"{model} on {store}", "bold")
+    say(screen, f"{result.summary(position)}\n")
+    say(screen, result.table(position, layer, min(count, result.top)))
+    if output is not None:
+        say(screen, f"written: {output}")
+
+
+def _inputs(text: str | None, ids: str | None) -> str | list[int]:
+    if ids is not None and text is None:
+        return integers(ids, "--ids")
+    if text is None or ids is not None:
+        raise BadUsage("give a TEXT or --ids, one of them")
+    if not text:
+        raise BadUsage("the text is empty: nothing can fire")
+    return text

@@ -1,11 +1,10 @@
 """In which geometry a model attends: symmetry and directionality of the bilinear form W_q^T W_k."""
 
-from attnflow.geometry.initialise import init_skew_, init_symmetric_
 from attnflow.geometry.monitor import monitor
-from attnflow.geometry.penalty import penalty
 from attnflow.geometry.score import score
 from attnflow.geometry.scores import directionality, symmetry
 from attnflow.geometry.table import GeometryScores
+from attnflow.geometry.training import init_skew_, init_symmetric_, penalty
 
 __all__ = [
     "GeometryScores",

@@ -8,8 +8,7 @@ import torch
 
 from attnflow import MissingExtra
 from attnflow.knowledge.store import index as index_module
-from attnflow.knowledge.store.index import EntryIndex
-from attnflow.knowledge.store.search import recall_of
+from attnflow.knowledge.store.index import EntryIndex, recall_of
 
 MODES = ("exact", "approximate")
 

@@ -1,7 +1,7 @@
 """The store of entries: durable, searchable and editable while a model runs. A thin layer on LanceDB.
 
-`store.py` is what users call. `table.py` is the LanceDB table that it keeps, `index.py` the vectors in memory,
-`search.py` how they are searched, and `entry.py` what a store gives and takes.
+`store.py` is what users call. `table.py` is the LanceDB table that it keeps, `index.py` the vectors in memory
+and their search, and `entry.py` what a store gives and takes.
 """
 
 from attnflow.knowledge.store.entry import Entry, StoreStats

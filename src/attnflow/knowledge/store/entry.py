@@ -17,8 +17,8 @@ from torch import Tensor
 from attnflow._core.checks import Indices, IntArray, index_array, integer, preview
 from attnflow._core.markup import plural, shorten
 from attnflow._core.results import Result
-from attnflow.knowledge.store.search import Floats
 
+Floats = npt.NDArray[np.float32]
 Vectors = Tensor | npt.NDArray[Any] | Sequence[Any]  # numbers, or rows of numbers
 _LARGEST: Final = 1e16  # of larger numbers scores overflow float32, and infinity less infinity is none
 _BLOCK: Final = 1 << 16  # rows checked at once

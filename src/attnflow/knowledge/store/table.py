@@ -16,7 +16,7 @@ import numpy as np
 
 from attnflow._core.checks import IntArray
 from attnflow._core.errors import AttnflowError, MissingExtra
-from attnflow.knowledge.store.search import Floats
+from attnflow.knowledge.store.entry import Floats
 
 _LOG = logging.getLogger(__name__)
 MEMORY: Final = "memory"

@@ -21,9 +21,9 @@ from attnflow.models.checkpoints.files import (
     as_float,
     model_files,
     read_json,
+    safetensors_weights,
 )
 from attnflow.models.checkpoints.gguf import gguf_weights
-from attnflow.models.checkpoints.safetensors import safetensors_weights
 from attnflow.models.names import resolve
 
 __all__ = ["BadCheckpoint", "Weights", "config_of", "open_weights"]
