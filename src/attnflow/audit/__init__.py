@@ -5,6 +5,7 @@ the model itself is asked: inputs are changed and every module is watched.
 
 Read `audit` first (`check`), then `perturb`, which finds what moves, and `passes`, which runs and watches the model.
 `declared` says what may move, `measurement` what does, `guards` watches a training, `batches` reads one batch alone.
+`functions` lets `check` take any function of token ids; `scores` asks whether a score per token is a probability.
 """
 
 from typing import TYPE_CHECKING
@@ -16,11 +17,12 @@ from attnflow.audit.declared import declared_order
 from attnflow.audit.guards import guard
 from attnflow.audit.measurement import measure
 from attnflow.audit.report import AuditReport
+from attnflow.audit.scores import check_scores
 
 if TYPE_CHECKING:
     from attnflow.audit.hf import GuardCallback
 
-__all__ = ["AuditReport", "GuardCallback", "check", "check_batch", "declared_order", "guard", "measure"]
+__all__ = ["AuditReport", "GuardCallback", "check", "check_batch", "check_scores", "declared_order", "guard", "measure"]
 
 
 def _home(_: str) -> object:

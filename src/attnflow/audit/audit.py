@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from attnflow._core.progress import Progress
 from attnflow.audit.declared import Order, pairs_passed, relation_of
 from attnflow.audit.decoding import Comparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
+from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
@@ -24,6 +25,7 @@ from attnflow.audit.replay import holds_attention, missing_pairs
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
 from attnflow.audit.rows import Layout
 from attnflow.audit.survey import Survey, survey
+from attnflow.masks.catalogue import causal
 from attnflow.models.evaluation import evaluating, precision, unchanged
 from attnflow.models.loaded import Loaded, split
 
@@ -31,7 +33,7 @@ _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits fo
 
 
 def check(
-    model: nn.Module | Loaded,
+    model: nn.Module | Loaded | Callable[..., object],
     inputs: str | Sequence[int] | Tensor | Mapping[str, Any],
     order: Order = None,
     mode: Mode = "perturb",
@@ -50,15 +52,23 @@ def check(
     inputs are changed at once, chosen so that few passes test most forbidden pairs; whatever moves against F_l is
     narrowed down to the module whose inputs are still clean, one source and one target.
 
+    Of a function only what it returns is watched: element i of a score per token may depend on tokens up to its own
+    label. What it remembers between calls is found by calling it, and a copy of it, in another order.
+
     Args:
         model: any module that takes token ids or embeddings, or what `af.load_model` returned. It is run in eval
-            mode; training flags, random generators, parameters and hooks are left as they were.
+            mode; training flags, random generators, parameters and hooks are left as they were. Or any function of
+            token ids (a loss, an evaluation, a procedure that trains meanwhile), called as it is, gradients on. It
+            returns numbers: n rows for the tokens, n - 1 numbers for the labels 1 to n - 1, or n numbers for the
+            labels 0 to n - 1 (1 to n where the last never moves).
         inputs: keyword arguments of the model's forward, token ids [batch, n] or [n], or a text if the model came with
             its tokenizer. Keyword arguments are passed as they are (`use_cache`, `position_ids`, `attention_mask`,
-            `pixel_values`, ...): the audit is of this very call.
+            `pixel_values`, ...): the audit is of this very call. A function gets ids as its one argument; labels or
+            targets that repeat the ids, or follow them by one place, change with them.
         order: one mask for all layers (also of `af.masks.batch([...])`, one for each sequence, or of `per_head([...])`,
             the union of its heads), one mask per layer call, or a `Flow`; "mask" for the pairs of the
-            `attention_mask` among the inputs; None for what inputs and model declare (see `declared_order`).
+            `attention_mask` among the inputs; None for what inputs and model declare (see `declared_order`), and for
+            causal of a function.
             Positions of an encoder-decoder are counted through, encoder first.
         mode: "perturb" changes inputs and watches every module; "quick" changes a few, watches layers alone, and goes
             on to "perturb" only if something moves.
@@ -88,9 +98,16 @@ def check(
     if watch not in ("modules", "layers"):
         raise ValueError(f"watch must be 'modules' or 'layers', got {watch!r}")
     checks.integer("passes", passes, 1)
-    model, tokenizer = split(model)
+    if is_function(model):
+        if cache is not False or mode == "quick" or both_sides:
+            raise ValueError("a function is audited by what it returns: leave out cache=, both_sides= and mode='quick'")
+        model, inputs = as_function(model, inputs)
+    model, tokenizer = split(cast("nn.Module | Loaded", model))
     with unchanged(model), evaluating(model), precision(model, dtype):
         asked = read(model, inputs, tokenizer).in_precision(dtype)
+        silent: tuple[str, ...] = ()
+        if isinstance(model, Function):
+            order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
         seen = survey(model, asked, seed if mode == "quick" else None)
         call, relation = seen.inputs, relation_of(model, seen, order)
         say: Progress = progress or (lambda done, total, what: None)
@@ -108,7 +125,8 @@ def check(
                 violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
                 work.violations += violations if both_sides else []
                 work.notes += notes
-    return work.report(relation.name, mode, time.perf_counter() - began)
+        report = work.report(relation.name, mode, time.perf_counter() - began)
+    return replace(report, untested=report.untested + silent)
 
 
 def _notes(model: nn.Module, seen: Survey, order: object) -> list[str]:
@@ -122,6 +140,11 @@ def _notes(model: nn.Module, seen: Survey, order: object) -> list[str]:
             "the attention_mask of pairs is tested, not believed: the audit is against the declared order; "
             "order='mask' audits against its pairs"
         )
+    if isinstance(model, Function):
+        notes += [f"{name} has {each} numbers, and the last never moves: number i is read as the score of token i + 1"
+                  for name in sorted(model.ahead) for each in model.size[-1:]]  # fmt: skip
+        if model.twin is None:
+            notes.append("what the first call leaves behind was not looked for: the function cannot be copied")
     asked = [call for call in seen.calls if call.asked is not None or call.masked]
     bare = [call.name for call in seen.calls if call.asked is None and not call.masked and holds_attention(model, call)]
     if asked and bare:
@@ -203,7 +226,7 @@ class Auditor:
                 "model deterministic"
             )
         if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
-            self.notes.append("the model does not run in another precision, so small changes may be rounding")
+            self.notes.append("it does not run in another precision, so small changes may be rounding")
         places = list(dict.fromkeys(event.blame for event in prober.base.values()))
         self.violations += sorted(violations, key=lambda violation: places.index(violation.module))
         self.forward_passes += runner.passes
@@ -282,7 +305,7 @@ class Auditor:
                 f"({few(list(runner.layer_names), limit=2)}), got an order with {len(relation.layers)}"
             )
         watched = {key.module for key, event in base.items() if key.side == "out" and not event.pooled}
-        if not watched:
+        if not watched and not isinstance(self.model, Function):
             received = "; ".join(self._outputs()[0])
             raise UnsupportedArchitecture(
                 f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "
@@ -305,5 +328,5 @@ class Auditor:
                 depth = max(event.depth, 1) if self.layer_calls else -1
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True
-            self.plan = plan(self.fields, seen, self.passes)
+            self.plan = plan(self.fields, seen, self.passes) if seen else Plan((), 0.0, 0)
         return self.plan

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Call, Inputs, Slot, fresh
 from attnflow.audit.packing import real_positions
 from attnflow.audit.rows import Frame, Layout, arranged, canonical, flattened, layout_of, leaves
@@ -169,7 +170,8 @@ class Runner:
         self.layouts: dict[str, Layout] = {}  # of the tensors that the caller receives, by path
         self.layer_names = {name: index for name, index in layer_names(model).items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self._widths = frozenset(size for parameter in model.parameters() for size in parameter.shape[:2])
+        inner = () if isinstance(model, Function) else model.parameters()  # nothing inside a function is watched
+        self._widths = frozenset(size for parameter in inner for size in parameter.shape[:2])
 
     def run(self, call: Call, visit: Callable[[Event], None]) -> None:
         """Run one pass (or one cached run), and show every event to `visit` in order of execution."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
+from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Call
 from attnflow.audit.passes import Event, Key, Recording, Runner, refuse_nan
 from attnflow.audit.report import Kind, Violation
 from attnflow.models.evaluation import REFUSALS, precision
 
 _NOISE: Final = 4.0  # noise is known from a few runs only
+_ROUNDING: Final = 64  # units in the last place of the largest value, where only the size of a change can tell
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Prober:
         if first:
             self.base = self.runner.record(inputs.base)
             again = self._differences(inputs.base)
-            if not again:
+            beyond = isinstance(self.runner.model, Function) and any(_size(moved)[1] for moved in (*first, *again))
+            if not again or beyond:  # of a function all generators are seeded anew: a large difference is no noise
                 self.stateful = first[0]
                 return
             for moved in (*first, *again):
@@ -87,6 +90,20 @@ class Prober:
         with torch.no_grad():
             self.runner.run(inputs.changed(self._every(True), inputs.draw(self.generator)), lambda event: None)
         self.stateful = next(iter(self._differences(inputs.base)), None)
+        if self.stateful is None and isinstance(self.runner.model, Function):
+            self.stateful = self._in_another_order(self.runner.model.twin)
+
+    def _in_another_order(self, twin: Function | None) -> Moved | None:
+        """The first difference of a copy that is called with changed inputs first: what a first call leaves behind."""
+        if twin is None:
+            return None
+        inputs, moves = self.runner.inputs, list[Moved]()
+        other = Runner(twin, inputs, "layers", self.runner.seed)
+        other.layouts, everything = self.runner.layouts, self._every(True)
+        with torch.no_grad():
+            other.run(inputs.changed(everything, inputs.draw(self.generator)), lambda event: None)
+            other.run(inputs.base, lambda event: self._compare(event, everything, moves))
+        return next((moved for moved in moves if _size(moved)[0].any()), None)
 
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
         """Change the `selected` positions; the first event that moves against the order, in all or these `rows`."""
@@ -129,11 +146,23 @@ class Prober:
             moves = self._change(ranked[middle:], hit, row, target) > floor
             low, high = (middle, high) if moves else (low, middle)
         source_row, source = ranked[low]
-        change = self._change(ranked[low:], hit, row, target)
+        call, now, before = self._rows(ranked[low:], hit, row, target)
+        change = float(row_change(now[None, None], before[None, None]))
         kind: Kind = "order" if source_row == row else "batch"
+        tokens, values = (self._ids(self.runner.inputs.base, source_row), self._ids(call, source_row)), (before, now)
+        if before.numel() > 1 or not tokens[0]:
+            tokens, values = (), ()
         return Violation(
-            kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path, hit.confirmed
+            *(kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path, hit.confirmed),
+            tokens=tokens,
+            values=tuple(float(value) for value in values),
         )
+
+    def _ids(self, call: Call, row: int) -> tuple[int, ...]:
+        """The token ids of one sequence of a call; none of vectors."""
+        name = self.runner.inputs.slots[0].name
+        ids: Any = None if name is None or len(self.runner.inputs.slots) > 1 else call.kwargs[name]
+        return () if ids is None or ids.is_floating_point() else tuple(torch.atleast_2d(ids)[row].tolist())
 
     def state_violation(self) -> Violation:
         """The state that `settle` saw, as a violation."""
@@ -187,9 +216,9 @@ class Prober:
 
     def _confirmed(self, moves: list[Moved], selected: Tensor, drawn: Call) -> tuple[list[Moved], bool | None]:
         """(the moves that are not rounding, whether that could be decided)."""
-        other = other_precision(self.runner.dtype)
+        other, function = other_precision(self.runner.dtype), isinstance(self.runner.model, Function)
         if self._other_fails:
-            return moves, None
+            return self._by_size(moves) if function else (moves, None)
         inputs = self.runner.inputs.in_precision(other)
         try:
             with precision(self.runner.model, other):
@@ -198,7 +227,10 @@ class Prober:
                 second = self.runner.record(inputs.changed(selected, drawn))
         except (*REFUSALS, UnsupportedArchitecture):  # what moved stands, unconfirmed
             self._other_fails = True
-            return moves, None
+            return self._by_size(moves) if function else (moves, None)
+        if function and all(torch.equal(each.values, self._other[key].values) for key, each in self.base.items()):
+            self._other_fails = True  # it computes in a precision of its own
+            return self._by_size(moves)
         real: list[Moved] = []
         unsure = False
         for moved in moves:
@@ -216,16 +248,37 @@ class Prober:
                 real.append(Moved(moved.event, torch.where(leak, moved.change, 0.0)))
         return real, None if unsure else True
 
+    def _by_size(self, moves: list[Moved]) -> tuple[list[Moved], bool | None]:
+        """(the moves that exceed rounding, True if one does by far): where nothing runs in another precision."""
+        for moved in moves:
+            self.rounding = max(self.rounding, float(torch.where(_size(moved)[0], 0.0, moved.change).max()))
+        real = [Moved(moved.event, torch.where(_size(moved)[0], moved.change, 0.0)) for moved in moves]
+        real = [moved for moved in real if moved.change.any()]
+        return real, any(_size(moved)[1] for moved in real) or None
+
     def _change(self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int) -> float:
+        _, now, before = self._rows(pairs, hit, row, target)
+        return float(row_change(now[None, None], before[None, None]))
+
+    def _rows(self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int) -> tuple[Call, Tensor, Tensor]:
+        """(the call with these positions changed, the target's vector then, and before)."""
         selected = torch.zeros_like(hit.selected)
         for b, j in pairs:
             selected[b, j] = True
         key = hit.moved.event.key
-        after = self.runner.record(self.runner.inputs.changed(selected, hit.drawn))
-        if key not in after:
-            return 0.0
-        now, before = (each[key].values[row, target - each[key].offset] for each in (after, self.base))
-        return float(row_change(now[None, None], before[None, None]))
+        call = self.runner.inputs.changed(selected, hit.drawn)
+        after = self.runner.record(call)
+        place = row, target - self.base[key].offset
+        before = self.base[key].values[place]
+        return call, after[key].values[place] if key in after else before, before
+
+
+def _size(moved: Moved) -> tuple[Tensor, bool]:
+    """(which rows moved by more than the rounding of their values, whether one did by far)."""
+    values = moved.event.values
+    scale = float(values.double().abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    eps = torch.finfo(values.dtype).eps
+    return moved.change > _ROUNDING * eps * scale, float(moved.change.max()) > math.sqrt(eps) * scale
 
 
 def row_change(after: Tensor, before: Tensor) -> Tensor:

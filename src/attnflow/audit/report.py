@@ -10,8 +10,9 @@ from attnflow._core.errors import LeakFound
 from attnflow._core.markup import aligned
 from attnflow._core.results import Result
 
+_AROUND = 4  # ids shown on each side of those that differ
 _SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
-Kind = Literal["order", "batch", "cache", "state", "missing"]
+Kind = Literal["order", "batch", "cache", "state", "missing", "sum"]
 Verdict = Literal["clean", "leak", "nothing tested"]
 Mode = Literal["perturb", "quick"]
 
@@ -20,6 +21,7 @@ _MEANING: dict[Kind, str] = {
     "batch": "the target moves with another sequence of the batch",
     "cache": "this way of decoding differs from one full forward",
     "state": "the output depends on earlier calls of the model",
+    "sum": "exp(score) over all choices of the target's token is more than one: the score knows its own token",
     "missing": "the order lets the target read the source, and nothing of the source arrives in this layer",
 }
 
@@ -30,8 +32,8 @@ class Violation:
 
     Attributes:
         kind: "order", "batch" (across sequences of the batch), "cache" (cached decoding differs from the full
-            forward), "state" (an earlier call of the model leaves a trace) or "missing" (a pair that the order allows
-            and nothing passes; `check(both_sides=True)`).
+            forward), "state" (an earlier call of the model leaves a trace), "missing" (a pair that the order allows
+            and nothing passes; `check(both_sides=True)`) or "sum" (probabilities above one; `check_scores`).
         layer: index of the layer that holds `module`; None before the first layer, after the last and between layers.
         module: dotted name of the innermost module whose inputs are clean and in which the flow breaks the order.
         source: the position that is changed; None for kinds "cache" and "state".
@@ -42,6 +44,8 @@ class Violation:
         path: "forward", or the way of decoding: "cached", "chunks", "drafts", "crop", "left padding", "static cache".
         confirmed: whether the change kept its size in the other floating-point precision, as a leak does and
             rounding does not; None if that run failed or was not needed.
+        tokens: where the target is one number (a score): the two sequences of ids that show the violation.
+        values: what the target was in each of them.
     """
 
     kind: Kind
@@ -54,15 +58,30 @@ class Violation:
     target_row: int = 0
     path: str = "forward"
     confirmed: bool | None = None
+    tokens: tuple[tuple[int, ...], ...] = ()
+    values: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         if self.kind == "missing":
             return f"missing: {self.module} (layer {self.layer}): position {self.target} never moves with {self.source}"
+        if self.kind == "sum":
+            return f"sum: {self.module}: probabilities at position {self.target} sum to {1 + self.change:.6g}"
         where = self.module if self.layer is None else f"{self.module} (layer {self.layer})"
         rows = "" if self.source_row == self.target_row or self.source_row is None else f" of row {self.source_row}"
         row = f" of row {self.target_row}" if self.kind == "batch" else ""
         cause = "" if self.source is None else f" with position {self.source}{rows}"
         return f"{self.kind}: {where}: position {self.target}{row} moves{cause} by {self.change:.3g} [{self.path}]"
+
+    def shown(self) -> list[str]:
+        """The two contexts and the numbers, one line each; none unless the target is one number."""
+        places = [i for i, pair in enumerate(zip(*self.tokens, strict=False)) if len(set(pair)) > 1]
+        first, last = max(0, min(places, default=0) - _AROUND), max(places, default=-1) + _AROUND
+        lines: list[str] = []
+        for ids, value in zip(self.tokens, self.values, strict=True):
+            words = [f"[{v}]" if i in places else f"{v}" for i, v in enumerate(ids[: last + 1])][first:]
+            words = words if len(words) <= 4 * _AROUND else [*words[: 2 * _AROUND], "...", *words[-2 * _AROUND :]]
+            lines.append(f"position {self.target} is {value:.6g} with ids {first}..: {' '.join(words)}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -166,12 +185,14 @@ class AuditReport(Result):
             lines += self._table(["kind", "layer", "module", "sequence", "source", "target", "change", "path"], 80)
             kinds = {violation.kind: _MEANING[violation.kind] for violation in self.violations}
             lines += [f"{kind}: {meaning}" for kind, meaning in kinds.items()]
+            lines += [line for violation in self.violations for line in violation.shown()]
             carried = sum(result.status == "carries" for result in self.modules)
             lines += [f"{carried} later module outputs carry it on"] if carried else []
         if self.skipped:
             lines.append(f"{len(self.skipped)} modules not watched: {few([name for name, _ in self.skipped])}")
         if self.untested:
-            lines.append(f"only modules inside were tested, not what the caller receives: {'; '.join(self.untested)}")
+            inside = "only modules inside were tested, not " if len(self.modules) > 1 else "nothing to test in "
+            lines.append(f"{inside}what the caller receives: {'; '.join(self.untested)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, columns: Sequence[str], limit: int) -> list[str]:

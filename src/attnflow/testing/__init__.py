@@ -1,7 +1,12 @@
-"""For tests of code that uses attnflow: asserts of one line, correct oracles, tolerances."""
+"""For tests of code that uses attnflow: asserts of one line, correct oracles, tolerances, a plugin of pytest."""
 
-from attnflow.testing.assertions import assert_as_accurate, assert_no_leak, assert_same_mask, tolerance
-from attnflow.testing.oracles import classes, closure, covers, depth, path_exists, power, product, product_depth
+from typing import TYPE_CHECKING
+
+from attnflow._core.lazy import on_demand
+
+if TYPE_CHECKING:
+    from attnflow.testing.assertions import assert_as_accurate, assert_no_leak, assert_same_mask, tolerance
+    from attnflow.testing.oracles import classes, closure, covers, depth, path_exists, power, product, product_depth
 
 __all__ = [
     "assert_as_accurate",
@@ -19,5 +24,11 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return __all__
+def _home(name: str) -> object:
+    """The file of a name; on first use, since pytest loads the plugin of this room in runs that never audit."""
+    from attnflow.testing import assertions, oracles
+
+    return assertions if name.startswith("assert") or name == "tolerance" else oracles
+
+
+__getattr__, __dir__ = on_demand(__name__, __all__, _home)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow import audit
+from attnflow.audit.functions import is_function
 from attnflow.audit.guards import without_loss
 from attnflow.masks.build import computed_pairs
 from attnflow.masks.mask import Mask
@@ -23,7 +24,7 @@ _WINDOW: Final = 24  # queries and keys that its picture shows
 
 
 def assert_no_leak(
-    model: nn.Module | Loaded,
+    model: nn.Module | Loaded | Callable[..., object],
     batch: str | Sequence[int] | Tensor | Mapping[str, Any],
     order: Mask | Sequence[Mask] | Flow | None = None,
     *,
@@ -33,7 +34,7 @@ def assert_no_leak(
     """Assert that nothing flows in the model that its order forbids, for this batch.
 
     Args:
-        model: any module that takes token ids or embeddings, or what `af.load_model` returned.
+        model: any module that takes token ids or embeddings, what `af.load_model` returned, or a function of ids.
         batch: what the model is trained on: its keyword arguments, labels among them or not; ids; a text.
         order: what may flow; None for what the model declares for this batch.
         cache: also audit decoding with a cache.
@@ -50,10 +51,13 @@ def assert_no_leak(
     >>> assert_no_leak(torch.nn.Linear(8, 8), torch.randn(2, 5, 8), order=af.masks.causal(5))
     """
     __tracebackhide__ = True
-    call = without_loss(split(model)[0], batch) if isinstance(batch, Mapping) else batch
+    plain = is_function(model) or not isinstance(batch, Mapping)
+    call = batch if plain else without_loss(split(cast("nn.Module | Loaded", model))[0], batch)
     report = audit.check(model, call, order, cache=cache, passes=passes)
     if report.violations:
         raise AssertionError(f"information flows against the order\n{report}")
+    if report.untested:
+        raise AssertionError(f"nothing was tested\n{report}")
     if report.forbidden == 0 and report.batch == 1:
         raise AssertionError(
             f"nothing was tested: {report.order} forbids nothing in one sequence; pass a batch of two, to see what "

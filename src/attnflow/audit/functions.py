@@ -1,0 +1,287 @@
+"""Functions as models: any callable from token ids to numbers is called like a module and judged by what it returns.
+
+A loss, an evaluation loop, a procedure that trains while it is tested: what happens inside is its own affair, and so
+no module inside is watched. Whatever it remembers from one call to the next is found by calling it in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeGuard, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnflow.audit.inputs import Inputs, fresh
+from attnflow.audit.rows import leaves
+from attnflow.models.evaluation import seed_all
+from attnflow.models.loaded import Loaded
+
+_PARTS: Final = 10_000  # objects that are looked through for modules
+_APART: Final = ("mask", "position", "type", "segment", "seq")  # in names of integers that are no tokens
+
+
+@dataclass(frozen=True)
+class Follower:
+    """An argument that repeats the tokens: labels, or targets that are the tokens one place on."""
+
+    shift: int  # its first number is token 0 or token 1
+    values: Tensor  # as it was passed
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """The argument for other tokens; a negative number marks a place that is not scored, and stays."""
+        changed, other = self.values.clone(), tokens[..., self.shift : self.shift + self.values.shape[-1]]
+        changed[..., : other.shape[-1]] = other.to(changed)  # a last target that is no token here stays, too
+        return torch.where(self.values < 0, self.values, changed)
+
+
+class Function(nn.Module):
+    """A callable as a module without parts, made by `as_function`.
+
+    Its forward returns {name: tensor} of everything numeric that the callable returns. The modules that the callable
+    holds are its parameters, so that they can be held in another precision; their training flags are not touched.
+    """
+
+    def __init__(self, call: Callable[..., object], followers: Mapping[str, Follower], name: str | None) -> None:
+        super().__init__()
+        self.call = call
+        self.followers = followers
+        self.name = name  # the argument that takes the tokens; None if they are the only one
+        self.held = held_modules(call)
+        self.ahead: set[str] = set()  # outputs of n numbers that are scores of the next token, see `align`
+        self.size: tuple[int, ...] = ()  # of the tokens
+        self.twin: Function | None = None  # a copy that was never called; None if none can be made
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of all modules that the callable holds."""
+        return (parameter for module in self.held for parameter in module.parameters(recurse))
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The buffers of all modules that the callable holds."""
+        return (buffer for module in self.held for buffer in module.buffers(recurse))
+
+    def forward(self, **kwargs: Any) -> dict[str, object]:
+        """Call the function; it may train, so gradients are on."""
+        if self.name is None:
+            args, named = tuple(kwargs.values()), {}
+        else:
+            tokens = cast(Tensor, kwargs[self.name])
+            size = min([tokens.shape[-1], *(each.values.shape[-1] for each in self.followers.values())])
+            followers = {name: each.of(tokens) for name, each in self.followers.items()}
+            args, named = (), {**kwargs, self.name: tokens[..., :size] if self.followers else tokens, **followers}
+        with torch.enable_grad():
+            output = _numbers(self.call(*args, **named))
+        returned: dict[str, object] = {}
+        for path, value in leaves(output, lambda path, value: returned.update({path.lstrip(".") or "output": value})):
+            returned[path.lstrip(".") or "output"] = value
+        return {name: self._labelled(name, value) for name, value in returned.items()}
+
+    def _labelled(self, name: str, value: object) -> object:
+        if name not in self.ahead or not isinstance(value, Tensor) or value.numel() != np.prod(self.size):
+            return value
+        return value.reshape(self.size)[..., :-1]
+
+    def align(self, inputs: Inputs, seed: int) -> tuple[str, ...]:
+        """Call it on three inputs, and read off which outputs score the next token; the reasons to test nothing.
+
+        Of n numbers of which the last never moves, number i is taken for the score of token i + 1, as in a loss whose
+        last label is missing. Answers that do not move with the tokens say nothing about leaks.
+        """
+        draw = inputs.draw(torch.Generator().manual_seed(seed))
+        place = torch.arange(inputs.size).expand(inputs.batch, -1)
+        self.size = (inputs.batch, inputs.size) if inputs.batched else (inputs.size,)
+        if self.twin is not None:
+            self.twin.size = self.size
+        answers: list[dict[str, object]] = []
+        for start in (inputs.size, inputs.size // 2, 0):
+            seed_all(seed)
+            answers.append(self(**fresh(inputs.changed(place >= start, draw).kwargs)))
+        base, half, every = ({n: v for n, v in each.items() if isinstance(v, Tensor)} for each in answers)
+        for name, before in base.items():
+            after = every.get(name)
+            if after is None or after.shape != before.shape or before.numel() != np.prod(self.size) or before.ndim > 2:
+                continue
+            moves = (before != after).reshape(self.size).reshape(-1, inputs.size).any(0)
+            if before.is_floating_point() and moves.any() and not moves[-1]:
+                self.ahead.add(name)
+        if not _differ(base, every):
+            return ("the output does not move when every token changes: nothing can be seen in it",)
+        if not _differ(base, half):
+            return (
+                f"the output moves when every token changes, and not when those from {inputs.size // 2} on do: it does "
+                "not read them, or answers with what it remembers of a sequence that begins alike",
+            )
+        return ()
+
+
+def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() != other.keys() or any(not torch.equal(value, other[name]) for name, value in one.items())
+
+
+def is_function(call: object) -> TypeGuard[Callable[..., object]]:
+    """Whether an audit takes this for a function: a callable that is no module and no class."""
+    return callable(call) and not isinstance(call, nn.Module | Loaded | type)
+
+
+def as_function(call: Callable[..., object], inputs: Any) -> tuple[Function, Any]:
+    """(the callable as a module, inputs whose first tensor is all tokens).
+
+    Arguments that repeat the tokens, or follow them by one place as in `loss(tokens[:, :-1], tokens[:, 1:])`, change
+    with them: both are cut from one sequence.
+    """
+    name, followers = None, dict[str, Follower]()
+    if isinstance(inputs, Mapping):
+        given = dict(cast(Mapping[str, Any], inputs))
+        integers = {n: v for n, v in given.items() if isinstance(v, Tensor) and not v.is_floating_point()}
+        tokens = {n: v for n, v in integers.items() if not any(word in n for word in _APART) and v.dtype != torch.bool}
+        tensors = [n for n, v in given.items() if isinstance(v, Tensor)]
+        name = "input_ids" if "input_ids" in given else next(iter([*tokens, *tensors]), "")
+        first = given.get(name)
+        inputs = {name: first, **given} if name else given
+        for other in [each for each in tokens if each != name and isinstance(first, Tensor)]:
+            shift = _shift(cast(Tensor, first), tokens[other])
+            if shift is not None:
+                followers[other] = Follower(shift, inputs.pop(other))
+        ends = [
+            each.values[..., -1:]
+            for each in followers.values()
+            if each.shift and bool((each.values[..., -1] >= 0).all())
+        ]
+        if ends:
+            inputs[name] = torch.cat([cast(Tensor, first), ends[0].to(cast(Tensor, first))], -1)
+    title = str(getattr(call, "__name__", type(call).__name__)).replace("<lambda>", "lambda")
+    made = type(title, (Function,), {})  # reports name what leaks by its class
+    function = made(call, followers, name)
+    with_copy = copied(call)
+    if with_copy is not None:
+        function.twin = made(with_copy, followers, name)
+        function.twin.ahead = function.ahead
+    return function, inputs
+
+
+def _shift(tokens: Tensor, other: Tensor) -> int | None:
+    """By how many places `other` follows the tokens, if it does."""
+    if other.shape != tokens.shape or not bool((other >= 0).any()):
+        return None
+    if bool(((other == tokens) | (other < 0)).all()):
+        return 0
+    later = other[..., :-1]
+    return 1 if later.numel() and bool(((later == tokens[..., 1:]) | (later < 0)).all()) else None
+
+
+def _numbers(value: object) -> object:
+    """What a function returned, with arrays and lists of numbers as tensors."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray | np.generic):
+        return torch.as_tensor(np.asarray(value)) if value.dtype.kind in "fiub" else value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, Mapping):
+        return {name: _numbers(item) for name, item in cast(Mapping[Any, object], value).items()}
+    if isinstance(value, list | tuple):
+        items = [_numbers(item) for item in cast(list[object], value)]
+        tensors = [item for item in items if isinstance(item, Tensor)]
+        plain = not isinstance(cast(list[object], value)[0] if value else None, Tensor)
+        alike = len(tensors) == len(items) > 0 and len({tensor.shape for tensor in tensors}) == 1
+        return torch.stack(tensors) if alike and (plain or tensors[0].ndim == 0) else items
+    return value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names that a piece of code uses."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _module_of(call: object) -> str:
+    """The module that a callable was written in."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    while hasattr(call, "__wrapped__"):
+        call = getattr(call, "__wrapped__")  # noqa: B009 - objects have no such attribute
+    return str(getattr(call, "__module__", ""))
+
+
+def _cells(function: types.FunctionType) -> list[object]:
+    contents: list[object] = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            contents.append(None)
+    return contents
+
+
+def held_modules(call: Callable[..., object]) -> tuple[nn.Module, ...]:
+    """The modules that a callable holds: in its closure, its globals, its object, or what these hold."""
+    found: dict[int, nn.Module] = {}
+    home, seen, left = _module_of(call), set[int](), list[object]([call])
+    while left and len(seen) < _PARTS:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, type | types.ModuleType | Tensor | str | bytes | np.ndarray):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found[id(value)] = value
+        elif isinstance(value, types.FunctionType):
+            left += _cells(value)
+            if value.__module__ == home:
+                left += [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+        elif isinstance(value, types.MethodType):
+            left += [value.__self__, value.__func__]
+        elif isinstance(value, functools.partial):
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, Mapping):
+            left += list(cast(Mapping[Any, object], value).values())
+        elif isinstance(value, list | tuple):
+            left += list(cast(list[object], value))
+        elif hasattr(value, "__dict__"):
+            left += list(vars(value).values())
+    return tuple(found.values())
+
+
+def copied(call: Callable[..., object]) -> Callable[..., object] | None:
+    """A copy with a state of its own: its closure, the globals of its own file that it uses, its object.
+
+    None if something in it cannot be copied, such as an open file.
+    """
+    home, memo = _module_of(call), dict[int, Any]()
+    spaces: dict[int, dict[str, Any]] = {}
+    made: dict[int, types.FunctionType] = {}
+
+    def function(old: types.FunctionType) -> types.FunctionType:
+        if id(old) not in made:
+            space = spaces.setdefault(id(old.__globals__), dict(old.__globals__))
+            cells = tuple(types.CellType() for _ in old.__closure__ or ())
+            new = types.FunctionType(old.__code__, space, old.__name__, None, cells)
+            made[id(old)] = new
+            new.__kwdefaults__, new.__defaults__ = old.__kwdefaults__, value(old.__defaults__)
+            for cell, content in zip(cells, _cells(old), strict=True):
+                cell.cell_contents = value(content)
+            if old.__module__ == home:
+                own = [name for name in _names(old.__code__) if name in old.__globals__]
+                space.update({name: value(old.__globals__[name], own=True) for name in own})
+        return made[id(old)]
+
+    def value(old: Any, own: bool = False) -> Any:
+        if isinstance(old, types.FunctionType):
+            return function(old) if not own or old.__module__ == home else old
+        if isinstance(old, types.MethodType):
+            return types.MethodType(old.__func__, value(old.__self__))
+        if isinstance(old, functools.partial):
+            keywords = {name: value(item) for name, item in old.keywords.items()}
+            return functools.partial(value(old.func), *map(value, old.args), **keywords)
+        return old if isinstance(old, type | types.ModuleType) else copy.deepcopy(old, memo)
+
+    try:
+        return cast(Callable[..., object], value(call))
+    except Exception:  # whatever an object of the user's raises when it is copied
+        return None

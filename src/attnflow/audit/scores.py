@@ -1,0 +1,232 @@
+"""`check_scores`: is a score per token a probability, or does it know the token that it scores?
+
+A procedure that adapts to its own label gives every token that it is shown a high score. What no honest score can do
+is to add up to more than one: for every prefix, exp(score) over all choices of the next token is at most one. A score
+that obeys this, and that no later token changes, is the length of a code that somebody could decode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnflow._core import checks
+from attnflow._core.progress import Progress
+from attnflow.audit.audit import check
+from attnflow.audit.functions import Function, as_function
+from attnflow.audit.inputs import read
+from attnflow.audit.report import AuditReport, Violation
+from attnflow.models.evaluation import REFUSALS, seed_all
+
+_COPIES: Final = 32  # sequences per call, if a function takes more than it was given
+_ALIKE: Final = 1e-4  # nats by which a score may differ between batches of two sizes
+_DOUBT: Final = 1e-3  # at most this share of honest scores is accused from a sample of the choices
+
+
+def check_scores(
+    score: Callable[..., object],
+    tokens: Sequence[int] | Tensor,
+    vocab_size: int,
+    *,
+    positions: int = 16,
+    choices: int = 1024,
+    tolerance: float = 1e-3,
+    passes: int = 32,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> AuditReport:
+    """Is a score per token honest: unchanged by later tokens, and a probability of the token that it scores?
+
+    First `check` with a causal order. Then at each of some positions every choice of the token is scored after the same
+    prefix, and exp(score) is summed. More than one is a violation of kind "sum". Less than one wastes probability,
+    which makes a score worse, and is noted.
+
+    Of a large vocabulary the tokens of the text and a random sample are scored. Their sum may not exceed one either.
+    The estimates of the whole sum at all positions are combined to a test that accuses one honest score in a thousand
+    at most (a product of e-values; Vovk and Wang, 2021).
+
+    Args:
+        score: a function of token ids that returns log-probabilities in nats, n - 1 numbers for the labels 1 to n - 1
+            or n numbers for all (for 1 to n where the last never moves). Of a loss pass `lambda ids: -loss(ids)`.
+        tokens: ids [n] or [batch, n]; the function is called with this shape, and with more rows where that changes
+            nothing.
+        vocab_size: number of choices V; ids are below it.
+        positions: labels to test, evenly spread.
+        choices: at most so many choices for each; all of them if V is no larger.
+        tolerance: by which a sum may exceed one; rounding of float32 makes about 1e-5.
+        passes: as of `check`.
+        seed: of the replaced tokens and of the sample.
+        progress: called as `progress(done, total, what)`.
+
+    Returns:
+        The report of `check`, with the sums among its violations: position, the two likeliest choices after that
+        prefix, and their scores. "nothing tested" where the scores do not move with the tokens.
+
+    Raises:
+        ValueError: no score per token comes out, or numbers above 0 throughout, as of a loss.
+
+    Cost: that of `check`, and positions x choices scored sequences, up to 32 in a call.
+    """
+    tokens = torch.as_tensor(tokens)
+    if tokens.is_floating_point() or not 1 <= tokens.ndim <= 2 or tokens.shape[-1] < 2:
+        raise ValueError(f"tokens must be ids [n] or [batch, n], n at least 2, got {tokens.dtype} {list(tokens.shape)}")
+    checks.integer("vocab_size", vocab_size, 2)
+    checks.integer("positions", positions, 1)
+    checks.integer("choices", choices, 2)
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise ValueError(
+            f"tokens must lie in [0, {vocab_size}), the vocabulary; got {int(tokens.min())} to {int(tokens.max())}"
+        )
+    scorer = _Scorer(score, tokens, seed)
+    scorer.require_log_probabilities()
+    report = check(score, tokens, passes=passes, seed=seed, progress=progress)
+    if report.untested or any(violation.kind == "state" for violation in report.violations):
+        return report
+    labels = scorer.labels(positions, vocab_size)
+    sums = [scorer.sum(label, vocab_size, choices, tolerance, progress) for label in labels]
+    return _judged(report, sums, vocab_size, tolerance, scorer)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The probabilities of the choices at one position, for each sequence."""
+
+    label: int
+    total: Tensor  # [batch]: of the choices that were scored
+    estimate: Tensor  # [batch]: of all choices, without bias
+    scored: int  # choices
+    likeliest: Tensor  # [batch, 2]
+    scores: Tensor  # [batch, 2]: of these two
+
+
+class _Scorer:
+    """Calls a function for scores [batch, rows]."""
+
+    def __init__(self, score: Callable[..., object], tokens: Tensor, seed: int) -> None:
+        self.function: Function = as_function(score, tokens)[0]
+        self.tokens = torch.atleast_2d(tokens)
+        self.flat = tokens.ndim == 1
+        self.seed = seed
+        self.calls = 0
+        self.generator = torch.Generator().manual_seed(seed)
+        self.function.align(read(self.function, tokens), seed)
+        self.base = self(self.tokens)
+        self.first = self.tokens.shape[1] - self.base.shape[1]  # the label of row 0
+        self.copies = 1 if self.flat else self._copies()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Scores [batch, rows] of the sequences, float64."""
+        batch, n = ids.shape
+        self.calls += 1
+        self.function.size = (n,) if self.flat else (batch, n)
+        seed_all(self.seed)
+        with torch.no_grad():
+            output = self.function(input_ids=ids[0] if self.flat else ids)
+        tensors = [value for value in output.values() if isinstance(value, Tensor) and value.is_floating_point()]
+        for rows in (n, n - 1):
+            for value in tensors:
+                if value.numel() == batch * rows and value.shape in ((batch, rows), (rows,), (batch * rows,)):
+                    return value.reshape(batch, rows).double().cpu()
+        shapes = ", ".join(str(list(value.shape)) for value in tensors) or "none"
+        raise ValueError(f"expected a score per token, [{batch}, {n - 1}] or [{batch}, {n}]; numbers came as {shapes}")
+
+    def _copies(self) -> int:
+        """How many sequences per row of the tokens one call takes: as many as leave these rows' scores as they are."""
+        other = self.tokens[torch.randperm(len(self.tokens), generator=self.generator)].repeat(_COPIES - 1, 1)
+        other = other[:, torch.randperm(other.shape[1], generator=self.generator)]
+        try:
+            scores = self(torch.cat([self.tokens, other]))[: len(self.tokens)]
+        except (*REFUSALS, IndexError):
+            return 1
+        return _COPIES if torch.allclose(scores, self.base, rtol=0, atol=_ALIKE, equal_nan=True) else 1
+
+    def require_log_probabilities(self) -> None:
+        """Refuse what is no log-probability anywhere."""
+        if bool((self.base >= 0).all()) and bool((self.base > 0).any()):
+            raise ValueError(
+                f"expected log-probabilities, which are at most 0, got numbers from {float(self.base.min()):.3g} to "
+                f"{float(self.base.max()):.3g}; of a loss pass lambda ids: -loss(ids)"
+            )
+
+    def labels(self, count: int, vocab_size: int) -> list[int]:
+        """At most `count` positions that are scored: their scores move when all tokens change."""
+        drawn = (self.tokens + torch.randint(1, vocab_size, self.tokens.shape, generator=self.generator)) % vocab_size
+        scored = (self(drawn) != self.base).any(0).nonzero()[:, 0].tolist()
+        chosen = np.unique(np.linspace(0, len(scored) - 1, min(count, len(scored))).round().astype(int))
+        return [scored[i] + self.first for i in chosen]
+
+    def sum(self, label: int, vocab_size: int, choices: int, tolerance: float, progress: Progress | None) -> _Sum:
+        """Score the choices of the token at one position, after the same prefix."""
+        likely = self.tokens.unique()[: choices // 2]  # of a text, its own tokens
+        rest = torch.ones(vocab_size, dtype=torch.bool).index_fill_(0, likely, False).nonzero()[:, 0]
+        sample = rest[torch.randperm(len(rest), generator=self.generator)[: choices - len(likely)]]
+        tried, batch = torch.cat([likely, sample]), len(self.tokens)
+        scores: list[Tensor] = []
+        for part in tried.split(self.copies):
+            if progress is not None:
+                progress(len(scores) * self.copies, len(tried), f"choices at position {label}")
+            ids = self.tokens.repeat(len(part), 1)
+            ids[:, label] = part.repeat_interleave(batch)
+            scores.append(self(ids)[:, label - self.first].reshape(len(part), batch))
+        found = torch.cat(scores)
+        mass = found.exp()
+        best = found.topk(2, dim=0)
+        known, drawn = mass[: len(likely)].sum(0), mass[len(likely) :].sum(0)
+        estimate = known + drawn * (len(rest) / max(1, len(sample)))
+        return _Sum(label, mass.sum(0), estimate, len(tried), tried[best.indices].T, best.values.T)
+
+
+def _judged(report: AuditReport, sums: list[_Sum], vocab_size: int, tolerance: float, scorer: _Scorer) -> AuditReport:
+    """The report of the order, with what the sums show."""
+    totals = torch.stack([each.total for each in sums])  # [positions, batch]
+    estimates = torch.stack([each.estimate for each in sums])
+    whole = sums[0].scored == vocab_size
+    evidence = ((1 + estimates / (1 + tolerance)) / 2).log().sum(0)  # of each sequence: the log of an e-value
+    certain = bool((totals > 1 + tolerance).any())
+    notes = list(report.notes)
+    violations = list(report.violations)
+    accused = certain or (not whole and bool((evidence > -math.log(_DOUBT / len(evidence))).any()))
+    if accused:
+        shown = totals if certain else estimates
+        worst, row = divmod(int(shown.argmax()), shown.shape[1])
+        each = sums[worst]
+        contexts = [scorer.tokens[row].clone() for _ in range(2)]
+        for context, token in zip(contexts, each.likeliest[row], strict=True):
+            context[each.label] = token
+        name, change = type(scorer.function).__name__, float(shown[worst, row]) - 1
+        tokens = tuple(tuple(cast(list[int], context.tolist())) for context in contexts)
+        scores = tuple(cast(list[float], each.scores[row].tolist()))
+        violations.append(
+            Violation("sum", None, name, None, each.label, change, row, row, "forward", certain or None, tokens, scores)
+        )
+        over = int((shown > 1 + tolerance).any(1).sum())
+        kind = "sum" if certain else "estimate, from a sample,"
+        notes.append(f"the {kind} of probabilities exceeds one at {over} of {len(sums)} positions")
+    low = float(totals.min())
+    if whole and low < 1 - tolerance:
+        at = sums[int(totals.min(1).values.argmin())].label
+        notes.append(
+            f"at position {at} the probabilities sum to {low:.4g}: the rest is given to nothing that can come, which "
+            "makes the score worse, not better (or it is not in nats)"
+        )
+    if not whole:
+        most = float(totals.max())
+        factor = min(1 / max(most, 1e-300), 2 * math.exp(math.log(len(evidence) / _DOUBT) / len(sums)) - 1)
+        notes.append(
+            f"{sums[0].scored} of {vocab_size} choices were scored at each position, with at most {most:.3g} of the "
+            f"probability: what raises all choices alike shows from a factor of about {factor:.3g} on"
+        )
+    tested = f"{report.order}; exp(score) over {sums[0].scored} choices at {len(sums)} positions"
+    return replace(
+        report,
+        violations=tuple(violations),
+        order=tested,
+        forward_passes=report.forward_passes + scorer.calls,
+        notes=tuple(notes),
+    )

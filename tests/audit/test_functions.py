@@ -1,0 +1,161 @@
+"""Functions of token ids: whatever shape the scores have, a leak planted at one pair is found at that pair."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import attnflow as af
+from attnflow.audit import check, check_scores
+
+N, VOCABULARY = 12, 40
+IDS = torch.randint(VOCABULARY, (2, N), generator=torch.Generator().manual_seed(1))
+TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def bigram(ids, target=None, source=None):
+    """log p(token | token before) for the labels 1 to n - 1, with a leak from `source` to the score of `target`."""
+    scores = TABLE.log_softmax(-1)[ids[..., :-1], ids[..., 1:]]
+    if target is not None:
+        scores[..., target - 1] -= 0.1 * ids[..., source] / VOCABULARY
+    return scores
+
+
+def padded(scores, side):
+    zero = torch.zeros_like(scores[..., :1])
+    return torch.cat([zero, scores] if side == "first" else [scores, zero], -1)
+
+
+FORMS = {
+    "labels": (lambda f: f, IDS),
+    "labels after a zero": (lambda f: lambda ids: padded(f(ids), "first"), IDS),
+    "labels before a zero": (lambda f: lambda ids: padded(f(ids), "last"), IDS),
+    "flat, before zeros": (lambda f: lambda ids: padded(f(ids), "last").flatten(), IDS),
+    "flat": (lambda f: lambda ids: f(ids).flatten(), IDS),
+    "numpy": (lambda f: lambda ids: f(ids).numpy(), IDS),
+    "lists": (lambda f: lambda ids: f(ids).tolist(), IDS),
+    "a list of tensors": (lambda f: lambda ids: list(f(ids).unbind(-1)), IDS[0]),
+    "one sequence": (lambda f: f, IDS[0]),
+    "beside a mean": (lambda f: lambda ids: {"loss": f(ids).mean(), "scores": f(ids)}, IDS),
+    "inputs and targets": (
+        lambda f: lambda x, y: f(torch.cat([x, y[:, -1:]], 1)),
+        {"x": IDS[:, :-1], "y": IDS[:, 1:]},
+    ),
+    "ids and labels": (
+        lambda f: lambda input_ids, labels: f(labels.where(labels >= 0, input_ids)),
+        {"input_ids": IDS, "labels": IDS.where(torch.arange(N) > 2, -100)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_planted_pair_is_found(name):
+    form, inputs = FORMS[name]
+    assert check(form(bigram), inputs).ok
+    (found,) = check(form(functools.partial(bigram, target=5, source=8)), inputs).violations
+    assert (found.kind, found.target, found.source) == ("order", 5, 8)
+
+
+def test_the_numbers_are_those_of_the_function():
+    leaky = functools.partial(bigram, target=4, source=9)
+    (found,) = check(leaky, IDS).violations
+    assert [leaky(torch.tensor(ids))[found.target - 1].item() for ids in found.tokens] == list(found.values)
+    assert found.tokens[0][:9] == found.tokens[1][:9]
+
+
+class Remembers:
+    """A scorer with a state that an earlier call may change."""
+
+    def __init__(self, kind):
+        self.kind, self.seen, self.answers = kind, [], {}
+
+    def __call__(self, ids):
+        scores = bigram(ids)
+        if (self.kind == "first call" and not self.seen) or self.kind == "all calls":
+            self.seen.append(scores.mean())
+        elif self.kind == "beginnings":
+            return self.answers.setdefault(tuple(ids[:, :3].flatten().tolist()), scores)
+        return scores + sum(self.seen)
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, lambda f: f.__call__, lambda f: lambda ids: f(ids)])
+def test_what_is_remembered_is_found(wrapped):
+    for kind in ("first call", "all calls"):
+        assert [v.kind for v in check(wrapped(Remembers(kind)), IDS).violations] == ["state"]
+    report = check(wrapped(Remembers("beginnings")), IDS)
+    assert report.verdict == "nothing tested"
+    assert "begins alike" in str(report)
+
+
+def test_a_procedure_that_trains_leaves_the_model_and_its_mode_alone():
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.0), nn.Linear(8, VOCABULARY)).train()
+    before = copy.deepcopy(model.state_dict())
+
+    def trains(ids, late):
+        learner, scores = copy.deepcopy(model), []
+        optimizer = torch.optim.SGD(learner.parameters(), 0.5)
+        for i in range(1, ids.shape[1]):
+            loss = -learner(ids[:, i - 1]).log_softmax(-1).gather(-1, ids[:, i : i + 1])
+            scores += [] if late else [-loss[0, 0]]
+            optimizer.zero_grad()
+            loss.sum().backward()
+            optimizer.step()
+            scores += [-nn.functional.cross_entropy(learner(ids[:, i - 1]), ids[:, i])] if late else []
+        return torch.stack(scores)
+
+    assert check_scores(functools.partial(trains, late=False), IDS[:1], VOCABULARY, positions=3).ok
+    report = check_scores(functools.partial(trains, late=True), IDS[:1], VOCABULARY, positions=3)
+    assert [v.kind for v in report.violations] == ["sum"], "no later token is read, but its own is"
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("inputs", [IDS, IDS[0]])
+def test_a_sum_is_that_of_all_choices(inputs):
+    def knows(ids):
+        return torch.maximum(bigram(ids), torch.log(0.03 + 0.0 * bigram(ids)))
+
+    assert check_scores(bigram, inputs, VOCABULARY).ok
+    (found,) = check_scores(knows, inputs, VOCABULARY).violations
+    assert found.kind == "sum"
+    prefix = torch.atleast_2d(inputs)[found.target_row, found.target - 1]
+    assert found.change + 1 == pytest.approx(float(TABLE.softmax(-1)[prefix].clamp_min(0.03).sum()))
+    likeliest = TABLE[prefix].topk(2).indices.tolist()
+    assert [ids[found.target] for ids in found.tokens] == likeliest
+    assert af.audit.AuditReport.from_json((report := check_scores(knows, inputs, VOCABULARY)).to_json()) == report
+    assert f"sum to {found.change + 1:.6g}" in str(found)
+
+
+def test_a_large_vocabulary_is_sampled():
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    for raised, verdict in ((0.0, "clean"), (1.5, "leak")):  # every choice 4.5 times as likely: they sum to 4.5
+        report = check_scores(lambda ids, up=raised: logits[ids[:, 1:]] + up, IDS, 5000, choices=256)
+        assert report.verdict == verdict, report
+    wasteful = check_scores(lambda ids: bigram(ids) - 1, IDS, VOCABULARY)
+    assert wasteful.ok
+    assert "sum to 0.3679" in str(wasteful)
+
+
+REFUSED = {
+    "a class": (lambda: check(nn.Linear, IDS), TypeError, "expected a torch module"),
+    "a cache": (lambda: check(bigram, IDS, cache=True), ValueError, "leave out cache="),
+    "a loss": (lambda: check_scores(lambda ids: -bigram(ids), IDS, VOCABULARY), ValueError, "lambda ids: -loss"),
+    "a total": (lambda: check_scores(lambda ids: bigram(ids).sum(), IDS, VOCABULARY), ValueError, "a score per token"),
+    "other ids": (lambda: check_scores(bigram, IDS, 3), ValueError, "the vocabulary"),
+    "vectors": (lambda: check_scores(bigram, IDS.double(), VOCABULARY), ValueError, "must be ids"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_audited_is_refused(name):
+    call, error, said = REFUSED[name]
+    with pytest.raises(error, match=said):
+        call()
+
+
+def test_one_number_is_nothing_tested():
+    report = check(lambda ids: bigram(ids).mean(), IDS)
+    assert (report.verdict, report.violations) == ("nothing tested", ())
+    assert "output is one number" in str(report)
