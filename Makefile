@@ -24,7 +24,8 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export NO_MKDOCS_2_WARNING := 1
 
 PYTEST := $(PY) -m pytest
-TYPED := --jaxtyping-packages=attnflow,beartype.beartype
+# pytest would load attnflow's own plugin before jaxtyping's hook on imports, which refuses that
+TYPED := -p no:attnflow --jaxtyping-packages=attnflow,beartype.beartype
 say = @printf '\n\033[1m== %s\033[0m\n' "$(1)"
 
 help:  ## this list
