@@ -1,7 +1,6 @@
 """Embeddings of texts, against the model run on one text at a time; versions; what is cut is said."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from attnflow.models.names import MODELS
 from experiments.reader.encoder import TextEncoder, TruncatedText
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "on", "the", "mat"]
@@ -79,26 +77,6 @@ def test_what_is_cut_is_said():
         encoder(["a", long])
 
 
-def test_a_version_tells_what_changes_embeddings(folder):
-    model, tokens = bert(), tokenizer()
-    first = TextEncoder((model, tokens))
-    version = first.version
-    assert version.startswith("BertModel@")
-    assert TextEncoder((bert(), tokenizer())).version == version
-    others = [
-        TextEncoder((bert(1), tokens)),
-        TextEncoder((bert().bfloat16(), tokens)),
-        TextEncoder(folder),
-    ]
-    digests = [one.version.partition("@")[2] for one in (first, *others)]
-    (folder / "sentence_bert_config.json").unlink()
-    digests.append(TextEncoder(folder).version.partition("@")[2])
-    assert len(set(digests)) == len(digests)
-    with torch.no_grad():
-        model.embeddings.word_embeddings.weight[4, 0] += 1e-3
-    assert first.version != version  # of the weights as they are now
-
-
 def test_files_of_sentence_transformers_are_respected(folder):
     found = TextEncoder(folder)
     assert (found.pooling, found.max_length, found.name) == ("first", 6, str(folder))
@@ -137,18 +115,3 @@ def test_bad_input(tmp_path):
         broken.embeddings.word_embeddings.weight[9] = torch.nan
     with pytest.raises(ValueError, match="the embedding of text 1 is not finite: 'mat'"):
         TextEncoder((broken, tokenizer()))(["a", "mat"])
-
-
-@pytest.mark.slow
-def test_minilm(tmp_path):
-    if MODELS["minilm"].find() is None:
-        pytest.skip("the package of minilm is not installed")
-    encoder = TextEncoder("minilm")
-    assert (encoder.pooling, encoder.max_length, encoder.dim, encoder.name) == ("mean", 256, 384, "minilm")
-    texts = ["How many people live in Berlin?", "Berlin has a population of 3.5 million.", "I bake bread on Sundays."]
-    found = encoder(texts)
-    near, far = float(found[0] @ found[1]), float(found[0] @ found[2])
-    assert near > 0.5 > 0.2 > far
-    torch.testing.assert_close(found[1], alone(encoder.model, encoder.tokenizer, texts[1]))
-    copy = shutil.copytree(MODELS["minilm"].path(), tmp_path / "copy")
-    assert TextEncoder(copy).version.partition("@")[2] == encoder.version.partition("@")[2]

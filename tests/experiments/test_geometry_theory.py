@@ -4,29 +4,21 @@ import math
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from experiments.geometry_theory import theory
+from tests.models.options import WIDTH
+from tests.models.table import AUDITED, CAUSAL
 
-HEADS, WIDTH = 4, 32
+HEADS = 4
 
 
 def bert():
-    config = BertConfig(
-        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=48, vocab_size=50,
-        initializer_range=0.3, attn_implementation="eager",
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    model = BertForMaskedLM(config)
+    model = AUDITED["Bert"].build()
     return model, [layer.attention.self for layer in model.bert.encoder.layer]
 
 
 def gpt2():
-    config = GPT2Config(
-        n_embd=WIDTH, n_layer=2, n_head=HEADS, vocab_size=50, initializer_range=0.3, attn_implementation="eager",
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = CAUSAL["GPT2"].build()
     return model, [block.attn for block in model.transformer.h]
 
 
@@ -60,7 +52,6 @@ def run(model, layers, forms):
 @pytest.mark.parametrize("make", [bert, gpt2])
 def test_proposition_2_2_on_the_attention_of_real_models(make):
     model, layers = make()
-    model.double()
     forms = [torch.zeros(HEADS, WIDTH, WIDTH, dtype=torch.float64, requires_grad=True) for _ in layers]
     output, tokens = run(model, layers, forms)
     output.loss.backward()
@@ -81,7 +72,6 @@ def test_proposition_2_2_on_the_attention_of_real_models(make):
 def test_gradients_of_the_projections_follow_from_that_of_the_form():
     """dL/dW_q = W_k G^T and dL/dW_k = W_q G, hence `implicit_step`; queries and keys without biases."""
     model, layers = bert()
-    model.double()
     for layer in layers:
         torch.nn.init.zeros_(layer.query.bias)
         torch.nn.init.zeros_(layer.key.bias)

@@ -97,15 +97,6 @@ def test_speed_up_is_the_share_of_steps_saved() -> None:
         speed_up(steps, control[:-1], control)
 
 
-def test_noise_against_noise_has_a_speed_up_above_zero() -> None:
-    """Why a null distribution is needed."""
-    draw = np.random.default_rng(0)
-    steps = list(range(50))
-    curves = [1 / (1 + np.array(steps)) + 0.05 * draw.standard_normal(50) for _ in range(6)]
-    null = [speed_up(steps, a, b) for a in curves for b in curves if a is not b]
-    assert np.mean(null) > 0.05
-
-
 @pytest.mark.parametrize(("right", "items"), [(0, 25), (1, 25), (12, 25), (25, 25), (3, 164)])
 def test_wilsons_interval_is_that_of_scipy(right, items):
     found, expected = proportion(right, items), scipy.stats.binomtest(right, items).proportion_ci(method="wilson")

@@ -73,21 +73,15 @@ def test_orders_agree_in_values_and_gradients(seed, heads, gated, threshold, act
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_folded_relu_is_the_ordinary_feed_forward_layer():
-    layer, hidden, entries = layer_and_inputs(heads=1, activation="relu")
-    folded = layer.fold(entries)
-    first, second = folded.scores[0, 0], folded.values[0]
-    expected = functional.relu(hidden @ first + folded.thresholds[0, 0]) @ second + folded.output_bias
-    torch.testing.assert_close(folded(hidden), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(layer(hidden, entries), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_heads_are_a_wider_feed_forward_layer():
-    layer, hidden, entries = layer_and_inputs(heads=3, activation="relu")
+@pytest.mark.parametrize("heads", [1, 3])
+def test_folded_relu_is_the_ordinary_feed_forward_layer(heads):
+    """Heads are a wider one."""
+    layer, hidden, entries = layer_and_inputs(heads=heads, activation="relu")
     folded = layer.fold(entries)
     first = folded.scores[0].movedim(0, 1).flatten(1)
     wide = functional.relu(hidden @ first + folded.thresholds[0].flatten()) @ folded.values.flatten(0, 1)
-    torch.testing.assert_close(layer(hidden, entries), wide + folded.output_bias, rtol=1e-12, atol=1e-12)
+    for found in (folded(hidden), layer(hidden, entries)):
+        torch.testing.assert_close(found, wide + folded.output_bias, rtol=1e-12, atol=1e-12)
 
 
 def test_an_edited_entry_is_seen_at_once_by_all_but_the_folded():

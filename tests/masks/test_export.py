@@ -128,16 +128,9 @@ def test_the_whole_catalogue(name):
         assert all(said)
 
 
-@settings(max_examples=60)
-@given(square_masks(9))
-def test_random_square_masks(mask):
-    for name in export.FORMATS:
-        check(mask, name)
-
-
-@settings(max_examples=60)
-@given(dense_masks(9))
-def test_random_masks_of_any_shape(mask):
+@settings(max_examples=100)
+@given(st.one_of(square_masks(9), dense_masks(9)))
+def test_random_masks(mask):
     for name in export.FORMATS:
         check(mask, name)
 

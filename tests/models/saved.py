@@ -1,5 +1,6 @@
-"""A tiny model in a folder, as commands and servers are given one."""
+"""A tokenizer of words, and a tiny model in a folder, as commands and servers are given one."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -9,13 +10,18 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
+def word_tokenizer(words: Iterable[str], **special: str) -> PreTrainedTokenizerFast:
+    """Each word is a token, by its place; others are `[UNK]`."""
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", **special)
+
+
 def save_tiny_llama(folder: Path) -> str:
     """A random Llama of two layers with a word-level tokenizer; the folder as text."""
     words = ["[UNK]", "the", "of", "and", "to", "in", "I", "that", "his", "you", "my"]
     words += ["is", "with", "it", "not", "a", "for", "thou", "be", "me", "thy"]
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    word_tokenizer(words).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=32,

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast
 
 import attnflow as af
 from attnflow.models import Loaded
 from tests.bias.hf.common import disabled, layer_biases
 from tests.models import tiny
+from tests.models.saved import word_tokenizer
 
 PROMPT = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="
 
@@ -40,9 +37,7 @@ def attentions(model, **inputs):
 @pytest.fixture(scope="module")
 def tokenizer():
     words = ["[UNK]", "[PAD]", "[EOS]", *(f"w{i}" for i in range(3, 50))]
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
-    made.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", padding_side="left")
+    return word_tokenizer(words, pad_token="[PAD]", padding_side="left")
 
 
 @pytest.mark.parametrize(

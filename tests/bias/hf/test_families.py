@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import ViTConfig, ViTModel
 
 import attnflow as af
 from tests.bias.hf.common import (
@@ -21,7 +20,7 @@ from tests.bias.hf.common import (
     tokens,
     without_dropout,
 )
-from tests.models import HYBRID
+from tests.models import HYBRID, ZOO
 
 WITHOUT_SDPA = {"GptOss", "Gemma2"}
 ALL_KINDS = (*GUIDANCE, *EVERY_OTHER_KIND)
@@ -177,10 +176,7 @@ def test_t5_keeps_its_own_buckets_beside_the_bias():
 
 
 def test_vision_models():
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4
-    )
-    model, pixels = ViTModel(config).double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    model, pixels = ZOO["ViT"].build(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
     with torch.no_grad():
         plain = model(pixels)[0]
         af.bias.attach(model, GUIDANCE)

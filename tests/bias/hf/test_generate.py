@@ -4,13 +4,11 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import attnflow as af
 from tests.bias.hf.common import BIASES, biased, disabled, disturb, family, handle_of, outputs, padded, tokens
+from tests.models.saved import word_tokenizer
 
 FAMILIES = ["Llama", "GPT2", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Qwen3", "OPT", "MBartDecoder"]
 OTHERS = [(name, "others") for name in ("Llama", "GPT2", "Mistral", "OPT")] + [
@@ -126,9 +124,8 @@ def test_a_checkpoint_of_a_model_with_a_bias_loads_without_one(tmp_path, recwarn
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_lm_evaluation_harness_sees_the_bias():
-    words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 50)}, "<pad>"))
-    words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    words = ["[UNK]", "[S]", "[E]", *(f"w{i}" for i in range(3, 50))]
+    tokenizer = word_tokenizer(words, pad_token="[UNK]", bos_token="[S]", eos_token="[E]")
     model = family("Llama", torch.float32)
     pairs = [("w5 w9 w11", " w7 w8"), ("w3 w6", " w4"), ("w40 w41 w42 w43", " w44")]
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]

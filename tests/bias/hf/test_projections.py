@@ -55,18 +55,6 @@ def test_layers_of_different_widths_have_networks_of_different_widths():
         assert bias.shape.num_kv_heads * attention.head_dim == attention.k_proj.out_features
 
 
-def test_an_encoder_whose_layers_differ():
-    model, text = made("embedding_gemma2_text", "EmbeddingGemma2TextModel"), ids(10)
-    with torch.no_grad():
-        plain = outputs(model, input_ids=text)
-        handle = af.bias.attach(model, WIDE)
-        assert torch.equal(outputs(model, input_ids=text), plain)
-        disturb(model)
-        assert (outputs(model, input_ids=text) - plain).abs().max() > 1e-3 * plain.abs().max()
-        handle.remove()
-        assert torch.equal(outputs(model, input_ids=text), plain)
-
-
 def test_queries_that_come_from_experts_say_what_to_do():
     model = made("jetmoe", "JetMoeForCausalLM")
     with pytest.raises(af.UnsupportedArchitecture, match=r"queries are more than components.*'rotated' or 'hidden'"):

@@ -4,21 +4,12 @@ import random
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from attnflow.knowledge import ModularConfig, ModularForCausalLM, Store, attach, edit, from_ffn, to_ffn
 from attnflow.knowledge.facts import EditReport, Fact, read_facts
+from tests.models import tiny
+from tests.models.saved import word_tokenizer
 
 TEXT = "the capital of France is Paris and the river of Italy was a long way from the sea and the sky is blue"
 WORDS = [*dict.fromkeys(TEXT.split()), "Rome", "Lyon", "green", "Spain", "."]
@@ -30,10 +21,7 @@ SKY = {"prompt": "the sky", "answer": "green", "subject": "sky", "paraphrases": 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    words = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
+    return word_tokenizer(["[PAD]", "[UNK]", *WORDS], pad_token="[PAD]")
 
 
 def converted(family="llama"):
@@ -181,10 +169,7 @@ def test_what_else_is_refused(tokenizer):
     refused(model, FRANCE, "NaN or infinity", tokenizer)
     refused(LlamaForCausalLM(LlamaConfig(intermediate_size=48, **SIZES)), FRANCE, "from_ffn", tokenizer)
     refused(ModularForCausalLM(ModularConfig(num_entries=9, **SIZES)), FRANCE, "was not converted", tokenizer)
-    experts = MixtralForCausalLM(
-        MixtralConfig(intermediate_size=16, num_local_experts=2, num_key_value_heads=2, **SIZES)
-    ).eval()
-    refused(from_ffn(experts), FRANCE, "was not converted|experts", tokenizer)
+    refused(from_ffn(tiny("Mixtral")), FRANCE, "was not converted|experts", tokenizer)
 
 
 def test_a_model_that_reads_a_store_is_refused(tokenizer):

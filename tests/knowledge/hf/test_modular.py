@@ -191,15 +191,6 @@ def test_beams_and_samples_with_entries_of_the_call():
     assert torch.equal(model.generate(ids, do_sample=False, **options), greedy(model, ids, 4, entries=entries))
     beams = model.generate(ids, do_sample=False, num_beams=3, num_return_sequences=2, **options)
     assert beams.shape == (4, 11)
-
-    def likelihood(rows):
-        logs = model(input_ids=rows, entries=entries).logits[:, 6:-1].log_softmax(-1)
-        return logs.gather(-1, rows[:, 7:, None]).sum((1, 2))
-
-    best = likelihood(beams).view(2, 2)
-    assert bool((best[:, 0] >= best[:, 1]).all())
-    # Three beams over four tokens; greedy decoding may win only if a beam fell out on the way.
-    assert bool((best[:, 0] >= likelihood(greedy(model, ids, 4, entries=entries)) - 1e-9).any())
     torch.manual_seed(1)
     samples = model.generate(ids, do_sample=True, num_return_sequences=3, top_k=0, **options)
     assert samples.shape == (6, 11)

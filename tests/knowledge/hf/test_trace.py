@@ -11,7 +11,6 @@ from transformers import (
     CohereForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 import attnflow as af
@@ -23,6 +22,7 @@ from attnflow.models.loaded import Loaded
 from attnflow.models.names import MODELS
 from tests.memory import PEAK
 from tests.models import tiny, tokens
+from tests.models.saved import word_tokenizer
 
 PLAIN = ["GPT2", "GPTNeoX", "OPT"]
 GATED = ["Llama", "Qwen2", "Phi3", "Qwen3"]
@@ -266,17 +266,8 @@ def test_promoted_tokens_are_those_of_the_value_read_by_the_unembedding():
     assert trace(model, ids, promoted=0).promoted == ()
 
 
-def word_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["[UNK]", *(f"w{i}" for i in range(49))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
-
-
 def test_texts_tokens_and_targets():
-    model, tokenizer = made("Llama"), word_tokenizer()
+    model, tokenizer = made("Llama"), word_tokenizer(["[UNK]", *(f"w{i}" for i in range(49))])
     loaded = Loaded(model, tokenizer)
     found = trace(loaded, "w4 w5 w6", targets="w9", top=48)
     assert found.tokens == ("w4", "w5", "w6")
