@@ -77,22 +77,6 @@ def test_entries_and_texts_of_a_store(run, tiny_model, tmp_path):
     assert float(edited.logits[-1]) != pytest.approx(float(before.logits[-1]), rel=1e-4)
 
 
-def test_what_is_wrong_is_said_before_the_model_is_loaded(run, tiny_model, monkeypatch):
-    def loaded(*_, **__):
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr("attnflow.cli.knowledge.load", loaded)
-    for arguments in (
-        ("--store", "nowhere"),
-        ("-o", "nowhere/trace.svg"),
-        ("--position", "99"),
-        ("--ids", "1"),
-    ):
-        code, _, err = run("knowledge", "trace", tiny_model, TEXT, *arguments)
-        assert code == 2
-        assert "the model was loaded" not in err
-
-
 def test_a_model_is_edited_and_saved(run, tiny_model, tmp_path):
     out, keep = tmp_path / "edited", tmp_path / "keep.txt"
     keep.write_text("I that you\n\nof my\n")

@@ -56,27 +56,5 @@ def test_stats(run, store):
     assert Duplicates.from_dict(found).surplus == 1
     numbers = StoreStats.from_dict(json.loads(run("knowledge", "stats", store, "--json").out))
     assert (numbers.count, numbers.versions) == (5, {1: 5})
-    run("knowledge", "stats", store)
+    assert "a cosine in (0, 1], got 2.0" in run("knowledge", "stats", store, "--duplicates", "--threshold", "2").err
     assert [entry.text for entry in entries(store)][:2] == ["a cat", "a dog"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["build", "memory", "MODEL"], "a store in memory is gone when the command ends"),
-        (["build", "new", "./nothing"], "no file or folder './nothing'"),
-        (["build", "FILE", "MODEL"], "FILE"),
-        (["stats", "nothing"], "there is no store at nothing: `attnflow knowledge build nothing MODEL` makes one"),
-        (["stats", "STORE", "--duplicates", "--threshold", "2"], "a cosine in (0, 1], got 2.0"),
-    ],
-)
-def test_bad_usage(run, tmp_path, monkeypatch, store, tiny_model, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "FILE").write_text("a dog\n")
-    names = {"STORE": store, "MODEL": tiny_model}
-    code, out, err = run("knowledge", *(names.get(argument, argument) for argument in arguments))
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "defect" not in err
-    assert (tmp_path / "FILE").read_text() == "a dog\n"
-    assert not (tmp_path / "new").exists()

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
-from attnflow.knowledge.layered import EntryScores, EntryValues
 
 LAYOUT = EntryLayout(3, gated=False)
 
@@ -93,13 +92,3 @@ def test_a_mistake_changes_nothing():
             act()
     assert torch.equal(base.entries, before)
     assert base.ids.tolist() == [0, 1, 2, 3]
-
-
-def test_scores_and_values_are_the_maps_of_a_layer():
-    base = LayeredKnowledge(torch.randn(5, 7, dtype=torch.float64), [2, 3], LAYOUT)
-    hidden = torch.randn(4, 3, dtype=torch.float64)
-    entries = base.entries[2:]
-    values = EntryValues(base, 1, None)
-    scores = EntryScores(values, ("up",))(hidden)
-    torch.testing.assert_close(scores, hidden @ entries[:, :3].T + entries[:, 6])
-    torch.testing.assert_close(values(scores), scores @ entries[:, 3:6])

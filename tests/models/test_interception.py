@@ -1,14 +1,11 @@
 """The interception of attention: nothing changes for the model, interceptors see what the kernel would, any order."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache
 
-from attnflow.models.interception import IMPLEMENTATIONS, check_implementation, intercept
+from attnflow.models.interception import intercept
 from attnflow.models.mask_request import request_of
 from attnflow.models.sites import find_sites, models_around
 from tests.models import outputs, tiny, tokens
@@ -150,43 +147,6 @@ def test_roles_and_removal_in_any_order(order):
     assert torch.equal(run(model, given), plain)
 
 
-def test_the_newest_implementation_rules_and_the_older_one_returns():
-    model = tiny("Llama")
-    names = []
-    handles = [put(model, double, implementation="eager")]
-    names.append(model.config._attn_implementation)
-    handles.append(put(model, double, "mask", implementation="sdpa", replaces_mask=True))
-    names.append(model.config._attn_implementation)
-    handles.pop().remove()
-    names.append(model.config._attn_implementation)
-    handles.pop().remove()
-    names.append(model.config._attn_implementation)
-    assert names == ["attnflow_eager", "attnflow_masked_sdpa", "attnflow_eager", "sdpa"]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_an_implementation_that_somebody_else_has_set(keep):
-    model = tiny("Llama")
-    handle = put(model, double)
-    model.set_attn_implementation("eager")
-    assert set(handle.remove(keep_changes=keep)) == {"eager"}
-    assert model.config._attn_implementation == ("eager" if keep else "sdpa")
-
-
-def test_copies_have_interceptors_of_their_own():
-    model, given = tiny("Llama"), inputs("Llama")
-    plain = run(model, given)
-    holder = torch.nn.ModuleList([model])
-    holder.handle = put(model, double)
-    ours = run(model, given)
-    for twin in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):
-        assert torch.equal(run(twin[0], given), ours)
-        twin.handle.remove()
-        assert torch.equal(run(twin[0], given), plain)
-        assert twin[0].config._attn_implementation == "sdpa"
-    assert torch.equal(run(model, given), ours)
-
-
 def test_a_block_mask_of_the_padding_alone_stands_in_under_flex_attention():
     """No table of all pairs: the model is given something real, and cheap."""
     from transformers.masking_utils import create_causal_mask
@@ -202,14 +162,6 @@ def test_a_block_mask_of_the_padding_alone_stands_in_under_flex_attention():
     b, k = torch.meshgrid(torch.arange(2), torch.arange(1000), indexing="ij")
     assert torch.equal(mask.mask_mod(b, b * 0, k * 0, k), real.bool())
     assert request_of(mask).num_keys == request_of(mask.to("cpu")).num_keys == 1000
-
-
-def test_implementations_that_cannot_be_intercepted():
-    model = tiny("Llama")
-    with pytest.raises(ValueError, match=r"'paged', which takes no bias; choose one of sdpa, eager, flex_attention"):
-        check_implementation(model, "paged", "the implementation", "bias")
-    for name in IMPLEMENTATIONS:
-        check_implementation(model, name, "the implementation", "bias")
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

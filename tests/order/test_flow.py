@@ -254,16 +254,3 @@ def test_results_survive_json(mask):
     sparse = flow.sparsify()
     assert type(sparse).from_json(sparse.to_json()) == sparse
     assert [row["receptive_field"] for row in flow.rows()] == testing.closure(mask.dense()).sum(axis=1).tolist()
-
-
-def test_summaries_are_short():
-    flow = analyze([masks.causal(300), masks.full(300)])
-    assert str(flow) == "300 positions, depth 2 (not dense), 1 class, Hasse diagram of 0 edges"
-    again = type(flow).from_json(flow.to_json())
-    assert (again.num_layers, again.masks) == (2, flow.masks)
-    hasse = analyze(masks.causal(300)).hasse
-    assert repr(hasse) == str(hasse) == "Hasse(300 classes, 299 edges, 300 levels)"
-    assert hasse.rows()[0] == {"lower": "0", "upper": "1"}
-    assert analyze(masks.causal(300)).sparsify().rows() == [
-        {"mask": "sparse", "pairs": 599, "density": 599 / 300**2, "depth": 299}
-    ]

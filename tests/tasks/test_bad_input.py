@@ -91,6 +91,7 @@ TASKS = [
     (lambda: spec(inputs=[{"id": 3}]), r"inputs\[0\]: token lacks position"),
     (lambda: spec(inputs=["x"]), r"inputs\[0\]: id: expected an integer, got the text 'x'"),
     (lambda: spec(labels=target(weight="1")), "weight: expected a number"),
+    (lambda: spec(labels=[{"position": 0}]), r"labels\[0\]: label lacks target"),
     (lambda: spec(mask={"name": "from_dense"}), "mask: unknown mask 'from_dense'; known: attention_sink, "),
     (lambda: spec(mask="causal"), "mask: expected a JSON object, got the text 'causal'"),
     (lambda: Task.from_dict({**LAYERED.to_dict(), "masks": ["no mask"]}), "task: masks"),
