@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import T5Config, T5ForConditionalGeneration
 
 import attnflow as af
 from attnflow.geometry.score import Survey
+from tests.models import tiny
 from tests.report.reading import parse_page, parse_svg
 
 
 @pytest.fixture(scope="session")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny-t5")
-    config = T5Config(vocab_size=20, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    T5ForConditionalGeneration(config).save_pretrained(folder)
+    tiny("T5", torch.float32).save_pretrained(folder)
     return str(folder)
 
 

@@ -6,18 +6,17 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 from torch import nn
-from transformers import BertConfig, BertModel
 
 import attnflow as af
 from attnflow.geometry.score import survey
 from attnflow.geometry.scores import full_scores, head_scores
+from tests.models import tiny
 
 NONE = nn.Linear(4, 4)
 
 
 def bert():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    return BertModel(BertConfig(**sizes, vocab_size=50))
+    return tiny("Bert", torch.float32)
 
 
 def ones(*shape, dtype=torch.float32, bad=None):

@@ -6,22 +6,16 @@ import types
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5Model, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import attnflow as af
 from attnflow.geometry.monitor import RecordFile
 from attnflow.geometry.scores import full_scores, head_scores
 from attnflow.geometry.table import MatrixScores
 from attnflow.models.attention import attention_layers
+from tests.models import tiny
+from tests.models.table import AUDITED
 
-BERT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "vocab_size": 50,
-    "max_position_embeddings": 16,
-}
 SCORES = ("symmetry", "directionality")
 
 
@@ -42,7 +36,7 @@ def disturb(model):
 
 @pytest.fixture
 def model():
-    return BertModel(BertConfig(**BERT))
+    return tiny("Bert", torch.float32)
 
 
 def test_loop_records_the_start_and_every_so_many_steps(model, tmp_path):
@@ -139,10 +133,8 @@ def test_nan_scores_are_written_and_read_back(tmp_path):
 
 
 def test_values_for_a_log_have_names_by_tower_and_kind():
-    config = T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=32, vocab_size=50)
     got = {}
-    model = T5Model(config)
-    monitor = af.geometry.monitor(model, attention="all", log=lambda values, step: got.update({step: values}))
+    monitor = af.geometry.monitor(tiny("T5"), attention="all", log=lambda values, step: got.update({step: values}))
     monitor.start()
     values = got[0]
     stems = [f"geometry/{tower}/{score}" for tower in ("encoder", "decoder", "decoder/cross") for score in SCORES]
@@ -271,7 +263,7 @@ class Tokens(torch.utils.data.Dataset):
 def train(folder, options, resume=None, **arguments):
     """A Trainer that has trained, and the monitor that watched it."""
     torch.manual_seed(1)
-    model = BertForMaskedLM(BertConfig(**BERT))
+    model = AUDITED["Bert"].make()
     monitor = af.geometry.monitor(model, **options)
     given = {"max_steps": 7, "save_steps": 4, "report_to": "none"} | arguments
     trainer = Trainer(
@@ -314,7 +306,7 @@ def test_trainer_with_the_real_tensorboard(tmp_path):
     assert found[-1].value == pytest.approx(monitor.scores.summaries[0].symmetry.median)
 
 
-def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
+def test_trainer_reports_to_tensorboard_and_wandb(model, tmp_path, monkeypatch):
     writers, logged, wandb = {}, [], types.ModuleType("wandb")
     wandb.log = logged.append
     made = lambda: lambda log_dir: writers.setdefault(log_dir, Writer())  # noqa: E731
@@ -323,7 +315,6 @@ def test_trainer_reports_to_tensorboard_and_wandb(tmp_path, monkeypatch):
 
     args = types.SimpleNamespace(report_to=["tensorboard", "wandb", "mlflow"], output_dir=str(tmp_path / "out"))
     state = types.SimpleNamespace(global_step=0)
-    model = BertModel(BertConfig(**BERT))
     monitor = af.geometry.monitor(model, every=2)
     monitor.on_train_begin(args, state, None, model=model, optimizer=None)
     for state.global_step in (1, 2, 3):

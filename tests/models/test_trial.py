@@ -5,27 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import BigBirdPegasusConfig, BigBirdPegasusForCausalLM, BigBirdPegasusModel, LlamaConfig, LlamaModel
+from transformers import BigBirdPegasusConfig, BigBirdPegasusForCausalLM
 
 from attnflow.models.sites import find_sites
 from attnflow.models.trial import DoesNotRun, read, trial
-
-
-def llama(**options):
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=8, **options,
-    )  # fmt: skip
-    return LlamaModel(config)
-
-
-def big_bird_pegasus():
-    return BigBirdPegasusModel(
-        BigBirdPegasusConfig(
-            vocab_size=64, d_model=16, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-            encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64, block_size=4,
-        )
-    )  # fmt: skip
+from tests.models import tiny
 
 
 def state(model):
@@ -47,9 +31,13 @@ def assert_same(before, after):
 @pytest.mark.parametrize(
     "model",
     [
-        llama().train(),
-        llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-        big_bird_pegasus(),  # puts other attention modules in place when it reads few tokens
+        tiny("Llama").train(),
+        tiny(
+            "Llama",
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            max_position_embeddings=8,
+        ),
+        tiny("BigBirdPegasus"),  # puts other attention modules in place when it reads few tokens
     ],
     ids=["training", "growing rotary table", "replaces its attention"],
 )
@@ -77,9 +65,9 @@ def test_model_and_random_numbers_are_as_before(model):
 
 
 def test_a_refusal_is_named_and_nothing_stays():
-    model = llama()
+    model = tiny("Llama")
     before = state(model)
-    with pytest.raises(DoesNotRun, match="LlamaModel does not run on a few tokens") as raised, trial(model):
+    with pytest.raises(DoesNotRun, match="LlamaForCausalLM does not run on a few tokens") as raised, trial(model):
         read(model, [[5, 1000]])
     assert raised.value.why.startswith("IndexError")
     assert_same(before, state(model))

@@ -3,25 +3,19 @@
 import json
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from attnflow.models.loaded import Loaded
 from attnflow.report.live import model as live
 from attnflow.report.live.model import MAX_CHARACTERS, ModelSession
+from tests.models import ZOO
 
 TEXT = "5 6 7 8 9 10 11 12"
 IDS = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
 def llama():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return LlamaForCausalLM(
-            LlamaConfig(vocab_size=32, num_key_value_heads=2, initializer_range=0.3, **shape)
-        ).eval()
+    return ZOO["Llama"].build().float()
 
 
 @pytest.fixture
@@ -108,7 +102,7 @@ def test_the_trace_is_that_of_knowledge(page, network):
         ("__init__", {}, "unknown operation"),
         ("audit", {"text": "5 " * MAX_CHARACTERS}, "at most 4,000 characters"),
         ("audit", {"text": "5"}, "at least 2 tokens"),
-        ("audit", {"text": "5 99"}, "input_ids must lie in [0, 32), the vocabulary; got 5 to 99"),
+        ("audit", {"text": "5 99"}, "input_ids must lie in [0, 50), the vocabulary; got 5 to 99"),
         ("audit", {"text": "1" * 3000}, "no tokenizer"),
         ("bias", {"text": TEXT}, "bias"),
         ("trace", {"text": TEXT, "position": "0"}, "position: expected an integer"),

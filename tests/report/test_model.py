@@ -1,23 +1,16 @@
 """Everything about a model on one page; what it has not got is named."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnflow import audit, bias
 from attnflow.audit import declared
 from attnflow.report import model_page
-from tests.models import tiny as tiny_of
+from tests.models import tiny
 from tests.report.reading import parse_page
 
 
-def tiny():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).eval()
-
-
 def test_order_audit_bias_geometry_and_entries_on_one_page():
-    model, steps = tiny(), []
+    model, steps = tiny("Llama", torch.float32), []
     bias.attach(model, bias.GuidanceConfig(hidden_dim=8, init="kaiming"))
     made = model_page(model, [5, 6, 7, 8], title="mine", progress=lambda *step: steps.append(step))
     names = [section.name for section in made.sections]
@@ -31,7 +24,7 @@ def test_order_audit_bias_geometry_and_entries_on_one_page():
 
 
 def test_what_cannot_be_found_out_is_named_and_the_rest_is_shown():
-    model = tiny()
+    model = tiny("Llama", torch.float32)
     for layer in model.model.layers:
         layer.mlp = torch.nn.Identity()
     made = model_page(model, [5, 6, 7])
@@ -43,7 +36,7 @@ def test_what_cannot_be_found_out_is_named_and_the_rest_is_shown():
 
 
 def test_the_declared_order_is_found_once_and_keeps_its_words(monkeypatch):
-    model, calls, find = tiny_of("Gemma2", torch.float32), [], declared.declared
+    model, calls, find = tiny("Gemma2", torch.float32), [], declared.declared
     words = audit.check(model, [5, 6, 7, 8]).order
     assert "window" in words
     monkeypatch.setattr(declared, "declared", lambda *inputs: calls.append(inputs) or find(*inputs))

@@ -5,12 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import attnflow as af
 from attnflow import tasks
 from attnflow.models.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
+from tests.tasks.test_collator import model
 
 DOUBLE = torch.float64
 PROMPTS = [[1, 2, 3], [1, 2, 3], [1, 2, 7], [4]]
@@ -18,16 +19,10 @@ RESPONSES = [[5, 6, 7], [5, 8], [5, 8], [9]]
 ADVANTAGES = [1.5, -0.5, [0.25, -2.0], 1.0]
 
 
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=32)).double()
-
-
 @pytest.fixture
 def learner() -> Iterator[LlamaForCausalLM]:
     """In float64 throughout: also what the model's code would convert to float32."""
-    made = model()
+    made = model().double()
     with precision(made, DOUBLE):
         yield made
 
@@ -100,7 +95,7 @@ def test_any_group_is_its_tree_depth_first(group):
 
 def test_values_losses_and_gradients_are_those_of_the_rollouts_one_by_one():
     family = tasks.rollouts(PROMPTS, RESPONSES, weights=ADVANTAGES)
-    result = tasks.verify(family, tasks.merge(family), model())
+    result = tasks.verify(family, tasks.merge(family), model().double())
     assert result.output_difference < 1e-12
     assert result.gradient_difference is not None
     assert result.gradient_difference < 1e-11
