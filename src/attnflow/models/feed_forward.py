@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final, cast
@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import evaluating
-from attnflow.models.mixing import attends, moves_between_positions
+from attnflow.models.mixing import CONVOLUTIONS, attends, moves_between_positions
 
 _BESIDE: Final = re.compile(r"Norm|Embedding|Router|HyperConnection", re.IGNORECASE)
 _ROUTER: Final = re.compile(r"Router")
@@ -66,6 +66,7 @@ FEED_FORWARD: Final = (
     FeedForward(("dense.dense",), "output.dense"),
     FeedForward(("layer_1",), "layer_2"),
     FeedForward(("lin1",), "lin2"),
+    FeedForward(("linear1",), "linear2"),
     FeedForward(("ffn",), "ffn_output"),
     FeedForward(("wi",), "wo"),
     FeedForward(("up_proj",), "down_proj"),
@@ -148,12 +149,7 @@ class PackedExperts:
 def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
     """List the feed-forward layers of a model in order; `UnsupportedArchitecture` if there are none."""
     layers: list[FeedForward | PackedExperts] = []
-    routers: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if _ROUTER.search(type(module).__name__):
-            routers += (f"{name}.",)
-        if f"{name}.".startswith(routers):  # what chooses may have layers of its own (Zaya)
-            continue
+    for name, module in _beside_routers(model):
         kind = next((kind for kind in FEED_FORWARD if _fits(module, kind)), None)
         layer = packed_experts(module, name) if kind is None else replace(kind, name=name)
         if layer is not None:
@@ -168,26 +164,43 @@ def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
 
 
 def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> dict[str, Tensor]:
-    """Return the matrices, by name, of layers with attention or feed-forward sites that belong to neither.
+    """Return the matrices, by name, of layers, and of modules built as the feed-forward ones, that no site covers.
 
-    Attention, recurrence, convolutions, norms, embeddings, residual-stream mixers and routers (one row for each expert)
-    are left out; everything else counts, whatever its name.
+    Layers are the elements of lists with attention or sites; of lists with other mixers of positions the linear maps
+    count. Attention, recurrence, convolutions, norms, embeddings, residual-stream mixers and routers (one row for each
+    expert) are left out; everything else counts, whatever its name.
     """
     covered = {id(parameter) for site in sites for parameter in _parameters(model, site)}
     rest: dict[str, Tensor] = {}
-    for path, layer in _layers(model, sites):
+    names = [name for name, module in model.named_modules() if attends(module)]
+    lists = _lists([*names, *(site.name for site in sites)])
+    mixers = _lists(name for name, module in model.named_modules() if moves_between_positions(module))
+    children = ((at, model.get_submodule(at).named_children()) for at in dict.fromkeys([*lists, *mixers]))
+    for path, layer in ((f"{at}.{name}", layer) for at, layers in children for name, layer in layers):
         beside = tuple(_beside(layer, path, sites))
         here = {
             name: parameter
             for name, parameter in layer.named_parameters(prefix=path)
             if parameter.ndim > 1 and id(parameter) not in covered and not name.startswith(beside)
         }
+        if path.rpartition(".")[0] not in lists:
+            maps = (part.parameters() for part in layer.modules() if isinstance(part, nn.Linear | Conv1D))
+            linear = {id(p) for parameters in maps for p in parameters}
+            here = {name: parameter for name, parameter in here.items() if id(parameter) in linear}
         rows = set(_choices(here, [site for site in sites if site.name.startswith(f"{path}.")]))
         rest |= {
             name: p
             for name, p in here.items()
             if not (p.ndim == 2 and (len(p) == 1 or any(len(p) == n and name.startswith(at) for at, n in rows)))
         }
+    maps: dict[type, set[str]] = {}
+    for site in sites:
+        if isinstance(site, FeedForward):
+            maps.setdefault(type(model.get_submodule(site.name)), set()).update((*site.first, site.last))
+    for path, module in _beside_routers(model):  # built as another, but such that its output has another width
+        own = [(name, _linear(module, name)) for name in sorted(maps.get(type(module), ()))]
+        weights = {f"{path}.{name}.weight": one.weight for name, one in own if one is not None}
+        rest |= {name: cast(Tensor, weight) for name, weight in weights.items() if id(weight) not in covered}
     return rest
 
 
@@ -197,6 +210,16 @@ def stored(module: nn.Module) -> Tensor:
     if not isinstance(weight, Tensor):
         raise UnsupportedArchitecture(f"{type(module).__name__} has no weight")
     return weight.T if isinstance(module, Conv1D) else weight
+
+
+def _beside_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules outside of routers, which may have layers of their own (Zaya), by name."""
+    routers: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if _ROUTER.search(type(module).__name__):
+            routers += (f"{name}.",)
+        if not f"{name}.".startswith(routers):
+            yield name, module
 
 
 def _parameters(model: nn.Module, site: FeedForward | PackedExperts) -> Iterator[Tensor]:
@@ -220,12 +243,9 @@ def _choices(rest: Mapping[str, Tensor], sites: Sequence[FeedForward | PackedExp
     yield from ((beside(name.rpartition(".")[0]), len(p)) for name, p in rest.items() if p.ndim > 2)
 
 
-def _layers(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield, by path, the elements of the outermost module lists that hold attention or a site."""
-    names = [name for name, module in model.named_modules() if attends(module)] + [site.name for site in sites]
-    for path in dict.fromkeys(name[: match.start()] for name in names if (match := _LAYER.search(name))):
-        for name, layer in model.get_submodule(path).named_children():
-            yield f"{path}.{name}", layer
+def _lists(names: Iterable[str]) -> list[str]:
+    """List the paths of the outermost module lists that hold these modules."""
+    return list(dict.fromkeys(name[: match.start()] for name in names if (match := _LAYER.search(name))))
 
 
 def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExperts]) -> Iterator[str]:
@@ -237,8 +257,9 @@ def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExp
         if inside and (attends(module) or _BESIDE.search(type(module).__name__)):
             yield f"{name}."
         elif inside and moves_between_positions(module):
-            convolution = isinstance(module, nn.Conv1d | nn.Conv2d)
-            yield f"{name.rpartition('.')[0] if convolution else name}."
+            block = name.rpartition(".")[0]  # what stands beside a convolution belongs to it, except in a layer
+            convolution = isinstance(module, CONVOLUTIONS) and not block.rpartition(".")[2].isdigit()
+            yield f"{block if convolution else name}."
 
 
 def _fits(module: nn.Module, layer: FeedForward) -> bool:

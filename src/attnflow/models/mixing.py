@@ -10,6 +10,7 @@ from typing import Final
 from torch import nn
 
 INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"
+CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 _ATTENTION: Final = re.compile(r"Att(entio)?n")
 _MIXER: Final = re.compile(
     r"Mamba|SSM(?![a-z])|Delta(Net|Attention)|Linear(Recurrent)?Attention|Lightning|Recurrent|RgLru|Rwkv|Retention"
@@ -29,7 +30,7 @@ def moves_between_positions(module: nn.Module) -> bool:
     """Whether a module is recurrent, a state space or a convolution wider than 1; attention does not count."""
     if calls_interface(module):
         return False
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
+    if isinstance(module, CONVOLUTIONS):
         return max(module.kernel_size) > 1
     name = type(module).__name__
     return isinstance(module, nn.RNNBase) or (_MIXER.search(name) is not None and "Norm" not in name)

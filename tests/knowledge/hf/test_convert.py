@@ -12,6 +12,7 @@ from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.hf.convert import LinearLayer
 from attnflow.knowledge.layered import EntryScores, EntryValues
 from attnflow.models.evaluation import precision
+from attnflow.models.feed_forward import find_feed_forward, uncovered
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens
 
 
@@ -181,6 +182,27 @@ def test_what_would_be_left_out_refuses_the_model_and_it_is_as_it_was():
     partly = af.knowledge.from_ffn(model, partial=True)
     torch.testing.assert_close(outputs(partly, input_ids=ids), outputs(model, input_ids=ids), rtol=1e-5, atol=1e-6)
     assert partly.knowledge.num_entries == 96
+
+
+class ConvolutionLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.depthwise, self.out, self.back = nn.Conv1d(16, 16, 3, groups=16), nn.Linear(16, 8), nn.Linear(8, 16)
+
+
+def test_nothing_outside_of_the_attention_layers_is_left_out_either():
+    model = llama()
+    model.resampler = type(model.model.layers[0].mlp)(LlamaConfig(**SIZES, intermediate_size=24))
+    model.resampler.gate_proj = nn.Linear(32, 24)  # a feed-forward layer of the same kind, from another width
+    model.tower = nn.Module()
+    model.tower.layers = nn.ModuleList([ConvolutionLayer(), ConvolutionLayer()])
+    model.head = nn.ModuleList([nn.Linear(16, 16)])
+    left = r"tower\.layers\.0\.out \(1 matrix\), .* and 2 more modules would be left out, 5 in all"
+    with pytest.raises(af.UnsupportedArchitecture, match=left):
+        af.knowledge.from_ffn(model)
+    rest = uncovered(model, find_feed_forward(model))
+    maps = [f"tower.layers.{layer}.{name}" for layer in (0, 1) for name in ("out", "back")]
+    assert set(rest) == {f"{name}.weight" for name in [*maps, "resampler.gate_proj"]}
 
 
 def test_outputs_that_differ_are_refused(monkeypatch):

@@ -3,11 +3,21 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import attnflow as af
+from attnflow.masks.hf import selfcheck
+from tests.conformance.miniature import Architecture, build
 from tests.models import BIDIRECTIONAL, CAUSAL, HYBRID, WIDTH, WITHOUT_INTERFACE, ZOO, outputs, tiny, tokens
+from tests.models.options import AUDIO
 
 LENGTH = 10
+_DATA2VEC = {name: value for name, value in AUDIO.items() if name != "num_conv_pos_embedding_groups"}
+SPEECH = {
+    **dict.fromkeys(["Wav2Vec2", "Hubert", "UniSpeech", "UniSpeechSat"], AUDIO),
+    "SEW": {**AUDIO, "squeeze_factor": 2},
+    "Data2VecAudio": {**_DATA2VEC, "conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 2},
+}
 
 
 def closure(*masks):
@@ -121,6 +131,44 @@ def test_models_that_mix_positions_beside_attention_are_refused_unless_told(name
         with af.masks.attach(model, af.masks.full(4), other_mixers="keep"):
             assert not torch.allclose(outputs(model, input_ids=ids), plain)
         assert torch.equal(outputs(model, input_ids=ids), plain)
+
+
+class Nothing(torch.nn.Module):
+    def forward(self, hidden):
+        return torch.zeros_like(hidden)
+
+
+@pytest.mark.parametrize("name", SPEECH)
+def test_a_convolution_before_the_layers_of_a_speech_model_is_seen(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SPEECH[name])
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    mask = af.masks.from_dense(torch.eye(8, dtype=torch.bool))
+
+    def moved():
+        hidden = torch.randn(1, 8, WIDTH).repeat(2, 1, 1)
+        hidden[1, 5] *= -1
+        with torch.no_grad(), af.masks.attach(model, mask, other_mixers="keep", crop=True):
+            one, other = model.encoder(hidden)[0]
+        return (one - other).abs().amax(-1).gt(1e-5).nonzero().flatten().tolist()
+
+    assert set(moved()) > {5}  # frames that no mask keeps from frame 5
+    with pytest.raises(af.UnsupportedArchitecture, match=r"another input at one position moves [23] others"):
+        af.masks.attach(model, mask)
+    if name == "SEW":  # it also halves the number of frames
+        return
+    model.encoder.pos_conv_embed = Nothing()
+    selfcheck._checks.clear()
+    assert moved() == [5]
+    with af.masks.attach(model, mask) as handle:
+        assert not handle.unchecked
+
+
+@pytest.mark.parametrize("name", ["Afmoe", "JetMoe", "Gemma2", "VaultGemma"])
+def test_the_check_runs_whatever_the_model_does_to_attention(name):
+    model = build(Architecture(name.lower(), f"{name}ForCausalLM", "decoder"))
+    with af.masks.attach(model, af.masks.causal(8)) as handle:
+        assert not handle.unchecked
 
 
 def test_a_layer_list_of_a_shared_layer_is_refused():

@@ -195,12 +195,11 @@ def _refuse_mixing(
     check = Check() if beside and not keep else check_stack(model, owner, sites)
     if not check.used:
         raise UnsupportedArchitecture(
-            f"{type(owner).__name__} calls none of its attention modules when it reads text: a mask on them would do "
-            "nothing"
+            f"{type(owner).__name__} calls none of its attention modules when it runs: a mask on them would do nothing"
         )
     if check.moved:
         found = (
-            "while every position attends to itself alone, another token at one position moves "
+            "while every position attends to itself alone, another input at one position moves "
             f"{len(check.moved)} others (af.audit.check names the module)"
         )
     if found and not keep:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from itertools import product
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,12 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnflow.models.interception import AttentionCall, Output, Proceed
-from attnflow.models.loaded import ordinary_tokens
+from attnflow.models.loaded import ordinary_tokens, takes
 from attnflow.models.sites import Site
 from attnflow.models.trial import DoesNotRun, read, trial
 
 _LENGTH: Final = 4
 _CHANGED: Final = 1  # the position whose token is another one
+_VECTORS: Final = ("hidden_states", "inputs_embeds")  # what forwards call one vector for each position
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ _checks: Final[WeakKeyDictionary[nn.Module, Check]] = WeakKeyDictionary()
 def check_stack(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
     """Runs a stack of `model` on two sequences that differ in one token, 2 x 4 tokens in all.
 
+    A stack that reads no tokens (audio, images) runs from where one vector for each position enters it.
+
     The model and all random generators are restored.
     """
     if owner not in _checks:
@@ -46,35 +51,63 @@ def check_stack(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site])
 
 
 def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
-    if owner.main_input_name != "input_ids":
-        return Check(unchecked=f"it reads {owner.main_input_name}")
     if any(parameter.is_meta for parameter in owner.parameters()):
         return Check(unchecked="its weights are not loaded")
+    text = owner.main_input_name == "input_ids"
+    entry = None if text else _entry(model, owner, sites[0])
+    if not text and entry is None:
+        return Check(unchecked=f"it reads {owner.main_input_name}, and no part of it takes a vector for each position")
     called: set[nn.Module] = set()
 
     def alone(call: AttentionCall, proceed: Proceed) -> Output:
         called.add(call.module)
-        output, weights = proceed(_diagonal(call))  # a bias or a reader on the module expects to be asked
-        value = call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1).transpose(1, 2)
-        return (value if value.shape == output.shape else torch.zeros_like(output)), weights
+        if proceed.following:  # a bias or a reader on the module expects to be asked
+            Proceed(proceed.following, {"sdpa": _itself})(_diagonal(call))
+        return _itself(call.module, call.query, call.key, call.value)
 
-    token, other = ordinary_tokens(owner, 2)
-    ids = [[token] * _LENGTH, [token] * _LENGTH]
-    ids[1][_CHANGED] = other
     try:
         with trial(model, dict.fromkeys(sites, alone), role="mask"):
-            output = read(owner, ids, return_dict=True)
+            if entry is None:
+                token, other = ordinary_tokens(owner, 2)
+                ids = [[token] * _LENGTH, [token] * _LENGTH]
+                ids[1][_CHANGED] = other
+                output = read(owner, ids, return_dict=True)
+            else:
+                output = entry()
     except DoesNotRun as error:  # named by the handle
-        return Check(unchecked=f"it does not run on {_LENGTH} tokens alone ({error.why})")
+        return Check(unchecked=f"it does not run on {_LENGTH} positions alone ({error.why})")
     if not called:
         return Check(used=False)
-    hidden = next((v for v in output.values() if isinstance(v, Tensor) and v.shape[:2] == (2, _LENGTH)), None)
+    values = (output,) if isinstance(output, Tensor) else output.values() if isinstance(output, dict) else output
+    hidden = next((v for v in values if isinstance(v, Tensor) and v.shape[:2] == (2, _LENGTH)), None)
     if hidden is None or not hidden.is_floating_point():
         return Check(unchecked="it puts out nothing for each position")
     change = (hidden[0].double() - hidden[1].double()).abs().flatten(1).amax(-1)
     # Experts batch their tokens by what is in them, so that rounding moves rows that nothing reaches.
     rounding = min(1e3 * torch.finfo(hidden.dtype).eps, 0.05) * float(hidden.double().abs().max())
     return Check(moved=tuple(i for i in (change > rounding).nonzero().flatten().tolist() if i != _CHANGED))
+
+
+def _entry(model: nn.Module, owner: PreTrainedModel, site: Site) -> Callable[[], Any] | None:
+    """A call of the outermost module around the layers that takes a vector for each position, as of audio frames."""
+    parts = site.layers.split(".")
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    inside = around[next((i for i, part in enumerate(around) if part is owner), 0) :]
+    width = getattr(owner.config, "hidden_size", None)
+    for part, name in product(inside, _VECTORS if isinstance(width, int) else ()):
+        if takes(part.forward, name):
+            vectors = torch.randn(1, _LENGTH, width, generator=torch.Generator().manual_seed(0)).repeat(2, 1, 1)
+            vectors[1, _CHANGED] *= -1
+            weight = next(parameter for parameter in part.parameters() if parameter.is_floating_point())
+            return partial(part, **{name: vectors.to(weight)})
+    return None
+
+
+def _itself(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Output:
+    """Attention of each position to itself alone; zeros where queries and keys are different positions."""
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+    queries = query.shape[2]
+    return (value if value.shape[1] == queries else torch.zeros_like(value[:, :1]).repeat(1, queries, 1, 1)), None
 
 
 def _diagonal(call: AttentionCall) -> AttentionCall:
