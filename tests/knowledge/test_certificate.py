@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import ndtr
 from torch.nn import functional
 
-from attnflow.knowledge.certificate import _MINIMA, Certificate
+from attnflow.knowledge.retrieval import _MINIMA, Certificate
 
 ACTIVATIONS = {
     "relu": functional.relu,

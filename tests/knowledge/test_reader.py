@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval
 from attnflow.knowledge.attention import ACTIVATIONS
-from attnflow.knowledge.certificate import BOUNDED
 from attnflow.knowledge.reader import KnowledgeReader
+from attnflow.knowledge.retrieval import BOUNDED
 from tests.knowledge.sources import indexed
 
 TOKENS = (2, 3)

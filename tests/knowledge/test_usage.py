@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import attnflow as af
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval, duplicates
-from attnflow.knowledge.certificate import Certificate
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.reader import KnowledgeReader, Reading
+from attnflow.knowledge.retrieval import Certificate
 from attnflow.knowledge.usage import Activity
 from tests.models import modular, tiny, tokens
 

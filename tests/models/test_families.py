@@ -10,7 +10,7 @@ import torch
 
 from attnflow.geometry.score import score
 from attnflow.models.attention import AttentionLayer, attention_layers
-from attnflow.models.families.table import KNOWN, Heads, contiguous, grouped
+from attnflow.models.families.table import KNOWN, Heads, arranged
 from tests.geometry.usage import bypass_norms, used_form
 from tests.models import ZOO
 
@@ -58,13 +58,15 @@ def _model_types(config):
             yield from _model_types(value)
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("GPTNeoX", contiguous), ("Phi3", grouped), ("FalconGrouped", contiguous)])
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("GPTNeoX", "contiguous"), ("Phi3", "grouped"), ("FalconGrouped", "contiguous")]
+)
 def test_the_oracle_sees_a_wrong_order_of_rows(name, wrong):
     animal = ZOO[name]
     model = animal.build()
     live = attention_layers(model)[0]
     heads = Heads(live.num_heads, live.num_kv_heads, live.head_dim)
-    query, key = wrong(live.query_rows.tensor, heads, False)
+    query, key = arranged(wrong, live.query_rows.tensor, heads)
     used = used_form(model, live.name, lambda batch: model(**animal.inputs(batch)), live.query().shape[1])
     mistaken = replace(live, query_rows=query, key_rows=key)
     assert _distance(used, _forms(live)) < 1e-5

@@ -1,18 +1,197 @@
-"""Reading the best entries alone: how many or above which score, by which search, and when all of them are cheaper."""
+"""Reading the best entries alone: which, by which search, when all are cheaper; and what that leaves out."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, SupportsFloat, cast, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 from torch.nn import functional
 
 from attnflow._core.checks import integer
-from attnflow.knowledge.certificate import Certificate
+from attnflow._core.markup import plural
+
+BOUNDED: Final = ("relu", "gelu", "silu")  # activations whose weight the k-th score bounds
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """How far the output of the entries that a search kept can be from the output of all entries.
+
+    Scores are those that were computed, in float32. An entry whose exact score lies within rounding (about
+    entry_dim * 6e-8 * ||query|| * ||entry||) of `last` or of zero may fall on either side; among equal scores the
+    search may keep any. Neither weakens a statement about the computed scores: what is left out scores at most `last`.
+
+    Attributes:
+        approximate: whether entries that score more may have been missed: then nothing else here is promised.
+        k: entries asked for; of a range search those that were found, for each query.
+        total: entries searched.
+        last: for each query the score that nothing left out exceeds: the k-th, the threshold of a range search, the
+            lowest where all entries were kept, -inf without entries.
+        active: for each query the number of entries with score > 0; None where the search did not count them.
+    """
+
+    approximate: bool
+    k: int | Int[Tensor, "*queries"]
+    total: int
+    last: Float[Tensor, "*queries"]
+    active: Int[Tensor, "*queries"] | None = None
+
+    @classmethod
+    def joined(cls, certificates: Sequence[Certificate]) -> Certificate:
+        """One certificate of several searches for the same number of queries, flattened: query by query.
+
+        Where entries came or went between the searches, it counts the largest number: its bounds hold for each.
+        """
+        counts = {one.k for one in certificates if isinstance(one.k, int)}
+        alike = len(counts) == 1 and all(isinstance(one.k, int) for one in certificates)
+        active = [one.active for one in certificates if one.active is not None]
+        return cls(
+            any(one.approximate for one in certificates),
+            counts.pop() if alike else _side_by_side([one._retrieved() for one in certificates]),
+            max(one.total for one in certificates),
+            _side_by_side([one.last for one in certificates]),
+            _side_by_side(active) if len(active) == len(certificates) else None,
+        )
+
+    def __getitem__(self, query: int) -> Certificate:
+        """The certificate of one query."""
+        k = self.k if isinstance(self.k, int) else self.k[query]
+        active = None if self.active is None else self.active[query]
+        return Certificate(self.approximate, k, self.total, self.last[query], active)
+
+    @property
+    def label(self) -> str:
+        """ "exact" or "approximate"."""
+        return "approximate" if self.approximate else "exact"
+
+    @property
+    def left_out(self) -> Int[Tensor, "*queries"]:
+        """For each query, how many entries were not kept."""
+        return (self.total - self._retrieved()).clamp(min=0)
+
+    @property
+    def complete(self) -> Bool[Tensor, "*queries"]:
+        """For each query, whether the ReLU output of the kept entries is that of all."""
+        if self.approximate:
+            return torch.zeros_like(self.last, dtype=torch.bool)
+        return self._left_out_active() == 0
+
+    def error_bound(self, value_norm: float | Float[Tensor, ""], activation: str = "relu") -> Float[Tensor, "*queries"]:
+        """For each query, a bound on ||sum over left-out entries of act(score) value||.
+
+        With ReLU: (active - k) * last * value_norm, and 0 where last <= 0. GELU and SiLU are not zero below zero:
+        the active entries that were left out weigh at most act(last) each, and every other one at most the supremum
+        of |act| over scores <= min(last, 0), which is |act(last)| below the minimum of the activation (GELU -0.170
+        at -0.752, SiLU -0.278 at -1.278) and the depth of the minimum above it. Where active entries were not counted,
+        each that was left out weighs the larger of the two.
+
+        Args:
+            value_norm: the largest ||value|| of an entry.
+            activation: "relu", "gelu" (the exact one) or "silu".
+
+        Returns:
+            Float64; inf from an approximate search.
+
+        Raises:
+            ValueError: another activation (sparsemax and gated layers have no such bound), or a norm that is not one.
+
+        >>> found = Certificate(False, k=8, total=100, last=torch.tensor([0.5, -0.1]), active=torch.tensor([12, 3]))
+        >>> found.error_bound(2.0)
+        tensor([4., 0.], dtype=torch.float64)
+        """
+        if activation not in BOUNDED:
+            raise ValueError(
+                f'activation must be "relu", "gelu" or "silu", got {activation!r}: others have no bound from the k-th '
+                "score alone (sparsemax normalises over all entries; a gate multiplies the weight)"
+            )
+        norm = float(value_norm)
+        if not (math.isfinite(norm) and norm >= 0):
+            raise ValueError(f"value_norm must be the largest norm of a value, finite and not negative, got {norm}")
+        last = self.last.double()
+        if self.approximate:
+            return torch.full_like(last, math.inf)
+        above, below = last.clamp(min=0), last.clamp(min=torch.finfo(last.dtype).min, max=0)
+        weight = above if activation == "relu" else _SMOOTH[activation](above)
+        depth = torch.zeros_like(last) if activation == "relu" else _depth(activation, below)
+        if self.active is None:
+            return self.left_out * torch.maximum(weight, depth) * norm
+        active = self._left_out_active()
+        return (active * weight + (self.left_out - active) * depth) * norm
+
+    def _retrieved(self) -> Int[Tensor, "*queries"]:
+        return torch.as_tensor(self.k, device=self.last.device).expand(self.last.shape)
+
+    def _left_out_active(self) -> Int[Tensor, "*queries"]:
+        most = self.left_out
+        if self.active is not None:
+            most = torch.minimum(most, (self.active - self._retrieved()).clamp(min=0))
+        return torch.where(self.last > 0, most, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """The entries with the highest scores, best first; -1 and -inf where there were fewer.
+
+    `neighbours[i]` and iteration give those of one query, without that padding.
+
+    Attributes:
+        ids: of the entries.
+        scores: query . entry + threshold.
+        certificate: what the search promises about the entries that it left out.
+        rows: the entries themselves, [entry | thresholds], zero where there is none; None where nobody asked for them.
+    """
+
+    ids: Int64[Tensor, "*queries k"]
+    scores: Float[Tensor, "*queries k"]
+    certificate: Certificate
+    rows: Float[Tensor, "*queries k width"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, query: int) -> Neighbours:
+        if self.ids.ndim == 1:
+            raise TypeError("these are of one query: read .ids and .scores, or search for queries [n, dim]")
+        there = self.ids[query] >= 0
+        rows = None if self.rows is None else self.rows[query][there]
+        return Neighbours(self.ids[query][there], self.scores[query][there], self.certificate[query], rows)
+
+    def __iter__(self) -> Iterator[Neighbours]:
+        return (self[query] for query in range(len(self)))
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.ids.shape))
+        return f"Neighbours({shape} of {plural(self.certificate.total, 'entry', 'entries')}, {self.certificate.label})"
+
+
+def _side_by_side(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values), dim=-1).flatten()
+
+
+def _depth(activation: str, scores: Float[Tensor, "*queries"]) -> Float[Tensor, "*queries"]:
+    """sup of |act(s)| over s <= score, for scores <= 0: |act| rises with s up to the minimum of act, then falls."""
+    place, depth = _MINIMA[activation]
+    return torch.where(scores < place, _SMOOTH[activation](scores).abs(), depth)
+
+
+def _gelu(scores: Tensor) -> Tensor:
+    """GELU by erfc, which keeps its digits far below zero, where 1 + erf loses them."""
+    return scores * torch.special.erfc(scores / -math.sqrt(2)) / 2
+
+
+_SMOOTH: Final = {"gelu": _gelu, "silu": functional.silu}
+# Score and depth of the only minimum of each, where its slope is zero: of gelu, Phi(s) + s phi(s) = 0; of silu
+# s + 1 + exp(s) = 0, and its depth is -(s + 1).
+_MINIMA: Final = {
+    "gelu": (-0.7517915246935644, 0.16997120747990369),
+    "silu": (-1.2784645427610737, 0.2784645427610737),
+}
+
 
 Search = Literal["auto", "dense", "exact", "approximate"]
 SEARCHES: Final = get_args(Search)

@@ -11,8 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices
-from attnflow.knowledge.certificate import Neighbours
-from attnflow.knowledge.retrieval import Retrieval
+from attnflow.knowledge.retrieval import Neighbours, Retrieval
 from attnflow.knowledge.store import Store, StoreError
 
 _BLOCK: Final = 1 << 15  # entries whose thresholds are computed at once

@@ -148,16 +148,6 @@ def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes:
 
     Skips parameters whose name contains `without`, such as adapters; weights are recognised in any precision.
     """
-    return {
-        "name": str(getattr(config, "_name_or_path", "") or ""),
-        "model_type": str(getattr(config, "model_type", "")),
-        "num_layers": len(layers),
-        **sizes,
-        "samples": _weight_samples(layers, without),
-    }
-
-
-def _weight_samples(layers: Sequence[nn.Module], without: str) -> list[float]:
     samples: list[float] = []
     for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
         for name, parameter in layer.named_parameters():
@@ -167,7 +157,13 @@ def _weight_samples(layers: Sequence[nn.Module], without: str) -> list[float]:
                 flat = parameter.detach().flatten()
                 samples += flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float().tolist()
                 break
-    return samples
+    return {
+        "name": str(getattr(config, "_name_or_path", "") or ""),
+        "model_type": str(getattr(config, "model_type", "")),
+        "num_layers": len(layers),
+        **sizes,
+        "samples": samples,
+    }
 
 
 def add_tensor(digest: Any, label: str, tensor: Tensor) -> None:

@@ -241,7 +241,11 @@ def covers_if_closed(rows: IntervalRows) -> IntArray | None:
     Nodes with one cover, the most frequent, take O(intervals) together.
     """
     node = np.arange(rows.num_rows)
-    strict = _strict(rows)
+    ends = rows.ends.copy()
+    ends[rows.indptr[1:] - 1] -= 1
+    keep = rows.starts < ends
+    indptr = offsets(keep)[rows.indptr]
+    strict = IntervalRows(indptr, rows.starts[keep], ends[keep], rows.num_keys)
     node = node[np.diff(strict.indptr) > 0]
     latest = strict.ends[strict.indptr[node + 1] - 1].astype(np.int64) - 1
     pairs = [np.stack([latest, node], axis=1)]
@@ -260,15 +264,6 @@ def covers_if_closed(rows: IntervalRows) -> IntArray | None:
         pairs.append(np.stack([latest, node], axis=1))
         below = rows.take(latest)
     return None
-
-
-def _strict(rows: IntervalRows) -> IntervalRows:
-    """A triangular relation without its diagonal."""
-    ends = rows.ends.copy()
-    ends[rows.indptr[1:] - 1] -= 1
-    keep = rows.starts < ends
-    indptr = offsets(keep)[rows.indptr]
-    return IntervalRows(indptr, rows.starts[keep], ends[keep], rows.num_keys)
 
 
 def _is_extension(rows: IntervalRows, node: IntArray, latest: IntArray) -> BoolArray:

@@ -15,7 +15,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows, offsets, ragged
+from attnflow.masks.intervals import IntervalRows, offsets, ragged
 from attnflow.masks.numbering import pieces_of
 
 LONG: Final = 1 << 11  # positions from which on intervals, where they stay few, take less time than bits
@@ -113,7 +113,14 @@ def without_twins(rows: IntervalRows) -> IntervalRows:
     n = rows.num_rows
     cut = np.zeros(n + 1, dtype=np.bool_)
     cut[rows.starts] = cut[rows.ends] = True
-    cut[1:n] |= ~_same_as_before(rows)
+    length = np.diff(rows.indptr)
+    same = length[1:] == length[:-1]
+    row = rows.row_index()
+    inside = np.flatnonzero((row < rows.num_rows - 1) & np.append(same, False)[row])
+    next_one = inside + length[row[inside]]
+    apart = (rows.starts[inside] != rows.starts[next_one]) | (rows.ends[inside] != rows.ends[next_one])
+    same[row[inside[apart]]] = False
+    cut[1:n] |= ~same
     first = np.flatnonzero(cut[:n])
     if len(first) in (0, n):
         return rows
@@ -122,18 +129,6 @@ def without_twins(rows: IntervalRows) -> IntervalRows:
     return IntervalRows(
         part.indptr, number[part.starts].astype(np.int32), number[part.ends].astype(np.int32), len(first)
     )
-
-
-def _same_as_before(rows: IntervalRows) -> BoolArray:
-    """bool[rows - 1]: whether row r + 1 equals row r."""
-    length = np.diff(rows.indptr)
-    same = length[1:] == length[:-1]
-    row = rows.row_index()
-    inside = np.flatnonzero((row < rows.num_rows - 1) & np.append(same, False)[row])
-    next_one = inside + length[row[inside]]
-    apart = (rows.starts[inside] != rows.starts[next_one]) | (rows.ends[inside] != rows.ends[next_one])
-    same[row[inside[apart]]] = False
-    return same
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.order.hasse import Hasse
+from attnflow.tasks.equivalence import GOLDEN, Hashes, mix
 
 _MAX_LEVELS: Final = 24
 _SEPARATE: Final = 4  # up to so many look-alike parts of a diagram are drawn apart
 _MAX_PINNED: Final = 12
 _BANDS: Final = 8  # boxes of an irregular diagram, one for neighbouring levels each
 _ENDS: Final = 2  # classes drawn at either end of a lone chain
-
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,9 @@ def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Ite
     edges = np.array(diagram.edges, dtype=np.int64).reshape(-1, 2)
     level = np.array(diagram.levels, dtype=np.int64)
     pins = np.unique(np.array(pinned if len(pinned) <= _MAX_PINNED else (), dtype=np.int64))
-    chains = _chains(size, edges, pins)
+    above, below = (np.bincount(ends, minlength=size) for ends in edges.T)
+    single = (above[edges[:, 0]] == 1) & (below[edges[:, 1]] == 1)
+    chains = _components(size, edges[single & ~np.isin(edges, pins).any(axis=1)])
 
     def candidates() -> Iterator[tuple[IntArray | None, str]]:
         yield np.arange(size), ""
@@ -107,13 +107,6 @@ def _grouping(group: IntArray, edges: IntArray, level: IntArray, max_nodes: int,
         boxes.append(Box(tuple(classes.tolist()), len(covers), int(heads[classes].sum()), is_chain))
     counted = {(lower, upper): count for (upper, lower), count in zip(links.tolist(), counts.tolist(), strict=True)}
     return Grouping(tuple(boxes), counted, tuple(depth[rank].tolist()), how if number < size else "")
-
-
-def _chains(size: int, edges: IntArray, pins: IntArray) -> IntArray:
-    """Returns for each class the lowest class of its chain of single covers."""
-    above, below = (np.bincount(ends, minlength=size) for ends in edges.T)
-    single = (above[edges[:, 0]] == 1) & (below[edges[:, 1]] == 1)
-    return _components(size, edges[single & ~np.isin(edges, pins).any(axis=1)])
 
 
 def _with_ends(chains: IntArray, level: IntArray, max_nodes: int) -> IntArray:
@@ -179,12 +172,8 @@ def _refined(colour: IntArray, edges: IntArray) -> IntArray:
     return np.unique(total, return_inverse=True)[1].astype(np.int64)
 
 
-def _scramble(values: Words) -> Words:
-    """SplitMix64 (Steele et al., OOPSLA 2014)."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _scramble(values: Hashes) -> Hashes:
+    return mix(values + np.uint64(GOLDEN))
 
 
 def _components(size: int, edges: IntArray) -> IntArray:

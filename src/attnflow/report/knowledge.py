@@ -37,7 +37,16 @@ def trace_part(trace: Trace, _: Context) -> Part:
     ]
     if trace.logits is not None:
         numbers.append(("Logit", tag("span", f"{float(trace.logits[-1]):.3g}", tag("small", "above the mean"))))
-    sections = [_prompt(trace), _entries(trace), _maps(trace), _layers(trace)]
+    caption = "The first layer is at the top."
+    if not trace.without:
+        caption += " Blue raises the logit of the target, red lowers it."
+    chart = charts.in_page(lambda: trace_chart(trace, picture="layers", title=" "), "Layers by tokens", caption)
+    sections = [
+        _prompt(trace),
+        _entries(trace),
+        Section("maps", "Layer by layer, token by token", chart),
+        _layers(trace),
+    ]
     source = [("Model", html.code(trace.model))]
     return Part(f"Entries that fired in {trace.model}", sections, _reading(trace), numbers, source)
 
@@ -87,15 +96,6 @@ def _entries(trace: Trace) -> Section:
     what = "Norms of contributions" if trace.without else "Direct effects of entries"
     chart = charts.in_page(lambda: trace_chart(trace, picture="entries", count=_BARS), what)
     return Section("entries", title, html.paragraph(lead, kind="lead") + chart + table)
-
-
-def _maps(trace: Trace) -> Section:
-    """Maps active entries and what they wrote, layers by tokens."""
-    caption = "The first layer is at the top."
-    if not trace.without:
-        caption += " Blue raises the logit of the target, red lowers it."
-    chart = charts.in_page(lambda: trace_chart(trace, picture="layers", title=" "), "Layers by tokens", caption)
-    return Section("maps", "Layer by layer, token by token", chart)
 
 
 def _layers(trace: Trace) -> Section:

@@ -56,7 +56,13 @@ def serve(
         raise ValueError(f"port must lie in [0, 65535], got {port}")
     from attnflow.studio.app import Studio
 
-    listener = _listener(port)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_LOOPBACK, port))
+    except OSError:
+        listener.close()
+        raise
     try:
         studio = Studio(secrets.token_urlsafe(32), design, limits or Limits(), model)
         with _terminated_in_order():
@@ -89,17 +95,6 @@ def _terminated_in_order() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
         if terminated:
             signal.raise_signal(signal.SIGTERM)
-
-
-def _listener(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((_LOOPBACK, port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], object] | None) -> bool:

@@ -23,7 +23,7 @@ from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import as_they_appear
 
 Hashes = npt.NDArray[np.uint64]
-_GOLDEN: Final = 0x9E3779B97F4A7C15
+GOLDEN: Final = 0x9E3779B97F4A7C15
 _ALL_BITS: Final = 0xFFFFFFFFFFFFFFFF
 _TOGETHER: Final = 1 << 20  # intervals and positions that are hashed at a time
 _TRIED: Final = 4  # longer tasks that a task is compared with
@@ -155,7 +155,7 @@ def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntAr
 def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tuple[list[Hashes], list[Hashes]]:
     """(position hashes, node hashes) by task: equal where equivalent, otherwise almost surely different."""
     position_keys, node_keys = ([np.zeros(0, np.uint64)] * len(tasks) for _ in range(2))
-    salt = np.uint64((seed + 1) * _GOLDEN & _ALL_BITS)
+    salt = np.uint64((seed + 1) * GOLDEN & _ALL_BITS)
     groups: dict[int, list[int]] = {}
     for number, task in enumerate(tasks):
         groups.setdefault(id(task.mask), []).append(number)
@@ -163,12 +163,12 @@ def hashed(tasks: Sequence[Task], inputs: Sequence[IntArray], seed: int) -> tupl
         mask = tasks[same[0]].mask
         step = max(1, _TOGETHER // (1 + mask.num_queries + len(mask.relabelled()[0].starts)))
         for members in (same[first : first + step] for first in range(0, len(same), step)):
-            label = _mix(np.stack([inputs[task] for task in members]).astype(np.uint64) + salt)
+            label = mix(np.stack([inputs[task] for task in members]).astype(np.uint64) + salt)
             below = _row_sums(mask, label)  # the set of inputs below each position
             # equal within a class of mutually reachable positions:
-            node = _mix(_row_sums(mask, _mix(below ^ _mix(label))))
+            node = mix(_row_sums(mask, mix(below ^ mix(label))))
             for row, task in enumerate(members):
-                node_keys[task], position_keys[task] = node[row], _mix(node[row] ^ label[row])
+                node_keys[task], position_keys[task] = node[row], mix(node[row] ^ label[row])
     return position_keys, node_keys
 
 
@@ -192,8 +192,8 @@ def _from_zero(values: Hashes) -> Hashes:
     return sums
 
 
-def _mix(values: Hashes) -> Hashes:
-    """The finaliser of splitmix64: a fixed bijection of 64-bit words that spreads every bit."""
+def mix(values: Hashes) -> Hashes:
+    """The finaliser of splitmix64 (Steele et al., OOPSLA 2014), a bijection of 64-bit words that spreads every bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

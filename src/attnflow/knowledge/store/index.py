@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from attnflow._core.checks import IntArray, integer, number, preview
 from attnflow._core.errors import MissingExtra
-from attnflow.knowledge.certificate import Certificate, Neighbours
+from attnflow.knowledge.retrieval import Certificate, Neighbours
 from attnflow.knowledge.store import entry
 from attnflow.knowledge.store.entry import Floats, Vectors
 
@@ -282,7 +282,16 @@ class EntryIndex:
                 self._lists.put(ids, rows)
                 self._changed += len(ids)
             if not len(view.ids) or (len(ids) and ids[0] > view.ids[-1]):
-                self._append(ids, rows)
+                # Append entries in spare room, beyond the rows that running searches see.
+                first, needed = len(self), len(self) + len(ids)
+                if needed > len(self._room.ids):
+                    more = int(needed * _GROWTH) - first
+                    self._room = _View(
+                        np.concatenate([self._view.ids, np.zeros(more, dtype=np.int64)]),
+                        np.concatenate([self._view.rows, np.zeros((more, rows.shape[1]), dtype=np.float32)]),
+                    )
+                self._room.ids[first:needed], self._room.rows[first:needed] = ids, rows
+                self._view = _View(self._room.ids[:needed], self._room.rows[:needed])
                 return
             new = present < 0
             merged = np.concatenate([view.ids, ids[new]])
@@ -344,18 +353,6 @@ class EntryIndex:
     def _show(self, ids: IntArray, rows: Floats) -> None:
         self._room = _View(ids, rows)  # what the view is the beginning of
         self._view = self._room
-
-    def _append(self, ids: IntArray, rows: Floats) -> None:
-        """Append entries in spare room, beyond the rows that running searches see."""
-        first, needed = len(self), len(self) + len(ids)
-        if needed > len(self._room.ids):
-            more = int(needed * _GROWTH) - first
-            self._room = _View(
-                np.concatenate([self._view.ids, np.zeros(more, dtype=np.int64)]),
-                np.concatenate([self._view.rows, np.zeros((more, rows.shape[1]), dtype=np.float32)]),
-            )
-        self._room.ids[first:needed], self._room.rows[first:needed] = ids, rows
-        self._view = _View(self._room.ids[:needed], self._room.rows[:needed])
 
     def _best_of_lists(self, queries: Floats, column: int | None, k: int) -> tuple[Tensor, Tensor]:
         with self._lock:

@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices, IntArray, integer, preview
-from attnflow.knowledge.certificate import Neighbours
+from attnflow.knowledge.retrieval import Neighbours
 from attnflow.knowledge.store import entry
 from attnflow.knowledge.store.entry import Entry, StoreStats, Vectors
 from attnflow.knowledge.store.index import EntryIndex, Mode

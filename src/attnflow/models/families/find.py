@@ -24,6 +24,7 @@ from attnflow.models.families.table import (
     UNIVERSAL,
     Heads,
     Stated,
+    arranged,
     is_query_or_key,
     with_heads,
 )
@@ -175,8 +176,6 @@ _Layout = tuple[Selected | Composed, Selected | Composed, Heads]
 def _layout(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
     if stem.word in LATENT or stem.tensor("kv_a_proj_with_mqa") in shapes:
         return _latent(stem, shapes, model_type, stated, stage)
-    if stem.word in BESIDE and stem.tensor(BESIDE[stem.word][0]) in shapes:
-        return _beside_fused_key(stem, shapes, stated, stage)
     if stem.word in SEPARATE:
         return _separate(stem, shapes, model_type, stated, stage)
     if stem.tensor("q_attn") in shapes:
@@ -186,6 +185,15 @@ def _layout(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: 
 
 def _separate(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
     query, key = stem.tensor(stem.word), stem.tensor(SEPARATE[stem.word])
+    word, transposed = BESIDE.get(stem.word, ("", False))
+    if word and (both := stem.tensor(word)) in shapes:  # keys and values are one tensor
+        rows, key_rows = (shapes[name][1 if transposed else 0] for name in (query, both))
+        heads = stated.separate(query, stage, rows, key_rows // 2)
+        return (
+            blocks(query, heads.dim, heads.query, 0, heads.query, transposed=transposed),
+            blocks(both, heads.dim, 2 * heads.key, 0, heads.key, transposed=transposed),
+            heads,
+        )
     if key not in shapes or len(shapes[key]) != len(shapes[query]):
         raise UnsupportedArchitecture(f"{query} has no key beside it: expected {key}")
     parts = 2 if model_type in GATED else 1
@@ -203,18 +211,6 @@ def _separate(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage
     )
 
 
-def _beside_fused_key(stem: Stem, shapes: Shapes, stated: Stated, stage: int) -> _Layout:
-    word, transposed = BESIDE[stem.word]
-    query, both = stem.tensor(stem.word), stem.tensor(word)
-    out = 1 if transposed else 0
-    heads = stated.separate(query, stage, shapes[query][out], shapes[both][out] // 2)
-    return (
-        blocks(query, heads.dim, heads.query, 0, heads.query, transposed=transposed),
-        blocks(both, heads.dim, 2 * heads.key, 0, heads.key, transposed=transposed),
-        heads,
-    )
-
-
 def _fused(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
     tensor = stem.tensor(stem.word)
     rows = [row for row in FUSED if row.word == stem.word and (not row.model_types or model_type in row.model_types)]
@@ -227,7 +223,7 @@ def _fused(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: i
         )
     row = rows[0]
     heads = stated.fused(tensor, stage, shapes[tensor][1 if row.transposed else 0])
-    return *row.arrange(tensor, heads, row.transposed), heads
+    return *arranged(row.order, tensor, heads, row.transposed), heads
 
 
 def _latent(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:
@@ -279,7 +275,15 @@ def ordered(pairs: Pairs, shapes: Shapes, config: Config) -> tuple[Place, ...]:
             raise place
         known.append((stem, place))
     if not known:
-        raise UnsupportedArchitecture(_nothing_known(shapes, config))
+        near = sorted(
+            {re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)}
+        )
+        seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
+        if any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):
+            seen = "its weights are quantised in a format that is not read; GGUF is"
+        raise UnsupportedArchitecture(
+            f"no queries and keys that are known (model type {config.get('model_type')!r}; {seen})"
+        )
     sides: dict[str, set[str]] = {}
     for stem, _ in known:
         sides.setdefault(stem.tower, set()).add(stem.side)
@@ -302,12 +306,3 @@ def ordered(pairs: Pairs, shapes: Shapes, config: Config) -> tuple[Place, ...]:
 
 def _natural(stem: Stem) -> list[tuple[bool, int, str]]:
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in stem.path.split(".")]
-
-
-def _nothing_known(shapes: Shapes, config: Config) -> str:
-    """Explain why a model has no known queries and keys."""
-    near = sorted({re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)})
-    seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
-    if any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):
-        seen = "its weights are quantised in a format that is not read; GGUF is"
-    return f"no queries and keys that are known (model type {config.get('model_type')!r}; {seen})"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple, cast
+from typing import Final, Literal, NamedTuple, cast
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.families.rows import Selected, blocks
@@ -58,33 +58,21 @@ LATENT: Final = frozenset({"q_b_proj"})
 # Families whose q_proj makes the query of each head and a gate after it.
 GATED: Final = _words("qwen3_next qwen3_5_text qwen3_5_moe_text")
 
-Arrange = Callable[[str, Heads, bool], tuple[Selected, Selected]]
+Order = Literal["contiguous", "grouped", "quarters"]
 
 
-def contiguous(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
-    """Rows in the order [query heads | key heads | value heads]."""
-    count, both = heads.query + 2 * heads.key, heads.query + heads.key
+def arranged(order: Order, tensor: str, heads: Heads, transposed: bool = False) -> tuple[Selected, Selected]:
+    """Select queries and keys of one tensor: [query | key | value] heads, in groups or as a whole.
+
+    "grouped" has a group for each KV head: without sharing, (num_heads, 3, head_dim). "quarters" are four groups of
+    [query | value | key], as CodeGen was trained.
+    """
+    groups = {"contiguous": 1, "grouped": heads.key, "quarters": 4}[order]
+    query, key = heads.query // groups, heads.key // groups
+    first = query + key * (order == "quarters")  # of the keys in a group
     return (
-        blocks(tensor, heads.dim, count, 0, heads.query, transposed=transposed),
-        blocks(tensor, heads.dim, count, heads.query, both, transposed=transposed),
-    )
-
-
-def grouped(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
-    """For each KV head, its query heads, key and value; without sharing, (num_heads, 3, head_dim)."""
-    share = heads.query // heads.key
-    return (
-        blocks(tensor, heads.dim, share + 2, 0, share, heads.key, transposed),
-        blocks(tensor, heads.dim, share + 2, share, share + 1, heads.key, transposed),
-    )
-
-
-def quarters(tensor: str, heads: Heads, transposed: bool) -> tuple[Selected, Selected]:
-    """Rows as [query | value | key] in each of four parts, as CodeGen was trained."""
-    part = heads.query // 4
-    return (
-        blocks(tensor, heads.dim, 3 * part, 0, part, 4, transposed),
-        blocks(tensor, heads.dim, 3 * part, 2 * part, 3 * part, 4, transposed),
+        blocks(tensor, heads.dim, query + 2 * key, 0, query, groups, transposed),
+        blocks(tensor, heads.dim, query + 2 * key, first, first + key, groups, transposed),
     )
 
 
@@ -93,23 +81,25 @@ class Fused:
     """Families that store query, key and value in one tensor."""
 
     word: str  # last part of the tensor's path
-    arrange: Arrange  # the order of its rows
+    order: Order  # of its rows
     model_types: frozenset[str] = frozenset()  # in the configs of these families; empty if the word alone tells
     transposed: bool = False  # stored (in, out), by `Conv1D`
 
 
 FUSED: Final = (
-    Fused("c_attn", contiguous, _words("gpt2 openai-gpt imagegpt"), transposed=True),
-    Fused("c_attn", grouped, _words("gpt_bigcode")),
-    Fused("query_key_value", grouped, _words("gpt_neox gpt_neox_japanese bloom persimmon falcon")),
-    Fused("in_proj", grouped, _words("deberta")),
-    Fused("qkv_proj", contiguous, _words("phi3")),
-    Fused("qkv_proj", quarters, _words("codegen")),
-    Fused("Wqkv", contiguous, _words("modernbert mpt dbrx")),
-    Fused("qkv", contiguous, _words("blip_vision_model qwen2_5_vl qwen2_5_vl_vision qwen2_vl_vision qwen3_vl_vision")),
-    Fused("qkv", contiguous, _words("got_ocr2_vision sam_vision_model unlimited_ocr_sam_vision_model")),
-    Fused("in_proj_weight", contiguous),  # torch.nn.MultiheadAttention
-    Fused("attn_qkv", contiguous),  # GGUF: whatever the original order was
+    Fused("c_attn", "contiguous", _words("gpt2 openai-gpt imagegpt"), transposed=True),
+    Fused("c_attn", "grouped", _words("gpt_bigcode")),
+    Fused("query_key_value", "grouped", _words("gpt_neox gpt_neox_japanese bloom persimmon falcon")),
+    Fused("in_proj", "grouped", _words("deberta")),
+    Fused("qkv_proj", "contiguous", _words("phi3")),
+    Fused("qkv_proj", "quarters", _words("codegen")),
+    Fused("Wqkv", "contiguous", _words("modernbert mpt dbrx")),
+    Fused(
+        "qkv", "contiguous", _words("blip_vision_model qwen2_5_vl qwen2_5_vl_vision qwen2_vl_vision qwen3_vl_vision")
+    ),
+    Fused("qkv", "contiguous", _words("got_ocr2_vision sam_vision_model unlimited_ocr_sam_vision_model")),
+    Fused("in_proj_weight", "contiguous"),  # torch.nn.MultiheadAttention
+    Fused("attn_qkv", "contiguous"),  # GGUF: whatever the original order was
 )
 # Names that have one order of rows wherever they occur: those of torch.nn.MultiheadAttention and of GGUF.
 UNIVERSAL: Final = frozenset({"q_proj_weight"} | {row.word for row in FUSED if not row.model_types})

@@ -69,7 +69,12 @@ class Layer:
             raise ValueError(f"at most {_MAX_STROKES:,} strokes, got {len(self.strokes) + len(added):,}")
         mask = self.mask
         for allow, group in groupby(added, key=lambda stroke: stroke.allow):
-            drawn = _rectangles(list(group), mask.num_queries)
+            boxes = list(group)
+            rows = np.concatenate([np.arange(s.first_query, s.last_query) for s in boxes])
+            heights = [s.last_query - s.first_query for s in boxes]
+            starts = np.repeat([s.first_key for s in boxes], heights)
+            ends = np.repeat([s.last_key for s in boxes], heights)
+            drawn = Mask(IntervalRows.build(rows, starts, ends, mask.num_queries, mask.num_queries), "painted")
             mask = mask | drawn if allow else mask & ~drawn
         return replace(self, strokes=self.strokes + added, mask=mask)
 
@@ -302,12 +307,3 @@ def _positions(values: object, size: int, where: str, least: int, most: int | No
         if not 0 <= number < size:
             raise ValueError(f"{where}: expected positions in [0, {size}), got {number}")
     return numbers
-
-
-def _rectangles(strokes: Sequence[Stroke], size: int) -> Mask:
-    """Returns the mask that allows the union of the rectangles."""
-    rows = np.concatenate([np.arange(s.first_query, s.last_query) for s in strokes])
-    heights = [s.last_query - s.first_query for s in strokes]
-    starts = np.repeat([s.first_key for s in strokes], heights)
-    ends = np.repeat([s.last_key for s in strokes], heights)
-    return Mask(IntervalRows.build(rows, starts, ends, size, size), "painted")

@@ -330,21 +330,16 @@ def code(design: Design) -> dict[str, object]:
     lines = ["import attnflow as af", "from attnflow import masks", ""]
     names = [f"layer_{i}" for i in range(len(design.layers))] if design.stacked else ["mask"]
     for name, layer in zip(names, design.layers, strict=True):
-        lines += _layer(name, layer)
+        lines.append(f"{name} = {_expression(layer.spec)}")
+        for allow, group in groupby(layer.strokes, key=lambda stroke: stroke.allow):
+            sign = "| " if allow else "& ~"
+            lines.append(f"{name} = {name} {sign}masks.from_edges({_pairs(list(group))}, {layer.mask.num_queries})")
     subject = f"[{', '.join(names)}]" if design.stacked else "mask"
     lines += [f"print(af.order.analyze({subject}))"]
     if design.labels:
         lines += _task(design, subject)
     flex = _FLEX.format(mask=names[0], size=design.size)
     return {"attnflow": "\n".join(lines) + "\n", "flex": flex}
-
-
-def _layer(name: str, layer: Layer) -> list[str]:
-    lines = [f"{name} = {_expression(layer.spec)}"]
-    for allow, group in groupby(layer.strokes, key=lambda stroke: stroke.allow):
-        sign = "| " if allow else "& ~"
-        lines.append(f"{name} = {name} {sign}masks.from_edges({_pairs(list(group))}, {layer.mask.num_queries})")
-    return lines
 
 
 def _pairs(strokes: Sequence[Stroke]) -> str:
