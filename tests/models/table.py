@@ -198,6 +198,7 @@ OWN_MASKS = {
         {**ENCODER_DECODER, "attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1},
         run.token_pair,
     ),
+    "LayoutLM": TinyModel("LayoutLMModel", {}),
 }
 # Families whose heads the registry of `attnflow.models` knows, besides those above.
 REGISTERED = {

@@ -173,6 +173,7 @@ class Auditor:
     plan: Plan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    moved: set[str] = field(default_factory=set[str])  # outputs without positions that moved at all
 
     def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
         """Whether a few perturbations move nothing at the layers, and no decoding path differs."""
@@ -181,12 +182,13 @@ class Auditor:
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
         self.passes = min(self.passes, self.call.size) if cheap else 2
-        crossing = batch_sets(self.call.batch, self.call.size)
-        order = list(self._plan().passes)
-        if not cheap and self.call.batch > 1:  # every other sequence whole: what crosses shows in those between
-            order = [s | (torch.arange(len(s)) % 2 == p % 2)[:, None] for p, s in enumerate(order or crossing[:2])]
+        crossing, order = self._crossing(), list(self._plan().passes)
+        if not cheap and crossing:  # every other sequence whole: what crosses shows in those between
+            half = crossing[:2]
+            order = [s | half[p % 2] for p, s in enumerate(order or half)]
         if any(prober.probe(selected) is not None for selected in ([*crossing, *order] if cheap else order)):
             return False
+        self.moved |= prober.moved
         self.forward_passes += runner.passes
         if cache is not False:
             self.compare_paths(cache)
@@ -198,7 +200,7 @@ class Auditor:
         prober = Prober(runner, self.fields, self.seed)
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
-        sets, order = batch_sets(self.call.batch, self.call.size), self._plan().passes
+        sets, order = self._crossing(), self._plan().passes
         total = len(sets) + len(order)
         violations: list[Violation] = []
         prober.settle()
@@ -232,6 +234,7 @@ class Auditor:
         self.forward_passes += runner.passes
         self.noise = max(self.noise, prober.noise)
         self.dirty |= prober.dirty
+        self.moved |= prober.moved
         self.progress(total, total, f"{what}: done")
 
     def compare_paths(self, cache: bool | Sequence[int]) -> None:
@@ -245,6 +248,11 @@ class Auditor:
             elif different is not None and different.module not in {v.module for v in self.violations}:
                 self.violations.append(different)
         self.forward_passes += comparison.passes
+
+    def _crossing(self) -> list[Tensor]:
+        """Sets of sequences that tell any two that are given to the model apart."""
+        sets = batch_sets(self.call.batch // self.call.group, self.call.size)
+        return [each.repeat_interleave(self.call.group, 0) for each in sets]
 
     def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
         """Everything seen, as a report."""
@@ -275,24 +283,33 @@ class Auditor:
         )
 
     def _outputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(what the caller receives, if none of it has positions; else notes on those outputs that have none)."""
-        named = {path.lstrip(".") or "the output": layout for path, layout in self.layouts.items()}
-        whole = [f"{name} {each.why}" for name, each in named.items() if each.form == "unknown"]
-        apart = [
-            f"{name} has shape {list(each.shape)}, without an axis of positions; sequences were kept apart"
-            for name, each in named.items()
-            if each.form == "one per sequence"
-        ]
-        if len(whole) + len(apart) < len(named):
-            notes = [f"not tested: {each}" for each in whole]
-            lengths = {slot.length for slot in self.call.slots}
-            for name, each in named.items():
-                if each.rows > 1 and each.rows not in lengths:
-                    first = min(each.offset - slot.offset for slot in self.call.slots if slot.offset <= each.offset)
+        """(what the caller receives and was not tested, so that nothing is clean; notes on other outputs).
+
+        Beside an output with positions, one number and one vector for each sequence are summaries, and what no input
+        moves is not looked at.
+        """
+        named = {path.lstrip(".") or "the output": (path, layout) for path, layout in self.layouts.items()}
+        untested, notes = list[str](), list[str]()
+        positions = any(layout.aligned for _, layout in named.values())
+        lengths = {slot.length for slot in self.call.slots}
+        for name, (path, layout) in named.items():
+            if layout.aligned:
+                if layout.rows > 1 and layout.rows not in lengths:
+                    first = min(layout.offset - slot.offset for slot in self.call.slots if slot.offset <= layout.offset)
                     place = f"i + {first}" if first else "i"
-                    notes.append(f"{name} has {each.rows} rows: row i was read as position {place}")
-            return (), tuple(notes)
-        return (*whole, *apart) or (f"{type(self.model).__name__} returns no tensor",), ()
+                    notes.append(f"{name} has {layout.rows} rows: row i was read as position {place}")
+                continue
+            shape, moves = list(layout.shape), path in self.moved or not layout.sure
+            kept = "; sequences were kept apart" if self.call.batch > 1 else ""
+            why = layout.why or f"has shape {shape}, without an axis of positions{kept}"
+            summary = layout.sure and (not shape or (layout.form == "one per sequence" and len(shape) == 2))
+            if not positions or (moves and not summary):
+                untested.append(f"{name} {why}")
+            elif moves and layout.form == "unknown":
+                notes.append(f"not tested: {name} {why}")
+        if not named:
+            untested.append(f"{type(self.model).__name__} returns no tensor")
+        return tuple(untested), tuple(notes)
 
     def _accept(self, runner: Runner, base: Recording) -> None:
         """Keep the base pass, after checking that it shows what the audit needs."""

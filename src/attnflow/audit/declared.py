@@ -26,6 +26,7 @@ from attnflow.masks.build import from_dense
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import evaluating, unchanged
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.mixing import moves_between_positions
 from attnflow.order.flow import Flow, analyze
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def declared(model: nn.Module, seen: Survey) -> Relation:
     slot, *others = inputs.slots
     if others or (slot.name or "").startswith("decoder_"):
         return _encoder_decoder(model, seen)
-    stack = _Stack(model, config, inputs, slot, _causal(model, config))
+    stack = _Stack(model, config, inputs, slot, _causal(model, config, seen))
     real = real_positions(inputs, slot)
     layers = _of_one_batch([stack.relation(call) for call in seen.calls] or [stack.base], real)
     repeat = all(torch.equal(layer, layers[0]) for layer in layers)
@@ -157,11 +158,19 @@ class _Stack:
     def relation(self, call: LayerCall) -> Tensor:
         """What one layer call may read, [rows, n, n], by its configuration and by the mask that the model asks for."""
         kind = self.kinds[call.index] if self.kinds is not None and call.index < len(self.kinds) else None
-        if (kind, id(call.asked)) not in self._relations:  # layers share what is asked for
-            self._relations[kind, id(call.asked)] = self._asked(kind, call.asked)
-        allow, label = self._relations[kind, id(call.asked)]
+        request = call.asked
+        if request is not None and self._reads_more(call, kind):
+            kind = request = None
+        if (kind, id(request)) not in self._relations:  # layers share what is asked for
+            self._relations[kind, id(request)] = self._asked(kind, request)
+        allow, label = self._relations[kind, id(request)]
         self.labels.append(label)
         return allow
+
+    def _reads_more(self, call: LayerCall, kind: str | None) -> bool:
+        """Whether a layer reads more than the mask of its attention says: keys of its own making, or a convolution."""
+        known = kind is None or kind == "chunked_attention" or kind in _POINTWISE | _RECURRENT | _FULL | _LOCAL
+        return not known or any(map(moves_between_positions, self.model.get_submodule(call.name).modules()))
 
     def _asked(self, kind: str | None, request: MaskRequest | None) -> tuple[Tensor, str]:
         """(relation, how it is narrower than the whole stack's, in words)."""
@@ -232,22 +241,37 @@ class _Stack:
         return "; ".join([words, *parts])
 
 
-def _causal(model: nn.Module, config: Any) -> bool:
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) is True:
+def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
+    """The direction: of the configuration, the masks that the model asks for, its attention modules, or its use."""
+    flags = {name: getattr(config, name, None) for name in ("is_causal", "causal", "use_bidirectional_attention")}
+    if False in (flags["is_causal"], flags["causal"]) or flags["use_bidirectional_attention"] is True:
         return False
     if getattr(config, "is_decoder", None) is True:
         return True
-    flags = {getattr(module, "is_causal", None) for module in model.modules() if next(module.children(), None)}
-    if flags & {True, False}:
-        return True in flags
+    generates = getattr(model, "can_generate", None)
+    generates = callable(generates) and generates()
+    if not generates and _asks_both_ways(seen, config):
+        return False
+    modules = {getattr(module, "is_causal", None) for module in model.modules() if next(module.children(), None)}
+    if modules & {True, False}:
+        return True in modules
     if getattr(config, "is_decoder", None) is False or getattr(config, "attn_type", None) == "bi":
         return False
-    generates = getattr(model, "can_generate", None)
-    if (callable(generates) and generates()) or any(kind in _RECURRENT for kind in _kinds(config) or ()):
+    if generates or any(kind in _RECURRENT for kind in _kinds(config) or ()):
         return True
     if "ForMaskedLM" in type(model).__name__:
         return False
     raise _unknown(model, "neither its configuration nor its attention modules say whether it is causal")
+
+
+def _asks_both_ways(seen: Survey, config: Any) -> bool:
+    """Whether the model asks transformers for masks, and for no causal one, as no model with a causal head may."""
+    requests = [call.asked for call in seen.calls if call.asked is not None]
+    if not requests:
+        return False
+    from attnflow.models.mask_request import asks_causal, has_causal_head
+
+    return not any(map(asks_causal, requests)) and not has_causal_head(config)
 
 
 def _size(config: Any, name: str) -> int | None:

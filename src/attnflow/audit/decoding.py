@@ -20,6 +20,7 @@ from attnflow.audit.perturb import other_precision
 from attnflow.audit.report import Violation
 from attnflow.models.evaluation import REFUSALS, precision, refusal
 from attnflow.models.loaded import takes
+from attnflow.models.watching import Watch
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class SteppedRunner(Runner):
         super().__init__(model, inputs, watch, seed)
         self._decoding = decoding
         self.path = decoding.name
+        self._encoder: dict[str, nn.Module] = {}
+        if len(inputs.slots) > 1 and "transformers" in sys.modules:
+            from attnflow.audit.hf.decoding import encoder_of
+
+            self._encoder = encoder_of(model)
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
         """Run the prefill and then the steps, each with the cache of the one before."""
@@ -84,6 +90,7 @@ class SteppedRunner(Runner):
         *encoder, decoder = self.inputs.slots
         state: dict[str, Any] = {} if self._decoding.cache is None else {name: self._decoding.cache()}
         start = encoded = 0
+        encoded_as = list[Any]()  # what the encoder returned
         for step, length in enumerate(self._decoding.chunks):
             end = start + length
             tracer.begin(step, encoded)
@@ -91,7 +98,8 @@ class SteppedRunner(Runner):
             tracer.frame = replace(tracer.frame, segments=segments, whole=False)
             part = fresh(sliced(self.inputs, kwargs, start, end)) | state
             try:
-                output = self.model(**part, use_cache=True)
+                with Watch(self._encoder, leave=lambda _, output: encoded_as.append(output)):
+                    output = self.model(**part, use_cache=True)
             except REFUSALS as error:
                 raise UnsupportedArchitecture(
                     f"{type(self.model).__name__} does not decode in steps of {list(self._decoding.chunks)} tokens "
@@ -102,11 +110,12 @@ class SteppedRunner(Runner):
             if state[name] is None:
                 raise UnsupportedArchitecture(f"{type(self.model).__name__} returned no {name}: use cache=False")
             if encoder:
-                state["encoder_outputs"] = (_entry(output, "encoder_last_hidden_state"),)
+                hidden = _entry(output, "encoder_last_hidden_state")
+                state["encoder_outputs"] = (hidden,)
                 if "transformers" in sys.modules:
                     from attnflow.audit.hf.decoding import encoder_output
 
-                    state["encoder_outputs"] = encoder_output(*state["encoder_outputs"])
+                    state["encoder_outputs"] = encoder_output(encoded_as[0] if encoded_as else None, hidden)
                 state |= {} if encoder[0].name is None else {encoder[0].name: None}
                 if step == 0:
                     encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)

@@ -67,6 +67,7 @@ class Inputs:
     batch: int  # number of sequences; 1 where the inputs have no batch axis
     batched: bool  # whether the inputs have a batch axis
     pool: Tensor  # token ids that may replace others
+    group: int = 1  # how many neighbouring sequences the model makes of one that it is given: images of a pair
 
     @property
     def size(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Call, Inputs, Slot, fresh
 from attnflow.audit.packing import real_positions
-from attnflow.audit.rows import Frame, Layout, arranged, canonical, flattened, layout_of, leaves
+from attnflow.audit.rows import Frame, Layout, arranged, canonical, layout_of, leaves, settled
 from attnflow.models.evaluation import seed_all
 from attnflow.models.loaded import embedding_table
 from attnflow.models.watching import Arguments, Watch
@@ -47,7 +47,7 @@ class Event:
     offset: int  # joint position of its first row
     values: Tensor  # [batch, positions, features]; [1, positions, features] where the module made one for all sequences
     raw: Tensor  # the tensor as the module saw it
-    pooled: bool = False  # whether each row is of a whole sequence: it may depend on any of its positions
+    pooled: bool = False  # whether each row is of a whole sequence, or of all: it may depend on any of its positions
 
 
 Recording = dict[Key, Event]  # of one pass, in order of execution
@@ -86,7 +86,7 @@ class Tracer:
         self.visit = visit
         self.skipped: dict[str, str] = {}  # {module: reason} of those that could not be watched
         self.layouts = layouts  # {path in the model's own output: layout}, of the first pass
-        self._inside: Tensor | None = None  # the last output of a module inside, with all its positions
+        self._inside: dict[int, Tensor] = {}  # {offset: the last output of a module inside, with all its positions}
         watched = {n: m for n, m in model.named_modules() if watch == "modules" or n in layers or not n}
         self.watch = Watch(watched, self._enter, self._leave)
         self.begin(0)
@@ -115,7 +115,7 @@ class Tracer:
                 pass  # a layer that raised, in a model that goes on
 
     def _emit(self, call: ModuleCall, side: Literal["in", "out"], blame: str, root: object) -> None:
-        if not call.name and self.frame.whole:
+        if not call.name and self.frame.whole and self.frame.segments:
             self._receive(call, root)
             return
         layer = self._open[-1][1] if self._open else None
@@ -126,7 +126,8 @@ class Tracer:
             elif rows is not None:
                 key = Key(self.step, call.name, call.number, side, leaf)
                 label = blame or type(self.model).__name__
-                self._inside = rows[0] if side == "out" else self._inside
+                if side == "out":
+                    self._inside[rows[1]] = rows[0]
                 self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
 
     def _receive(self, call: ModuleCall, root: object) -> None:
@@ -134,19 +135,18 @@ class Tracer:
 
         def unknown(path: str, value: object) -> None:
             if not _is_cache(value):
-                self.layouts[path] = Layout("unknown", why=f"is a {type(value).__name__}, which is not looked into")
+                one = isinstance(value, int | float) and not path.rpartition(".")[2].isdigit()  # not of a list
+                why = f"is a {type(value).__name__}, which is not looked into"
+                self.layouts[path] = Layout("unknown", why=why, sure=one)
 
         for path, tensor in leaves(root, unknown):
             layout = self.layouts.get(path) or layout_of(tensor, self.frame, self._inside)
             if layout.form != "unknown" and layout.shape != tuple(tensor.shape):
-                layout = Layout("unknown", why="has another shape after inputs change")
+                layout = layout._replace(form="unknown", why="has another shape after inputs change")
             self.layouts[path] = layout
-            if layout.form == "unknown":
-                continue
             key = Key(self.step, call.name, call.number, "out", path)
             rows, name = arranged(tensor, layout, self.frame), type(self.model).__name__
-            pooled = layout.form == "one per sequence"
-            self.visit(Event(key, name, None, self.depth, layout.offset, rows, tensor, pooled))
+            self.visit(Event(key, name, None, self.depth, layout.offset, rows, tensor, not layout.aligned))
 
 
 def _is_cache(value: object) -> bool:
@@ -179,7 +179,8 @@ class Runner:
         with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments):
             kept = call.kwargs.get("logits_to_keep")
             kept = kept if isinstance(kept, int) and not isinstance(kept, bool) else 0
-            frame = replace(frame_of(self.inputs), widths=self._widths, kept=kept)
+            passed = {value.shape[1] for value in call.kwargs.values() if isinstance(value, Tensor) and value.ndim == 2}
+            frame = replace(frame_of(self.inputs), widths=self._widths, kept=kept, passed=tuple(passed))
             tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch, self.layouts)  # sees what moved
             with tracer.watch:
                 self.feed(tracer, call.kwargs)
@@ -202,8 +203,8 @@ class Runner:
             return events if intact else self.distinct(call, copy=True)[0]
 
     def arranged(self, base: Recording) -> Recording:
-        """The base pass with flattened rows in the right order, which is learnt by changing sequence 0 alone."""
-        unsure = {path: layout for path, layout in self.layouts.items() if not layout.sure}
+        """The base pass with unsure layouts settled, by changing sequence 0 alone."""
+        unsure = {path: layout for path, layout in self.layouts.items() if layout.aligned and not layout.sure}
         if not unsure:
             return base
         selected = torch.zeros(self.inputs.batch, self.inputs.size, dtype=torch.bool)
@@ -212,7 +213,7 @@ class Runner:
         for path, layout in unsure.items():
             key = Key(0, "", 0, "out", path)
             if key in base and key in moved:
-                self.layouts[path] = flattened(layout, base[key].raw, moved[key].raw, frame_of(self.inputs))
+                self.layouts[path] = settled(layout, base[key].raw, moved[key].raw, frame_of(self.inputs))
         return self.record(self.inputs.base)
 
     def distinct(self, call: Call, copy: bool = False) -> tuple[Recording, bool]:

@@ -59,9 +59,10 @@ class Prober:
         self.rounding = 0.0  # largest change that was found to be rounding
         self.dirty: set[str] = set()  # modules with an output that moved against the order
         self.stateful: Moved | None = None  # first event that differs because of the runs in between
+        self.moved: set[str] = set()  # outputs of the model without positions that moved at all
         self.base = runner.arranged(runner.record(runner.inputs.base) if base is None else base)
         for event in self.base.values():
-            if event.key.side == "out":
+            if event.key.side == "out" and not event.pooled:
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
         self.layered = runner.layer_calls > 0
         self._noise: dict[Key, float] = {}
@@ -88,7 +89,10 @@ class Prober:
                 key = moved.event.key
                 self._noise[key] = max(self._noise.get(key, 0.0), float(moved.change.max()))
         with torch.no_grad():
-            self.runner.run(inputs.changed(self._every(True), inputs.draw(self.generator)), lambda event: None)
+            none = self._every(False)
+            self.runner.run(
+                inputs.changed(~none, inputs.draw(self.generator)), lambda event: self._compare(event, none, [])
+            )
         self.stateful = next(iter(self._differences(inputs.base)), None)
         if self.stateful is None and isinstance(self.runner.model, Function):
             self.stateful = self._in_another_order(self.runner.model.twin)
@@ -182,6 +186,8 @@ class Prober:
 
     def _compare(self, event: Event, watched: Tensor, moves: list[Moved]) -> None:
         before = self.base.get(event.key)
+        if event.pooled and (before is None or not torch.equal(before.values, event.values)):
+            self.moved.add(event.key.leaf)
         if before is None or before.values.shape != event.values.shape:
             return
         if event.pooled:

@@ -21,6 +21,7 @@ class Frame:
     segments: Mapping[int, int]  # {length: joint position of the first one}
     streams: bool = False  # whether the layers are called with several streams, [streams, batch, positions, width]
     whole: bool = True  # whether a pass feeds all positions at once
+    passed: tuple[int, ...] = ()  # numbers of positions that were passed, to which a model may add some
     kept: int = 0  # how many of the last positions the call asks outputs for (`logits_to_keep`); 0 for all
     widths: frozenset[int] = frozenset()  # sizes of the model's features, which may equal a number of positions
 
@@ -30,16 +31,16 @@ def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tens
 
     Where width and length agree, only outputs of layers and of the model are read, as [batch, positions, width].
     """
-    if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched:
+    if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched or not tensor.numel():
         return None
     if not frame.batched:
         tensor = tensor[None]
     sizes = list(tensor.shape)
     pairs = [p for p in range(len(sizes) - 1) if sizes[p] == frame.batch and sizes[p + 1] in frame.segments]
-    streams = len(sizes) > 3 and pairs == [1] and (sizes[0] not in (1, frame.batch) or frame.streams)
-    if streams and sizes[0] == frame.batch and not layered:
+    streams = len(sizes) > 3 and pairs == [1]
+    if streams and 1 < sizes[0] == frame.batch and not layered:  # layers stacked in front, or heads behind
         return f"shape {tuple(tensor.shape)} has two axes as long as the batch"
-    if streams:
+    if streams and (sizes[0] not in (1, frame.batch) or frame.streams):
         tensor, axes = tensor.movedim(1, 0), [2]
     elif sizes[0] in (1, frame.batch):
         axes = [axis for axis in range(1, len(sizes)) if sizes[axis] in frame.segments]
@@ -56,8 +57,21 @@ def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tens
     return values.reshape(*values.shape[:2], -1), frame.segments[values.shape[1]]
 
 
-Form = Literal["axis", "batch first", "position first", "one per sequence", "unknown"]
-_FLAT: Final[tuple[Form, ...]] = ("batch first", "position first")
+Form = Literal[
+    "axis",  # the batch comes first
+    "second axis",  # the batch comes second, behind stacked layers
+    "batch first",  # rows of positions are flattened into one axis
+    "position first",
+    "sequence first",  # several rows of positions for each sequence are flattened into one axis
+    "group first",
+    "one per sequence",
+    "unknown",
+]
+_EITHER: Final[Mapping[Form, tuple[Form, ...]]] = {  # what an unsure layout may be
+    "axis": ("axis", "second axis"),
+    "batch first": ("batch first", "position first"),
+    "sequence first": ("sequence first", "group first"),
+}
 
 
 class Layout(NamedTuple):
@@ -66,16 +80,21 @@ class Layout(NamedTuple):
     A layout is chosen once, in the unperturbed pass, and kept, so that every pass compares the same rows.
     """
 
-    form: Form  # "batch first" and "position first" are of rows flattened into one axis
+    form: Form
     rows: int = 0  # per sequence
     offset: int = 0  # joint position of the first row
     shape: tuple[int, ...] = ()  # of the tensor in the unperturbed pass
     why: str = ""  # what came in place of positions, of an unknown layout
-    sure: bool = True  # whether the order of flattened rows is known, not guessed
+    sure: bool = True  # whether the place of the batch is known, not guessed
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows belong to positions."""
+        return self.form not in ("one per sequence", "unknown")
 
 
-def layout_of(tensor: Tensor, frame: Frame, inside: Tensor | None) -> Layout:
-    """The layout of a received tensor; `inside` [batch, positions, features] is the last output of a module before it.
+def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Layout:
+    """The layout of a received tensor; `inside` {offset: [batch, positions, features]} are the last outputs before it.
 
     Rows may be all positions of a segment or one fewer, along their own axis or flattened with the batch. Of n - 1
     vectors row i belongs to position i, as in `logits[:, :-1]`, unless they are the last rows of `inside`. Of n - 1
@@ -87,55 +106,73 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Tensor | None) -> Layout:
     whole = canonical(tensor, frame, layered=True)
     pooled = frame.batched and len(shape) == 2 and shape[1] in frame.widths  # [batch, width] or [batch, positions]
     if isinstance(whole, tuple) and not pooled:
-        return Layout("axis", whole[0].shape[1], whole[1], shape)
+        stacked = len(shape) > 3 and shape[0] == shape[1] == batch > 1 and shape[2] in frame.segments
+        return Layout("axis", whole[0].shape[1], whole[1], shape, sure=not stacked or frame.streams)
     for rows, (length, offset) in _row_counts(frame):
-        flat = shape[:1] == (batch * rows,)
+        flat, before = shape[:1] == (batch * rows,), inside.get(offset)
         if rows == frame.kept and len(shape) == 3 and shape[:2] == (batch, rows):
             return Layout("axis", rows, offset + length - rows, shape)
-        if not flat and (pooled or rows != length - 1 or shape[:1] != (batch,) or shape[1:].count(rows) != 1):
+        if not flat and (pooled or shape[:1] != (batch,) or shape[1:].count(rows) != 1):
             continue
         form: Form = "batch first" if flat else "axis"
-        for other in _FLAT if flat and batch > 1 else (form,):
-            for first in {0, length - rows} if inside is not None else ():
+        for other in _EITHER[form] if flat and batch > 1 else (form,):
+            for first in {0, length - rows} if before is not None and before.shape[1] == length else ():
                 guess = Layout(other, rows, offset + first, shape)
-                if torch.equal(arranged(tensor, guess, frame), cast(Tensor, inside)[:, first : first + rows]):
+                if torch.equal(arranged(tensor, guess, frame), cast(Tensor, before)[:, first : first + rows]):
                     return guess
-        label = rows < length and len(shape) == 2 - flat and not counts
-        return Layout(form, rows, offset + label, shape, sure=not flat or batch == 1)
-    if frame.batched and shape[:1] == (batch,) and batch > 1:
-        return Layout("one per sequence", 1, max(frame.segments.values()), shape)
+        if rows >= length - 1:
+            label = rows < length and len(shape) == 2 - flat and not counts
+            return Layout(form, rows, offset + label, shape, sure=not flat or batch == 1)
+    if len(shape) > 2 and shape[0] > batch and shape[0] % batch == 0 and shape[1] in frame.segments:
+        return Layout("sequence first", shape[1], frame.segments[shape[1]], shape, sure=batch == 1)
+    if frame.batched and shape[:1] == (batch,) and (batch > 1 or pooled):
+        sure = not pooled or shape[1] not in (rows for rows, _ in _row_counts(frame))
+        why = "" if sure else f"has shape {list(shape)}, of positions or of features: pass another length"
+        return Layout("one per sequence", 1, max(frame.segments.values()), shape, why, sure)
     came = "is one number" if not shape else f"has shape {list(shape)}"
     return Layout("unknown", shape=shape, why=f"{came}, and none of its axes holds {max(frame.segments)} positions")
 
 
 def _row_counts(frame: Frame) -> list[tuple[int, tuple[int, int]]]:
-    """(rows, (length, offset) of their segment): those asked for, all positions of a segment, else one fewer."""
+    """(rows, (length, offset) of their segment): those asked for or passed, all of a segment, else one fewer."""
     last = [(frame.kept, segment) for segment in sorted(frame.segments.items(), key=itemgetter(1))[-1:] if frame.kept]
     whole = [(length, (length, offset)) for length, offset in frame.segments.items()]
     fewer = [(rows - 1, segment) for rows, segment in whole if rows > 2 and rows - 1 not in frame.segments]
-    return last + whole + fewer
+    padded = [(rows, segment) for rows in frame.passed for segment in frame.segments.items() if rows < segment[0] - 1]
+    return last + whole + fewer + padded
 
 
 def arranged(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
-    """A received tensor as [batch, rows, features]."""
+    """A received tensor as [batch, rows, features]; as [1, 1, features] if its layout is unknown."""
     tensor = as_numbers(tensor)
-    if layout.form == "batch first":
+    if layout.form == "unknown":
+        return tensor.reshape(1, 1, -1)
+    if layout.form in ("batch first", "one per sequence"):
         return tensor.reshape(frame.batch, layout.rows, -1)
     if layout.form == "position first":
         return tensor.reshape(layout.rows, frame.batch, -1).transpose(0, 1)
-    if layout.form == "one per sequence":
-        return tensor.reshape(frame.batch, 1, -1)
-    narrow = dataclasses.replace(frame, segments={layout.rows: layout.offset})
-    rows = canonical(tensor, narrow, layered=True)
-    assert isinstance(rows, tuple)
-    return rows[0]
+    if layout.form in ("axis", "second axis"):
+        narrow = dataclasses.replace(frame, segments={layout.rows: layout.offset})
+        rows = canonical(tensor.transpose(0, 1) if layout.form == "second axis" else tensor, narrow, layered=True)
+        assert isinstance(rows, tuple)
+        return rows[0]
+    sequence_first = layout.form == "sequence first"
+    groups = (
+        tensor.unflatten(0, (frame.batch, -1))
+        if sequence_first
+        else tensor.unflatten(0, (-1, frame.batch)).transpose(0, 1)
+    )
+    return groups.movedim(2, 1).reshape(frame.batch, layout.rows, -1)
 
 
-def flattened(layout: Layout, before: Tensor, after: Tensor, frame: Frame) -> Layout:
-    """The layout of flattened rows, from what moves between two passes when sequence 0 alone changes."""
-    moved = (as_numbers(before) != as_numbers(after)).flatten(1).any(1) if before.ndim > 1 else before != after
-    within = moved[layout.rows :].any(), moved.view(layout.rows, frame.batch)[:, 1:].any()
-    return layout._replace(form="position first" if within[0] and not within[1] else "batch first", sure=True)
+def settled(layout: Layout, before: Tensor, after: Tensor, frame: Frame) -> Layout:
+    """The layout whose other sequences hold still between two passes when sequence 0 alone changes."""
+    for form in _EITHER[layout.form]:
+        guess = layout._replace(form=form, sure=True)
+        moved = (arranged(before, guess, frame) != arranged(after, guess, frame)).flatten(1).any(1)
+        if moved[0] and not moved[1:].any():
+            return guess
+    return layout._replace(sure=True)
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
@@ -157,7 +194,10 @@ def leaves(root: object, other: Callable[[str, object], None] | None = None) -> 
             tensors.append((path, value))
         elif isinstance(value, Mapping):
             items = cast(Mapping[Any, object], value).items()
-            left += [(f"{path}.{k}", item) for k, item in items if "past" not in str(k) and "cache" not in str(k)][::-1]
+            kept = [
+                (f"{path}.{k}", v) for k, v in items if k != "state" and "past" not in str(k) and "cache" not in str(k)
+            ]
+            left += kept[::-1]
         elif isinstance(value, tuple | list):
             left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
         elif other is not None and dataclasses.is_dataclass(value):

@@ -135,7 +135,7 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
     for slot, own in parts:
         entered = _entered(inputs, slot, own)
         if entered is not None:
-            inputs = replace(inputs, batch=entered[1])
+            inputs = replace(inputs, batch=entered[1], group=_group(inputs, entered[1]))
             slots.append(replace(entered[0], offset=sum(each.length for each in slots)))
     if not slots:
         raise UnsupportedArchitecture(
@@ -150,9 +150,17 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
     return replace(inputs, slots=tuple(slots))
 
 
+def _group(inputs: Inputs, batch: int) -> int:
+    """How many of the sequences that enter the layers belong to one image, pair or sound."""
+    given = [len(v) for v in inputs.kwargs.values() if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 1]
+    return batch // given[0] if given and not inputs.slots and batch % given[0] == 0 else 1
+
+
 def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> tuple[Slot, int] | None:
     """(slot, batch) of the stack that an input's positions enter, else of the last stack to run."""
-    held = [(call, axes) for call in calls if (axes := _axes(call.shape, inputs, named)) is not None]
+    held: list[tuple[LayerCall, tuple[int, int, int, bool]]] = []
+    for merged in (False, True):  # whether the model adds several rows up to one sequence, as of codebooks
+        held = held or [(c, axes) for c in calls if (axes := _axes(c.shape, inputs, named, merged)) is not None]
     held = [(c, axes) for c, axes in held if named is not None and axes[1] == named.length] or held
     if not held or not inputs.batched:
         return None if named is None else (replace(named, layers=frozenset(call.name for call in calls)), inputs.batch)
@@ -160,11 +168,13 @@ def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> 
     held = [(call, axes) for call, axes in held if (call.stack, axes[1]) == (last.stack, length)]
     first, (batch, _, axis, positions_first) = held[0]
     entry = Entry(first.name, first.shape[-1], first.spread or 1.0, axis, positions_first)
-    name = named.name if named is not None and named.length == length else None
+    name = named.name if named is not None and (named.length, inputs.batch) == (length, batch) else None
     return Slot(name, length, 0, entry, frozenset(call.name for call, _ in held)), batch
 
 
-def _axes(shape: tuple[int, ...], inputs: Inputs, named: Slot | None) -> tuple[int, int, int, bool] | None:
+def _axes(
+    shape: tuple[int, ...], inputs: Inputs, named: Slot | None, merged: bool
+) -> tuple[int, int, int, bool] | None:
     """(batch, length, axis, positions first): how a layer's first argument holds positions.
 
     These are the last two neighbouring axes [batch, n] of a named slot, else those of [batch, positions, width].
@@ -176,9 +186,10 @@ def _axes(shape: tuple[int, ...], inputs: Inputs, named: Slot | None) -> tuple[i
             return *size, places[-1], False
         if shape[:2] == size[::-1] and len(shape) == 3:
             return *size, 0, True
-    if len(shape) != 3 or (inputs.slots and shape[0] != inputs.batch):
-        return None
-    return shape[0], shape[1], 0, False
+    fits = not inputs.slots or shape[:1] == (inputs.batch,)
+    if merged and named is not None and len(shape) == 3:
+        fits = inputs.batch % shape[0] == 0 and shape[1] == named.length
+    return (shape[0], shape[1], 0, False) if fits and len(shape) == 3 else None
 
 
 def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
@@ -191,7 +202,8 @@ def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence
         call.masked = any(tuple(mask.shape[-2:]) == (length, length) for _, mask in arrivals)
         for depth in sorted({depth for depth, _ in arrivals}, reverse=True):  # the attention itself knows best
             requests = [asked.request(mask) for at, mask in arrivals if at == depth]
-            own = {id(r): r for r in requests if r is not None and (r.num_queries, r.num_keys) == (length, length)}
+            fits = [r for r in requests if r is not None and r.num_keys == length and r.num_queries in (1, length)]
+            own = {id(r): r for r in fits}
             if len(own) == 1:
                 (call.asked,) = own.values()
                 break

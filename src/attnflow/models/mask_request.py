@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionMaskInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
 AttentionMask = Tensor | BlockMask | None
@@ -256,3 +256,8 @@ def asks_causal(request: MaskRequest) -> bool:
                 each for each in (content if isinstance(content, tuple | list) else [content]) if callable(each)
             ]
     return False
+
+
+def has_causal_head(config: object) -> bool:
+    """Whether transformers has a causal language model of this configuration, so that its base model is causal."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING

@@ -30,7 +30,7 @@ def padded(rows, side, extra=0):
     return ids, real, (real.cumsum(dim=1) - 1).clamp(min=0)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert", "GPT2"])
+@pytest.mark.parametrize("name", ["Llama", "Bert", "GPT2", "LayoutLM"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", MASKS)

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from attnflow._core.errors import UnsupportedArchitecture
 
@@ -19,6 +19,12 @@ def static_cache(model: nn.Module, length: int) -> StaticCache:
     return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
 
 
-def encoder_output(hidden: Tensor) -> BaseModelOutput:
-    """The output of an encoder that has run; some decoders read it by name, others by index."""
-    return BaseModelOutput(last_hidden_state=cast(Any, hidden))
+def encoder_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The module that encodes for a decoder of transformers, to be watched; empty without one."""
+    encoder = model.get_encoder() if isinstance(model, PreTrainedModel) else model
+    return {"encoder": encoder} if isinstance(encoder, nn.Module) and encoder is not model else {}
+
+
+def encoder_output(output: object, hidden: Tensor) -> BaseModelOutput:
+    """What an encoder returned, or else its states: some decoders read entries of their own, some by index."""
+    return output if isinstance(output, ModelOutput) else BaseModelOutput(last_hidden_state=cast(Any, hidden))

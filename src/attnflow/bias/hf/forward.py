@@ -176,6 +176,8 @@ def _masked(call: AttentionCall) -> tuple[Allow, Dense | None]:
     assert call.mask is not None
     # Detached, since the mask holds its request: a cycle would keep tables of all pairs until they are collected.
     mask = call.mask.detach()[:, :, :, : call.key.shape[2]] if call.request else call.mask[..., : call.key.shape[2]]
+    if mask.shape[-2] == 1:  # padding that a model says once for all queries
+        mask = mask.expand(*mask.shape[:-2], call.query.shape[2], -1)
     added = None
     if mask.dtype != torch.bool:  # the smallest number of its type where nothing passes
         allowed = mask > torch.finfo(mask.dtype).min / 2

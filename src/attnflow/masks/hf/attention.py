@@ -17,6 +17,7 @@ from attnflow.models.mask_request import FLEX, AttentionMask, MaskRequest
 
 _NATIVE: Final = "_attnflow_native"  # of the tensor that a batch brings: what its forms are, for all layers to share
 
+_FORBIDS: Final = -1e4  # added to scores, nothing is left of a weight
 FlexOnCpu = Literal["forward", "sdpa"]
 Native = tuple[AttentionMask, Tensor | None]  # a mask as a kernel takes it; queries that may attend to nothing, or None
 
@@ -199,6 +200,16 @@ def _real_ends(padding: Tensor) -> tuple[int, ...]:
     return tuple(cast(list[int], (padding * slots).amax(-1).tolist()))
 
 
+def _own_padding(mask: Tensor, batch: int, keys: int) -> MaskRequest | None:
+    """The request that a model could have made, of a mask of its own for padding alone, [batch, 1, 1, keys]."""
+    if tuple(mask.shape) not in ((batch, 1, 1, keys), (1, 1, 1, keys)):
+        return None
+    real = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and bool((mask[~real] > _FORBIDS).any()):
+        return None  # a bias
+    return MaskRequest(batch, keys, keys, padding=real[:, 0, 0].expand(batch, -1))
+
+
 @dataclass(frozen=True, eq=False)
 class MaskedAttention:
     """Interceptor that replaces the model's mask with ours at one attention module."""
@@ -233,6 +244,8 @@ class MaskedAttention:
         keys, request, mask = call.key.shape[2], call.request, call.mask
         if mask is None and request is None and (queries == keys or self.cross):
             return Positions(MaskRequest(batch, queries, keys))  # vision encoders ask for no mask at all
+        if request is None and queries == keys and isinstance(mask, Tensor):
+            request = _own_padding(mask, batch, keys)
         if request is None:
             what = "None" if mask is None else f"{type(mask).__name__} of shape {tuple(mask.shape)}"
             raise ValueError(
@@ -242,9 +255,8 @@ class MaskedAttention:
             )
         if (request.num_queries, request.num_keys) != (queries, keys):
             raise UnsupportedArchitecture(
-                f"{self.name} attends from {queries} queries to {keys} keys where transformers asked for a mask of "
-                f"{request.num_queries} queries and {request.num_keys} keys: positions of the mask cannot be matched "
-                "to tokens"
+                f"{self.name} attends from {queries} queries to {keys} keys under a mask that the model made for "
+                f"{request.num_queries} queries and {request.num_keys} keys: positions cannot be matched to tokens"
             )
         if "positions" not in request.derived:
             request.derived["positions"] = Positions(request)
