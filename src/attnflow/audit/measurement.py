@@ -286,7 +286,8 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progre
                     continue
                 after = subject.outputs(other, column, sample)
                 for (offset, rows), change in unsure.items():
-                    leak = is_leak(change, *(each[offset, rows] for each in (base, exact, after)), subject.dtype)
+                    place = offset, rows
+                    leak = is_leak(change, base[place], exact[place], after[place], subject.dtype)
                     relation[:, offset : offset + rows, column] |= leak & (change > 0)
     except REFUSALS as error:
         raise UnsupportedArchitecture(

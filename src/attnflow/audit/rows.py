@@ -101,7 +101,7 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     numbers row i belongs to position i + 1, the label of a loss. A tensor [batch, ...] without positions has one row
     per sequence: it may depend on that sequence alone.
     """
-    shape, batch, counts = tuple(tensor.shape), frame.batch, not tensor.is_floating_point()
+    shape, batch, counts = cast(tuple[int, ...], tensor.shape), frame.batch, not tensor.is_floating_point()
     tensor = as_numbers(tensor)
     whole = canonical(tensor, frame, layered=True)
     pooled = frame.batched and len(shape) == 2 and shape[1] in frame.widths  # [batch, width] or [batch, positions]

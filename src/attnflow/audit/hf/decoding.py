@@ -7,7 +7,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
-from transformers.modeling_outputs import BaseModelOutput, ModelOutput
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import ModelOutput
 
 from attnflow._core.errors import UnsupportedArchitecture
 
@@ -25,6 +26,6 @@ def encoder_of(model: nn.Module) -> dict[str, nn.Module]:
     return {"encoder": encoder} if isinstance(encoder, nn.Module) and encoder is not model else {}
 
 
-def encoder_output(output: object, hidden: Tensor) -> BaseModelOutput:
+def encoder_output(output: object, hidden: Tensor) -> ModelOutput:
     """What an encoder returned, or else its states: some decoders read entries of their own, some by index."""
     return output if isinstance(output, ModelOutput) else BaseModelOutput(last_hidden_state=cast(Any, hidden))
