@@ -102,8 +102,12 @@ def batches(draw):
     before[:, 1:] = real[:, :-1]
     labels[before == 0] = -100
     start = draw(st.integers(0, 3))
-    positions = np.broadcast_to(np.arange(start, start + length), ids.shape)
-    return Batch(ids, real.astype(bool), positions, labels if draw(st.booleans()) else None, draw(st.booleans()))
+    columns = np.broadcast_to(np.arange(length), ids.shape)
+    starts = np.array(draw(table)).astype(bool) | (columns == 0) if draw(st.booleans()) else columns == 0
+    positions = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1) + start
+    packed = starts if starts[:, 1:].any() else None
+    given = labels if draw(st.booleans()) else None
+    return Batch(ids, real.astype(bool), positions, given, draw(st.booleans()), packed)
 
 
 @given(batches(), st.sampled_from(COSTS), st.booleans(), st.none() | st.integers(1, 8))
@@ -124,7 +128,8 @@ def test_every_token_sees_what_it_saw_in_its_row(batch, cost, one_row, window):
         at, slot = divmod(place, width)
         assert chosen.ids.flat[place] == batch.ids[row, column]
         assert chosen.positions.flat[place] == batch.positions[row, column]
-        seen = [k for k in range(column + 1) if batch.real[row, k] and (window is None or column - k < window)]
+        first = 0 if batch.starts is None else np.flatnonzero(batch.starts[row, : column + 1])[-1]
+        seen = [k for k in range(first, column + 1) if batch.real[row, k] and (window is None or column - k < window)]
         assert sorted(chosen.place[row, seen] % width) == np.flatnonzero(allowed[at, slot]).tolist()
 
 

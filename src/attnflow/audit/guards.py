@@ -22,7 +22,7 @@ from attnflow.audit.packing import BOUNDARIES
 from attnflow.audit.report import AuditReport
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
-from attnflow.models.evaluation import REFUSALS
+from attnflow.models.evaluation import REFUSALS, examined
 from attnflow.models.loaded import Loaded, split
 
 _LOG: Final = logging.getLogger("attnflow.audit")
@@ -60,7 +60,7 @@ class Guard(Handle):
         return sum(report.seconds for report in self.reports)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._busy:  # the passes of an audit
+        if self._busy or examined():  # the passes of an audit, or of another look at the model
             return
         call, self._calls = self._calls, self._calls + 1
         if call and (self._every is None or call % self._every):

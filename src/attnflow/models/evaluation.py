@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+_examined: Final = ContextVar("_examined", default=False)
 
 # What a model raises when it refuses a call, a cache or a precision. torch raises RuntimeError and its subclasses, and
 # checks of arguments raise TypeError or ValueError. Models that do not check run into an assertion (ProphetNet's
@@ -30,21 +33,37 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def examined() -> bool:
+    """Whether the calls of this thread look at a model, so that handles that regroup its batches stand aside."""
+    return _examined.get()
+
+
+@contextmanager
+def examining(model: nn.Module) -> Generator[None]:
+    """Look at a model in the mode that it is in; all random generators are restored afterwards."""
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    before = _examined.set(True)
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)  # noqa: NPY002
+            _examined.reset(before)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
     """Run in eval mode; training flags and all random generators are restored afterwards."""
     training = [(module, module.training) for module in model.modules()]
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+    with examining(model):
         try:
             model.eval()
             yield
         finally:
             for module, flag in training:
                 module.training = flag
-            random.setstate(python)
-            np.random.set_state(legacy)  # noqa: NPY002
 
 
 @contextmanager

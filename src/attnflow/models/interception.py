@@ -189,6 +189,13 @@ def intercept(
     return Interception(claim, list(interceptors))
 
 
+def in_force(module: nn.Module, *roles: Role) -> list[Interceptor]:
+    """Return the interceptors of these roles that a module's calls go through."""
+    stack = cast("_Stack | None", module.__dict__.get(_STACK))
+    newest = {} if stack is None else {claim.role: interceptor for claim, interceptor in stack.entries}
+    return [newest[role] for role in roles if role in newest]
+
+
 def base_implementation(config: PreTrainedConfig) -> str:
     """Return the implementation that a config names, without our prefix; "sdpa" by default."""
     name = str(config.__dict__[_CONFIG] or "sdpa")

@@ -156,7 +156,8 @@ class Cost:
 class Batch:
     """Sequences of a causal model as arrays [batch, length], `real` False at pads, labels as in transformers.
 
-    With `by_column` a token's column counts beside its position, as it does for sliding windows.
+    With `by_column` a token's column counts beside its position, as it does for sliding windows. `starts` is True where
+    a sequence begins, for rows that hold several (packed rows); by default each row is one.
     """
 
     ids: IntArray
@@ -164,16 +165,29 @@ class Batch:
     positions: IntArray
     labels: IntArray | None = None
     by_column: bool = False
+    starts: BoolArray | None = None
+
+    def columns(self) -> IntArray:
+        """The place of each real token in its sequence, in slots with pads."""
+        columns = np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)
+        if self.starts is not None:
+            columns = columns - np.maximum.accumulate(np.where(self.starts, columns, 0), axis=1)
+        return columns[self.real]
+
+    def sizes(self) -> IntArray:
+        """The number of real tokens of each sequence, in the order of the flattened batch."""
+        if self.starts is None:
+            return self.real.sum(axis=1)
+        return np.add.reduceat(self.real.ravel().astype(np.int64), np.flatnonzero(self.starts))
 
     def keys(self) -> IntArray:
         """An int64 key for each real token: all but the tokens before it. `ValueError` if 64 bits are too few."""
-        columns = np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)[self.real]
-        parts = [self.ids[self.real], self.positions[self.real], *([columns] if self.by_column else [])]
+        parts = [self.ids[self.real], self.positions[self.real], *([self.columns()] if self.by_column else [])]
         low = [int(part.min(initial=0)) for part in parts]
         spans = [int(part.max(initial=0)) - least + 1 for part, least in zip(parts, low, strict=True)]
         if np.prod([float(span) for span in spans]) >= 2**62:
             raise ValueError(f"token ids and positions span {' x '.join(map(str, spans))} values, more than 64 bits")
-        key = np.zeros(len(columns), np.int64)
+        key = np.zeros(len(parts[0]), np.int64)
         for part, least, span in zip(parts, low, spans, strict=True):
             key = key * span + (part - least)
         return key
@@ -183,8 +197,9 @@ class Batch:
 class Plan:
     """The prefix trees [trees, width] that run in place of a batch; slots after a tree's nodes are padding.
 
-    `columns` is the batch column of each node, `place` the slot of each token in the flattened trees (-1 at pads), and
-    `label_place` that of each prediction in the flattened [trees, width - 1]. `labels` holds every label once.
+    `columns` is the place of each node in its sequence, `place` the slot of each token in the flattened trees (-1 at
+    pads), and `label_place` that of each prediction in the flattened [trees, width - 1]. `labels` holds every label
+    once.
     """
 
     ids: IntArray
@@ -236,7 +251,7 @@ def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
     itself and copies with its position and ancestors. With labels each tree ends with a padding slot, as a slot's label
     stands in the next.
     """
-    numbers = batch.real.sum(axis=1)
+    numbers = batch.sizes()
     if not numbers.any():
         return None
     offsets = np.concatenate([[0], np.cumsum(numbers)])
@@ -265,14 +280,14 @@ def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
     place = np.full(batch.ids.shape, -1)
     place[batch.real] = slot + starts[token_row]
     flat_ids, flat_positions = batch.ids[batch.real], batch.positions[batch.real]
-    column = np.broadcast_to(np.arange(batch.ids.shape[1]), batch.ids.shape)[batch.real]
+    column = batch.columns()
     ids, positions = np.full((len(groups), width), flat_ids[0]), np.zeros((len(groups), width), np.int64)
     for row, source in enumerate(sources):
         ids[row, : len(source)], positions[row, : len(source)] = flat_ids[source], flat_positions[source]
     columns = tuple(column[source] for source in sources)
     if predicts is None:
         return Plan(ids, positions, tuple(trees), columns, place, len(keys))
-    labels, label_place = np.full(ids.shape, NO_ID), np.full((len(numbers), batch.ids.shape[1] - 1), -1)
+    labels, label_place = np.full(ids.shape, NO_ID), np.full((len(batch.ids), batch.ids.shape[1] - 1), -1)
     at = np.flatnonzero(prediction >= 0)
     labels[token_row[at], prediction[at] + 1] = predicts[at]
     row, source_column = np.nonzero(batch.real)

@@ -17,6 +17,8 @@ pytestmark = [
 ]
 PAD = 3
 REFUSED = {"OPT"}  # counts positions by the padding
+ALONE = "packed rows: the model computes them otherwise than each sequence alone"
+ALONE_OF = {"GptOss"}  # makes its masks without position_ids
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,23 @@ def rows(sequences: list[list[int]], left: bool = False) -> dict[str, Tensor]:
 PROMPT = [7, 9, 11, 13, 15, 17, 19, 21]
 GROUP = [[*PROMPT, 4, 5, 6], [*PROMPT, 4, 8], [*PROMPT, 10, 5, 6], [*PROMPT, 4, 5, 6], [*PROMPT], [*PROMPT, 4, 8, 12]]
 AGENTS = [[*PROMPT, 4], [*PROMPT, 5, 6, 7, 30], [*PROMPT, 5, 6, 7, 31, 32], [*PROMPT, 5, 33], [40, 41, 42], [40, 41]]
+
+
+def packed(sequences: list[list[int]]) -> dict[str, Tensor]:
+    """One row of several sequences, with all that trl's padding-free collator says of them."""
+    sizes = torch.tensor([len(one) for one in sequences])
+    borders = torch.tensor([0, *sizes.cumsum(0)], dtype=torch.int32)
+    return {
+        "input_ids": torch.cat([torch.tensor(one) for one in sequences])[None],
+        "position_ids": torch.cat([torch.arange(len(one)) for one in sequences])[None],
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": int(sizes.max()),
+        "max_length_k": int(sizes.max()),
+        "seq_idx": torch.repeat_interleave(torch.arange(len(sequences)), sizes)[None],
+    }
+
+
 BATCHES = {
     "a group": rows(GROUP),
     "padded on the left": rows([*GROUP, GROUP[0]], left=True),
@@ -47,6 +66,7 @@ BATCHES = {
         ),
         "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]),
     },
+    "packed": packed([*GROUP, *AGENTS]),
     "no padding": {"input_ids": torch.tensor([[*PROMPT, 4, 5], [*PROMPT, 4, 6], [*PROMPT, 7, 8]])},
 }
 
@@ -91,15 +111,17 @@ def test_every_architecture_in_float64(name, implementation):
         model.set_attn_implementation(implementation)
     except ValueError:
         pytest.skip(f"{name} does not run with {implementation}")
-    batch = labelled(BATCHES["a group"])
+    batches = [labelled(BATCHES["a group"]), labelled(BATCHES["packed"], whole=True)]  # labels across borders, too
     with precision(model, torch.float64):
-        stock = run(model, batch)
+        stock = [run(model, batch) for batch in batches]
         with af.tasks.share_prefixes(model) as handle:
-            shared = run(model, batch)
+            shared = [run(model, batch) for batch in batches]
             assert handle.no_copies == ""
-        assert (handle.report.shared, handle.report.stock) == (1, {})
-        assert handle.report.tokens_after < handle.report.tokens_before
-    assert_same(stock, shared, 1e-9)
+    report = handle.report
+    assert (report.calls, report.shared, list(report.stock)) == ((2, 1, [ALONE]) if name in ALONE_OF else (2, 2, []))
+    assert report.tokens_after < report.tokens_before
+    for before, after in zip(stock, shared, strict=True):
+        assert_same(before, after, 1e-9)
 
 
 @pytest.mark.parametrize("kind", ["no labels", "labels", "labels everywhere"])
@@ -196,9 +218,9 @@ def test_hidden_states_are_read_back_and_the_backbone_alone_too():
 
 STOCK = {
     "attention weights": ({"output_attentions": True}, "output_attentions was asked for"),
-    "packed rows": (
-        {"attention_mask": None, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]])},
-        "its position_ids start again, so that its rows are packed sequences",
+    "other packed rows": (
+        {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 40, 66])},
+        "its cu_seq_lens_q names other sequences than position_ids that start again",
     ),
     "a dense mask": (
         {"attention_mask": torch.ones(6, 1, 11, 11, dtype=torch.bool).tril()},

@@ -6,28 +6,34 @@ so that the head, too, runs once for each token.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
-from attnflow.models.interception import FLEX, base_implementation
+from attnflow.models.evaluation import examined, examining, unchanged
+from attnflow.models.interception import FLEX, Interceptor, base_implementation, in_force
 from attnflow.tasks.embedding import NO_ID, additive
+from attnflow.tasks.hf.call_rows import (
+    CACHE,
+    PACKED,
+    NotShared,
+    flag,
+    named_arguments,
+    other_arguments,
+    read_batch,
+    text_config,
+)
 from attnflow.tasks.prefixes import Batch, Cost, Plan, plan
 
-_CACHE: Final = "a cache was in use, or asked for (pass use_cache=False)"
 _NOTHING: Final = "its rows do not begin alike, or by so little that sharing is more work"
-_ROWS: Final = {"input_ids", "attention_mask", "position_ids", "labels"}
-_FLAGS: Final = {"use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits"}
-_PLAIN: Final = {*_ROWS, *_FLAGS, "num_items_in_batch", "fused_lm_head"}
 _STATES: Final = ("last_hidden_state", "hidden_states")
+_ROUTERS: Final = "router_logits"  # of every token, for the loss that balances experts
 _log: Final = logging.getLogger("attnflow.tasks")
 
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -87,50 +93,60 @@ def _untraced(function: _F) -> _F:
     return cast(_F, torch.compiler.disable(function))
 
 
-class NotShared(Exception):
-    """Why a call is not shared; its text is what the report counts."""
-
-
 @dataclass(eq=False)
 class Calls:
     """The hooks, and what they need to know of the model; copies of the model have their own.
 
     `windows` is how far back attention reads, by name in `config.layer_types` ("" if all layers are alike). With
-    `always` calls are shared even where nothing is gained, as the check of a model needs.
+    `always` calls are shared even where nothing is gained, as the check of a model needs. `unsupported` holds why
+    calls with packed rows, or with router logits, are not shared. Calls of who only looks at the model stand aside.
     """
 
     windows: Mapping[str, int | None]
     cost: Cost
+    attention: Sequence[nn.Module]
     long_positions: bool = False
     with_labels: bool = True
     always: bool = False
+    unsupported: dict[str, str] = field(default_factory=lambda: dict[str, str]())
     report: SharingReport = field(default_factory=SharingReport)
     masks: dict[str, object] = field(default_factory=lambda: dict[str, object]())  # of the last call, by kind of layer
     _plan: Plan | None = None  # of the call of the backbone that is under way
     _outer: Plan | None = None  # of the call of the model around it
     _refused: str = ""  # why the call of the model around it must not be shared
+    _call: tuple[dict[str, Any], list[Tensor]] | None = None  # of the backbone, and the random generators before it
+    _settled: tuple[int, bool] | None = None  # hooks in training, and whether numbers are drawn to no effect
+
+    def __post_init__(self) -> None:
+        self._attention = self._interceptors()
+
+    def _interceptors(self) -> list[list[Interceptor]]:
+        """The masks and biases in force, which decide what a token reads."""
+        return [in_force(module, "mask", "bias") for module in self.attention]
 
     @_untraced
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Replace a call with labels as a whole, where that is less work than sharing in the backbone alone."""
         self._outer, self._refused = None, ""
-        named = _named(model, args, kwargs)
+        if examined() and not self.always:
+            return None
+        named = named_arguments(model, args, kwargs)
         labels, ids = named.get("labels"), named.get("input_ids")
         if not isinstance(labels, Tensor) or not isinstance(ids, Tensor) or labels.shape != ids.shape or ids.ndim != 2:
             return None
         if named.get("fused_lm_head") is True:  # trl's, which runs the backbone without a cache
             named["use_cache"] = False
         try:
-            batch = _batch(named, model, by_column=self._by_column)
+            batch = self._batch(named, model)
         except NotShared:
             return None  # the backbone will say why
         expected = labels.cpu().numpy()
         if (~batch.real[:, :-1] & (expected[:, 1:] != NO_ID)).any():  # as before a row that is padded on the left
             self._refused = "a label is predicted by a pad (the first token of a row padded on the left): mark it -100"
             return None
-        if not self.with_labels or _given(named) or named.get("return_dict") is False:
-            return None
-        labelled = Batch(batch.ids, batch.real, batch.positions, expected, batch.by_column)
+        if not self.with_labels or other_arguments(named) or flag(named, model, "output_router_logits"):
+            return None  # routers are balanced over the tokens of the rows, not over the labels' copies
+        labelled = replace(batch, labels=expected)
         try:
             whole, alone = self._planned(model, labelled), self._planned(model, batch)
         except NotShared:
@@ -140,7 +156,7 @@ class Calls:
             return None
         self._outer = whole
         named |= {"input_ids": _tensor(whole.ids, ids), "labels": _tensor(cast(IntArray, whole.labels), labels)}
-        return (), {name: v for name, v in named.items() if name not in ("attention_mask", "position_ids")}
+        return (), {n: v for n, v in named.items() if n not in ("attention_mask", "position_ids", *PACKED)}
 
     @_untraced
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: object) -> object:
@@ -151,8 +167,10 @@ class Calls:
     @_untraced
     def before_backbone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Replace the rows of a call by prefix trees."""
-        self._plan = None
-        named = _named(model, args, kwargs)
+        self._plan = self._call = None
+        if examined() and not self.always:
+            return None
+        named = named_arguments(model, args, kwargs)
         ids = named.get("input_ids")
         outer = self._outer
         if outer is not None and isinstance(ids, Tensor) and tuple(ids.shape) == outer.shape:
@@ -161,8 +179,8 @@ class Calls:
             if self._refused:
                 return self._stock(model, self._refused, named)
             try:
-                batch = _batch(named, model, by_column=self._by_column)
-                if extra := _given(named):
+                batch = self._batch(named, model)
+                if extra := other_arguments(named):
                     raise NotShared(f"it was given {', '.join(extra)}")
                 chosen = self._planned(model, batch)
                 if not self.always and chosen.cost(self._cost(model)) >= self._cost_of_rows(model, batch):
@@ -174,26 +192,61 @@ class Calls:
         self.report = self.report.ran(chosen.tokens, chosen.nodes)
         self.masks = attention_masks(model, self.windows, chosen, cast(Tensor, ids).device)
         mask = next(iter(self.masks.values())) if len(self.masks) == 1 else self.masks
+        named = {name: value for name, value in named.items() if name not in PACKED}
         named |= {
             "input_ids": _tensor(chosen.ids, cast(Tensor, ids)),
             "position_ids": _tensor(chosen.positions, cast(Tensor, ids)),
             "attention_mask": mask,
         }
+        if model.training and not self.always:
+            self._call = named, _generators(cast(Tensor, ids).device)
         return (), named
 
     @_untraced
     def after_backbone(self, model: nn.Module, args: tuple[Any, ...], output: object) -> object:
         """Read states of trees back to the rows."""
-        chosen, self._plan = self._plan, None
+        (chosen, self._plan), (call, self._call) = (self._plan, None), (self._call, None)
+        if call is not None and output is not None:
+            self._refuse_random(model, *call)
         if chosen is None or output is None:
             return output
-        names = {name for name, value in cast(Mapping[str, object], output).items() if value is not None}
-        if names - {*_STATES}:
+        values = {n: value for n, value in cast(Mapping[str, object], output).items() if value is not None}
+        if unknown := sorted({*values} - {*_STATES, _ROUTERS}):
             raise RuntimeError(
-                f"{type(model).__name__} puts out {', '.join(sorted(names - {*_STATES}))}, which cannot be read back "
-                "from shared prefixes; ask for less, or remove the handle of share_prefixes"
+                f"{type(model).__name__} puts out {', '.join(unknown)}, which cannot be read back from shared "
+                "prefixes; ask for less, or remove the handle of share_prefixes"
             )
-        return _replaced(output, chosen)
+        if _ROUTERS in values:
+            values[_ROUTERS] = tuple(_routers(one, chosen) for one in cast(Sequence[Tensor], values[_ROUTERS]))
+        read = {name: value if name == _ROUTERS else _replaced(value, chosen) for name, value in values.items()}
+        return cast(Any, type(output))(**read)
+
+    def _refuse_random(self, model: nn.Module, call: Mapping[str, Any], before: Sequence[Tensor]) -> None:
+        """Raise `ValueError` if two runs of a call differ; looked at once, and when hooks or draws change."""
+        drawn = not all(map(torch.equal, before, _generators(call["input_ids"].device)))
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        if self._settled in ((hooks, drawn), (hooks, True)):
+            return
+        with unchanged(model), examining(model):
+            first, second = (cast(Tensor, model(**call).last_hidden_state).detach() for _ in range(2))
+        if not (torch.equal(first, second) if drawn else float((first - second).abs().max()) <= rounding(first)):
+            raise ValueError(
+                f"{type(model).__name__} draws random numbers while it is trained (as NEFTune's noise), and two runs "
+                "of one call differ: sequences that begin alike would get the same noise; switch it off, or remove "
+                "the handle of share_prefixes"
+            )
+        self._settled = hooks, drawn
+
+    def _batch(self, named: Mapping[str, Any], model: nn.Module) -> Batch:
+        """The sequences of a call; raises `NotShared` if none can be shared."""
+        if not self.always and self._attention != self._interceptors():
+            raise NotShared("a mask or a bias was attached or removed after share_prefixes; do that first")
+        batch = read_batch(named, model, self._by_column)
+        asked = {"packed rows": batch.starts is not None, "router logits": flag(named, model, "output_router_logits")}
+        for name, reason in self.unsupported.items() if not self.always else ():
+            if reason and asked[name]:
+                raise NotShared(f"{name}: {reason}")
+        return batch
 
     @property
     def _by_column(self) -> bool:
@@ -220,11 +273,11 @@ class Calls:
 
     def _stock(self, model: nn.Module, reason: str, named: Mapping[str, Any]) -> None:
         """Run a call without sharing, and count why."""
-        if reason not in self.report.stock and (reason != _CACHE or (model.training and torch.is_grad_enabled())):
+        if reason not in self.report.stock and (reason != CACHE or (model.training and torch.is_grad_enabled())):
             _log.warning("share_prefixes: a call of the model was not shared: %s", reason)
         self.report = self.report.refused(reason)
         mask, ids = named.get("attention_mask"), named.get("input_ids")
-        if reason != _CACHE and isinstance(ids, Tensor):
+        if reason != CACHE and isinstance(ids, Tensor):
             tokens = int((mask != 0).sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
             self.report = self.report.ran(tokens, tokens, shared=False)
 
@@ -249,61 +302,8 @@ def skips_pairs(model: nn.Module) -> bool:
     return _implementation(model) == FLEX
 
 
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = [name for name in inspect.signature(model.forward).parameters if name != "self"]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _given(named: Mapping[str, Any]) -> list[str]:
-    """The arguments that hold something which may refer to the rows."""
-
-    def nothing(value: object) -> bool:
-        return value is None or value is False or value == 0 if not isinstance(value, Tensor) else value.ndim == 0
-
-    return sorted(name for name, value in named.items() if name not in _PLAIN and not nothing(value))
-
-
-def _batch(named: Mapping[str, Any], model: nn.Module, by_column: bool) -> Batch:
-    """The sequences of a call; raises `NotShared` if none can be shared."""
-    config = cast(Any, _config(model))
-    if named.get("past_key_values") is not None or _flag(named, config, "use_cache"):
-        raise NotShared(_CACHE)
-    ids, mask, positions = (named.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        raise NotShared("it was given no input_ids [batch, tokens]")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
-        raise NotShared("it was given an attention_mask that is not [batch, tokens]")
-    for name in ("output_attentions", "output_router_logits"):
-        if _flag(named, config, name):
-            raise NotShared(f"{name} was asked for")
-    if named.get("return_dict") is False:
-        raise NotShared("a tuple was asked for (return_dict=False)")
-    real = np.ones(tuple(ids.shape), np.bool_) if mask is None else (mask != 0).cpu().numpy()
-    if positions is None:
-        placed = np.broadcast_to(np.arange(ids.shape[1]), tuple(ids.shape))
-    elif isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == ids.shape[1]:
-        placed = np.broadcast_to(positions.cpu().numpy().astype(np.int64), tuple(ids.shape))
-        if mask is None and (np.diff(placed, axis=1) != 1).any():
-            raise NotShared("its position_ids start again, so that its rows are packed sequences")
-    else:
-        raise NotShared("it was given position_ids that are not [batch, tokens]")
-    given_columns = by_column and positions is not None
-    return Batch(ids.cpu().numpy().astype(np.int64), real, placed, by_column=given_columns)
-
-
-def _flag(named: Mapping[str, Any], config: object, name: str) -> bool:
-    value = named.get(name)
-    return bool(getattr(config, name, False)) if value is None else bool(value)
-
-
-def _config(model: nn.Module) -> object:
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", None)
-    return text() if callable(text) else config
-
-
 def _implementation(model: nn.Module) -> str:
-    return base_implementation(cast(Any, _config(model)))
+    return base_implementation(cast(Any, text_config(model)))
 
 
 def _refuse_dropout(model: nn.Module) -> None:
@@ -320,6 +320,22 @@ def _refuse_dropout(model: nn.Module) -> None:
                     f"{value:g} while it is trained: rows would drop the same features together; set it to 0 in the "
                     "config, or remove the handle"
                 )
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a model on this device draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def rounding(states: Tensor) -> float:
+    """How far equal computations may lie apart in the type of these states; models of float64 use float32 in parts."""
+    eps = max(torch.finfo(states.dtype).eps, torch.finfo(torch.float32).eps)
+    return min(1e3 * eps, 0.05) * max(float(states.abs().max()), 1.0)
+
+
+def _routers(logits: Tensor, chosen: Plan) -> Tensor:
+    """The router logits [batch * tokens, experts] of the rows; 0 at pads, which the loss leaves out."""
+    return to_rows(logits.reshape(*chosen.shape, logits.shape[-1]), chosen).flatten(0, 1)
 
 
 def _tensor(array: IntArray, like: Tensor) -> Tensor:

@@ -7,12 +7,15 @@ back its layers read, and `check_sharing` runs a small batch in both forms.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer
 
@@ -27,12 +30,13 @@ from attnflow.models.interception import (
     Proceed,
     base_implementation,
     check_implementation,
+    in_force,
 )
-from attnflow.models.loaded import Loaded, ordinary_tokens, split
+from attnflow.models.loaded import Loaded, accepts, ordinary_tokens, split
 from attnflow.models.mask_request import MaskRequest
 from attnflow.models.sites import Site, find_sites
 from attnflow.models.trial import DoesNotRun, trial
-from attnflow.tasks.hf.shared_calls import Calls, SharingReport
+from attnflow.tasks.hf.shared_calls import Calls, SharingReport, rounding
 from attnflow.tasks.hf.trainers import shuffle_groups
 from attnflow.tasks.prefixes import Cost
 
@@ -135,13 +139,21 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
         if isinstance(calls, Calls):
             return outer, backbone, calls, True
     owner = backbone.module
-    check_implementation(owner, base_implementation(owner.config), f"the attention of {type(owner).__name__}", "mask")
+    name = type(owner).__name__
+    if any(isinstance(parameter, DTensor) for parameter in owner.parameters()):
+        raise UnsupportedArchitecture(
+            f"the parameters of {name} are sharded over devices already: share first, then call fully_shard"
+        )
+    if any(in_force(site.module, "mask") for site in backbone.sites):
+        raise ValueError(f"{name} runs under a mask of masks.attach, which need not be causal: remove it, then share")
+    check_implementation(owner, base_implementation(owner.config), f"the attention of {name}", "mask")
     attach(owner, causal(_LENGTH)).remove()  # refuses modules beside attention that mix positions
     head = None if outer is backbone.module else head_of(outer)
     # Whether the rotary embedding of a token depends on the largest position of its batch:
     parts = [getattr(owner.config, name, None) for name in ("rope_parameters", "rope_scaling")]
     long_positions = any(kind in str(part) for part in parts for kind in _GROWING)
-    calls = Calls(backbone.windows(), backbone.cost(head), long_positions, with_labels=head is not None)
+    modules = [site.module for site in backbone.sites]
+    calls = Calls(backbone.windows(), backbone.cost(head), modules, long_positions, with_labels=head is not None)
     return outer, backbone, calls, False
 
 
@@ -161,41 +173,65 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
-    """Compare both forms, refusing a model that differs; returns why calls with labels cannot be replaced, or ""."""
+    """Compare both forms, refusing a model that differs; returns why calls with labels cannot be replaced, or "".
+
+    `calls` learns which other calls differ: those of packed rows, and those with router logits.
+    """
     ids, real = backbone.probe()
     labels = ids.masked_fill((real * real.roll(1, dims=1)) == 0, -100)
     labels[:, 0] = -100
-    rows = {"input_ids": ids, "attention_mask": real, "use_cache": False}
+    rows = {"input_ids": ids, "attention_mask": real, **backbone.plain()}
+    packed = {
+        **backbone.plain(),
+        "input_ids": ids.reshape(1, -1),
+        "position_ids": torch.arange(ids.shape[1]).repeat(len(ids))[None].to(ids),
+    }
+    one, every = torch.ones(1, 1), torch.ones_like(packed["input_ids"])
 
-    def states() -> Tensor:
+    def states(**call: object) -> list[Tensor]:
         with trial(model):
-            return cast(Any, backbone.module)(**rows).last_hidden_state
+            return [cast(Any, backbone.module)(**call).last_hidden_state]
 
-    def labelled() -> tuple[Tensor, Tensor] | str:
+    def labelled(**more: object) -> list[Tensor]:
         with trial(model):
-            try:
-                output = cast(Any, model)(**rows, labels=labels)
-                return cast(Tensor, output.loss).reshape(1, 1), cast(Tensor, output.logits)
-            except REFUSALS as error:
-                return f"it does not take labels [batch, tokens] ({refusal(error)})"
+            output = cast(Any, model)(**{**rows, "labels": labels, **more})
+            balance = getattr(output, "aux_loss", None)
+            return [output.logits, output.loss.reshape(1, 1), *([] if balance is None else [balance.reshape(1, 1)])]
 
-    stock, stock_labelled = states(), labelled() if calls.with_labels else "it has no head"
-    hooks = _hooked(model, backbone.module, calls)
+    def differs(run: Callable[..., list[Tensor]], read: Tensor, names: Sequence[str], **call: object) -> str:
+        try:
+            stock = run(**call)
+            with _on_trees(model, backbone.module, calls):
+                for before, after, name in zip(stock, run(**call), names, strict=False):
+                    compare(before, after, read if before.shape[:2] == read.shape else one, name)
+        except (UnsupportedArchitecture, *REFUSALS) as error:
+            return refusal(error)
+        return ""
+
+    run, name = partial(states, **rows), type(backbone.module).__name__
+    name += "" if accepts(backbone.module, "position_ids") else ", which takes no position_ids,"
+    stock = run()
+    with _on_trees(model, backbone.module, calls):
+        backbone.intercepted(lambda call, go_on: backbone.masked_as_meant(call, go_on, calls.masks), run)
+        compare(stock[0], run()[0], real, name)
+    calls.unsupported = {}
+    if differs(states, every, ["a packed row"], **packed):
+        calls.unsupported["packed rows"] = "the model computes them otherwise than each sequence alone"
+    if not calls.with_labels:
+        return "it has no head"
+    names = "its head", "its loss", "its loss of the routers"
+    if hasattr(backbone.module.config.get_text_config(), "output_router_logits"):
+        calls.unsupported["router logits"] = differs(labelled, real, names, output_router_logits=True)
+    return differs(labelled, real, names)
+
+
+@contextmanager
+def _on_trees(model: nn.Module, backbone: nn.Module, calls: Calls) -> Generator[None]:
+    """Share every call inside, whether something is gained or not; nothing of that is counted."""
+    hooks = _hooked(model, backbone, calls)
     calls.always = True
     try:
-        backbone.intercepted(lambda call, proceed: backbone.masked_as_meant(call, proceed, calls.masks), states)
-        compare(stock, states(), real, type(backbone.module).__name__)
-        if isinstance(stock_labelled, str):
-            return stock_labelled
-        shared = labelled()
-        if isinstance(shared, str):
-            return shared
-        try:
-            compare(stock_labelled[0], shared[0], torch.ones(1, 1), "its loss")
-            compare(stock_labelled[1], shared[1], real, "its head")
-        except UnsupportedArchitecture as error:
-            return str(error)
-        return ""
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -226,12 +262,19 @@ class Backbone:
         """The one stack of a model; refuses several stacks, and stacks without the attention interface."""
         sites = find_sites(model)
         owners = list({id(site.owner): site.owner for site in sites}.values())
-        if len(owners) != 1 or any(site.kind == "cross" for site in sites):
+        if len(owners) != 1:
             names = ", ".join(type(owner).__name__ for owner in owners)
             raise UnsupportedArchitecture(
                 f"share_prefixes takes a model of one causal stack, got {names}; pass the part that reads token ids"
             )
-        return cls(owners[0], sites)
+        return cls(owners[0], tuple(site for site in sites if site.kind != "cross"))
+
+    def plain(self) -> dict[str, object]:
+        """What a call needs to give its states alone: no cache, and nothing else that the config asks for."""
+        asked = ("output_attentions", "output_router_logits")
+        config = self.module.config
+        extra = {name: False for name in asked if getattr(config.get_text_config(), name, False)}
+        return {"use_cache": False, **extra, **({} if config.return_dict else {"return_dict": True})}
 
     def cost(self, head: nn.Module | None) -> Cost:
         """The multiplications for a token, a query-key pair and a row of logits."""
@@ -254,7 +297,7 @@ class Backbone:
             return proceed(call.replace(mask=call.request.own(call.implementation)))
 
         ids, _ = self.probe()
-        self.intercepted(record, lambda: self.module(input_ids=ids[:1], use_cache=False))
+        self.intercepted(record, lambda: self.module(input_ids=ids[:1], **self.plain()))
         missing = sorted(set(names.values()) - set(seen))
         if missing:
             raise UnsupportedArchitecture(f"{missing[0]} is not called when the model reads text")
@@ -305,14 +348,13 @@ class Backbone:
 
 def compare(stock: Tensor, shared: Tensor, real: Tensor, name: str) -> None:
     """Refuse a model whose states on trees differ from its own by more than rounding."""
-    before, after = stock[real.bool()].double(), shared[real.bool()].double()
-    rounding = min(1e3 * torch.finfo(stock.dtype).eps, 0.05) * max(float(before.abs().max()), 1.0)
-    difference = float((before - after).abs().max())
-    if not difference <= rounding:
+    before, after = stock[real.bool()], shared[real.bool()]
+    difference = float((before.double() - after.double()).abs().max())
+    if not difference <= rounding(before):
         raise UnsupportedArchitecture(
             f"{name} gives rows that begin alike other states than their shared prefixes have (they differ by "
-            f"{difference:.2g}, rounding is {rounding:.2g}): its tokens depend on more than their ids, their positions "
-            "and their attention"
+            f"{difference:.2g}, rounding is {rounding(before):.2g}): its tokens depend on more than their ids, their "
+            "positions and their attention"
         )
 
 

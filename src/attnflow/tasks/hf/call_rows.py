@@ -1,0 +1,86 @@
+"""The sequences of a model's call: padded rows, or packed ones that hold several; and why they are not shared."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor, nn
+
+from attnflow.audit.packing import BOUNDARIES
+from attnflow.tasks.prefixes import Batch
+
+CACHE: Final = "a cache was in use, or asked for (pass use_cache=False)"
+_ROWS: Final = {"input_ids", "attention_mask", "position_ids", "labels"}
+_FLAGS: Final = {"use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits"}
+PACKED: Final = {*BOUNDARIES, "seq_idx", "max_length_q", "max_length_k"}  # where packed sequences begin, for kernels
+_PLAIN: Final = {*_ROWS, *_FLAGS, *PACKED, "num_items_in_batch", "fused_lm_head"}
+
+
+class NotShared(Exception):
+    """Why a call is not shared; its text is what the report counts."""
+
+
+def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in `forward`."""
+    names = [name for name in inspect.signature(model.forward).parameters if name != "self"]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def other_arguments(named: Mapping[str, Any]) -> list[str]:
+    """The arguments that hold something which may refer to the rows."""
+
+    def nothing(value: object) -> bool:
+        return value is None or value is False or value == 0 if not isinstance(value, Tensor) else value.ndim == 0
+
+    return sorted(name for name, value in named.items() if name not in _PLAIN and not nothing(value))
+
+
+def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool) -> Batch:
+    """The sequences of a call; raises `NotShared` if none can be shared."""
+    if named.get("past_key_values") is not None or flag(named, model, "use_cache"):
+        raise NotShared(CACHE)
+    ids, mask, positions = (named.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        raise NotShared("it was given no input_ids [batch, tokens]")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
+        raise NotShared("it was given an attention_mask that is not [batch, tokens]")
+    if flag(named, model, "output_attentions"):
+        raise NotShared("output_attentions was asked for")
+    if not flag(named, model, "return_dict"):
+        raise NotShared("a tuple was asked for (return_dict=False)")
+    starts = None
+    real = np.ones(tuple(ids.shape), np.bool_) if mask is None else (mask != 0).cpu().numpy()
+    if positions is None:
+        placed = np.broadcast_to(np.arange(ids.shape[1]), tuple(ids.shape))
+    elif isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == ids.shape[1]:
+        placed = np.broadcast_to(positions.cpu().numpy().astype(np.int64), tuple(ids.shape))
+        if mask is None and (np.diff(placed, axis=1) != 1).any():  # as transformers finds packed sequences
+            starts = np.diff(placed, axis=1, prepend=placed[:, :1]) != 1
+    else:
+        raise NotShared("it was given position_ids that are not [batch, tokens]")
+    begins = np.zeros(real.shape, np.bool_) if starts is None else starts
+    begins[:, 0] = True
+    expected = {name: np.append(np.flatnonzero(begins), begins.size) for name in BOUNDARIES}
+    expected["seq_idx"] = np.cumsum(begins, axis=1) - 1
+    for name, value in expected.items():
+        given = named.get(name)
+        if isinstance(given, Tensor) and not np.array_equal(given.cpu().numpy().ravel(), value.ravel()):
+            raise NotShared(f"its {name} names other sequences than position_ids that start again")
+    given_columns = by_column and positions is not None
+    return Batch(ids.cpu().numpy().astype(np.int64), real, placed, by_column=given_columns, starts=starts)
+
+
+def flag(named: Mapping[str, Any], model: nn.Module, name: str) -> bool:
+    """An argument that the config decides where the call does not."""
+    value = named.get(name)
+    return bool(getattr(text_config(model), name, False)) if value is None else bool(value)
+
+
+def text_config(model: nn.Module) -> object:
+    """The config of the part that reads tokens."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    return text() if callable(text) else config
