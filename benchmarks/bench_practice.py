@@ -77,11 +77,24 @@ def sharing(device: str, group: int = 8, prompt: int = 512, completion: int = 64
         (f"dpo step, {group // 2} x ({prompt} + 2 x {completion})", "dpo_step", group // 2, group),
         (f"sft step, {group} x ({prompt} + {completion})", "sft_step", group, group),
     ]
+    half = prompt // 2, completion // 2  # one row of all sequences is dense in all their pairs
+    packed = [
+        (f"{kind} step, one row of {group} x ({half[0]} + {half[1]})", call, name)
+        for kind, call, free in (
+            ("grpo", "grpo_step", "trl's loss on one row"),
+            ("sft", "sft_step", "trl, padding-free"),
+        )
+        for name in (OURS, free, "trl")
+    ]
     return [
         *[
             Case(what, name, rows * (prompt + completion), here, call, (name == OURS, size, prompt, completion), 3)
             for what, call, size, rows in steps
             for name in (OURS, "trl")
+        ],
+        *[
+            Case(what, name, group * sum(half), here, call, (name == OURS, group, *half, name != "trl"), 3)
+            for what, call, name in packed
         ],
         Case(task, OURS, questions, here, "hellaswag", (True, questions, shots), repeats=3),
         Case(task, "lm-eval HFLM", questions, here, "hellaswag", (False, questions, shots), repeats=3),

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import attnflow as af
 
@@ -30,8 +32,11 @@ class Noted:
         return self.run()
 
 
-def grpo_step(share: bool, group: int, prompt: int, completion: int) -> Callable[[], object]:
-    """Loss and gradients of one batch of rollouts by trl's own trainer, the model shared or as it is."""
+def grpo_step(share: bool, group: int, prompt: int, completion: int, packed: bool = False) -> Callable[[], object]:
+    """Loss and gradients of one batch of rollouts by trl's own trainer, the model shared or as it is.
+
+    With `packed` its log-probabilities come of one row of all sequences, as trainers at scale have them and trl's not.
+    """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -46,6 +51,8 @@ def grpo_step(share: bool, group: int, prompt: int, completion: int) -> Callable
     data = Dataset.from_dict({"prompt": ["one", "two"]})
     trainer = GRPOTrainer(model, lambda **_: [0.0] * group, arguments, train_dataset=data, processing_class=tokenizer)
     trainer.current_gradient_accumulation_steps = 1  # what `train` sets
+    if packed:
+        trainer._get_per_token_logps_and_entropies = _of_one_row
     tokens = tokenizer(af.models.sample_text("hamlet"), return_tensors="pt")["input_ids"][0]
     rest = tokens[prompt : prompt + group * completion].reshape(group, completion)
     inputs = {
@@ -65,6 +72,22 @@ def grpo_step(share: bool, group: int, prompt: int, completion: int) -> Callable
     return _step(trainer, inputs, log_probs, share)
 
 
+def _of_one_row(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, length: int, **_: object
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Log-probabilities and entropies of the completions, as trl's trainer computes them but in one row."""
+    assert bool(mask.all())
+    labels = ids.clone()
+    labels[:, :-length] = -100
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    row = {"input_ids": ids, "position_ids": places, "labels": labels}
+    output = model(**{name: value.reshape(1, -1) for name, value in row.items()}, fused_lm_head=True)
+    read = [
+        F.pad(value, (0, 1)).reshape(ids.shape)[:, -length - 1 : -1] for value in (output.log_probs, output.entropy)
+    ]
+    return read[0], read[1], None
+
+
 def dpo_step(share: bool, pairs: int, prompt: int, completion: int) -> Callable[[], object]:
     """Loss and gradients of one batch of pairs of answers, each pair to its own prompt, by trl's own trainer."""
     from datasets import Dataset
@@ -80,7 +103,7 @@ def dpo_step(share: bool, pairs: int, prompt: int, completion: int) -> Callable[
     return _step(trainer, _batch(trainer), None, share)
 
 
-def sft_step(share: bool, rows: int, prompt: int, completion: int) -> Callable[[], object]:
+def sft_step(share: bool, rows: int, prompt: int, completion: int, packed: bool = False) -> Callable[[], object]:
     """Loss and gradients of one batch of answers to one prompt by trl's own trainer, on the answers alone."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -89,7 +112,9 @@ def sft_step(share: bool, rows: int, prompt: int, completion: int) -> Callable[[
     model.float().train()
     words = _texts(tokenizer, prompt + rows * completion)
     data = Dataset.from_dict({"prompt": words(0, 1, prompt) * rows, "completion": words(prompt, rows, completion)})
-    arguments = SFTConfig(tempfile.mkdtemp(), per_device_train_batch_size=rows, max_length=None, **_QUIET)
+    arguments = SFTConfig(
+        tempfile.mkdtemp(), per_device_train_batch_size=rows, max_length=None, padding_free=packed, **_QUIET
+    )
     trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
     return _step(trainer, _batch(trainer), None, share)
 
@@ -136,7 +161,10 @@ def _step(
     assert off <= rounding, off
     assert abs(float(shared - loss)) <= rounding * max(1.0, abs(float(loss)))
     report = reports[0].report
+    assert not report.stock, report.stock
     note = f"{report.last_before} -> {report.last_after} tokens, gradients {off:.0e}"
+    if (load := os.getloadavg()[0]) > 2.5:
+        note += f"; a load of {load:.1f} on the machine"
     if before is not None and after is not None:
         away = float((before - after).abs().max())
         assert away <= rounding * float(before.abs().max()), away

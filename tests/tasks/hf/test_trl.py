@@ -68,6 +68,7 @@ def sft(model, folder, **more):
 
 
 TRAINERS = {"grpo": grpo, "rloo": partial(grpo, kind="RLOO"), "dpo": dpo, "sft": sft}
+TRAINERS["padding-free sft"] = partial(sft, padding_free=True, max_length=None)
 
 
 def losses(trainer):
