@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -15,6 +16,7 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import AttnflowError
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
+from attnflow._core.threads import Turns, untraced
 from attnflow.audit.audit import check
 from attnflow.audit.declared import Order
 from attnflow.audit.inputs import fresh
@@ -26,6 +28,7 @@ from attnflow.models.evaluation import REFUSALS, examined
 from attnflow.models.loaded import Loaded, split
 
 _LOG: Final = logging.getLogger("attnflow.audit")
+_counting: Final = threading.Lock()
 _LOSS_ARGUMENTS: Final = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 
 
@@ -46,8 +49,11 @@ class Guard(Handle):
         self.refusals: dict[int, str] = {}
         self._every, self._on_leak, self._passes, self._sequences = every, on_leak, passes, sequences
         self._order: Order = order
-        self._calls, self._busy = 0, False
-        self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._calls, self._turns = 0, Turns()
+        self._hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        )
 
     @property
     def ok(self) -> bool:
@@ -59,23 +65,33 @@ class Guard(Handle):
         """What all audits cost so far."""
         return sum(report.seconds for report in self.reports)
 
+    @untraced
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._busy or examined():  # the passes of an audit, or of another look at the model
+        if examined():  # a pass of an audit, or of another look at the model
             return
-        call, self._calls = self._calls, self._calls + 1
-        if call and (self._every is None or call % self._every):
-            return
-        self._busy = True
+        if not self._turns.mine:  # else a call inside another
+            with _counting:
+                call, self._calls = self._calls, self._calls + 1
+            if not call or (self._every is not None and call % self._every == 0):
+                self._check(call, model, args, kwargs)
+        self._turns.enter()
+
+    @untraced
+    def _after(self, model: nn.Module, args: object, output: object) -> None:
+        if not examined():
+            self._turns.leave()
+
+    def _check(self, call: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Audit a call before it runs, while other threads wait: its passes watch modules and replace buffers."""
         try:
-            report = self._audit(model, args, kwargs)
+            with self._turns.alone():
+                report = self._audit(model, args, kwargs)
         except (AttnflowError, *REFUSALS) as error:
             if self._on_leak == "raise":
                 raise
             self.refusals[call] = str(error)  # who wants a log does not want the run to end
             _LOG.warning("call %d could not be audited: %s", call, error)
             return
-        finally:
-            self._busy = False
         self.reports.append(report)
         if self._on_leak == "raise":
             report.raise_if_leaks()
@@ -96,7 +112,8 @@ class Guard(Handle):
             return check(model, batch, _of_first(self._order, self._sequences), both_sides=False, passes=self._passes)
 
     def _restore(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _summary(self) -> str:
         name = type(self.model).__name__

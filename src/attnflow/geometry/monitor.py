@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -30,6 +31,7 @@ COLUMNS: Final = ("step", "layer", "head", "tower", "kind", "symmetry", "directi
 Log = Callable[[dict[str, float], int], object]
 
 _LOG: Final = logging.getLogger(__name__)
+_counting: Final = threading.RLock()
 _HEADER: Final = ",".join(COLUMNS) + "\n"
 
 
@@ -148,8 +150,9 @@ class Monitor(Handle):
             raise RuntimeError("call start() before the first step, or use the monitor in a with block")
         if not self.active:
             raise RuntimeError("this monitor was removed; call af.geometry.monitor again")
-        self._step = self._step + 1 if step is None else checks.integer("step", step)
-        return self.record() if self._step % self._every == 0 else None
+        with _counting:
+            self._step = self._step + 1 if step is None else checks.integer("step", step)
+            return self.record() if self._step % self._every == 0 else None
 
     def record(self) -> GeometryScores | None:
         """Score the model now, whatever the step; None in processes other than the first.

@@ -43,8 +43,8 @@ class EntrySource:
                 f"it with Store.open(uri, dim={store.dim}, num_thresholds={columns})"
             )
         self.store, self._thresholds = store, thresholds
-        self._seen: tuple[int, Tensor, Tensor] | None = None  # revision, ids and rows of the last read of all
-        self._at: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        # Revision, ids and rows of the last read of all, and the entries as models have them: of one moment together.
+        self._seen: tuple[int, Tensor, Tensor, dict[tuple[torch.device, torch.dtype], Tensor]] | None = None
 
     @property
     def dim(self) -> int:
@@ -110,20 +110,19 @@ class EntrySource:
                 ids = [entry.id for entry in some]
                 self.store.upsert(ids=ids, embeddings=rows, thresholds=self.thresholds(rows), encoder=encoder)
 
-    def _all(self) -> tuple[Tensor, Tensor]:
-        """Return the ids and rows of one moment, read again after an edit."""
+    def _all(self) -> tuple[Tensor, Tensor, dict[tuple[torch.device, torch.dtype], Tensor]]:
+        """Return the ids and rows of one moment, read again after an edit, and copies of its entries elsewhere."""
         store = self.store
         len(store)  # raises if it was closed, and sees what another process wrote
-        if self._seen is None or self._seen[0] != store.revision:
-            revision = store.revision
+        seen, revision = self._seen, store.revision
+        if seen is None or seen[0] != revision:
 
-            def read() -> tuple[int, Tensor, Tensor]:
+            def read() -> tuple[Tensor, Tensor]:
                 ids = store.ids()
-                return revision, ids, store.rows(ids)
+                return ids, store.rows(ids)
 
-            self._seen = _repeated(read)
-            self._at.clear()
-        return self._seen[1:]
+            self._seen = seen = (revision, *_repeated(read), {})
+        return seen[1:]
 
 
 def _repeated(read: Callable[[], T]) -> T:
@@ -137,8 +136,8 @@ def _repeated(read: Callable[[], T]) -> T:
 
 
 def _entries(source: EntrySource, like: Tensor) -> Tensor:
-    rows, key = source.rows(), (like.device, like.dtype)
-    at = source._at  # pyright: ignore[reportPrivateUsage]
+    _, rows, at = source._all()  # pyright: ignore[reportPrivateUsage]
+    key = like.device, like.dtype
     if key not in at:
         at[key] = rows[:, : source.dim].to(like)
     return at[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _examined: Final = ContextVar("_examined", default=False)
+_turns: Final = threading.RLock()  # looks at models seed generators, and record what all models ask for
 
 # What a model raises when it refuses a call, a cache or a precision. torch raises RuntimeError and its subclasses, and
 # checks of arguments raise TypeError or ValueError. Models that do not check run into an assertion (ProphetNet's
@@ -70,23 +72,26 @@ def evaluating(model: nn.Module) -> Generator[None]:
 def unchanged(model: nn.Module) -> Generator[None]:
     """Restore every module's attributes, parameters, buffers and submodules, and what calls wrote into buffers.
 
-    Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. Costs a copy of
-    the buffers.
+    Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. Threads take
+    turns. Costs a copy of the buffers.
     """
-    parts = (part for m in model.modules() for part in (vars(m), m._parameters, m._buffers, m._modules))
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(part, dict(part)) for part in parts]
-    buffers = [buffer for buffer in model.buffers() if not buffer.is_inference() and not buffer.is_meta]
-    values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
-    try:
-        yield
-    finally:
-        for part, content in before:
-            part.clear()
-            part.update(content)
-        for buffer, value, version in values:
-            if buffer._version != version:  # else it was not written to, and a graph of the caller may hold it
-                with torch.no_grad():
-                    buffer.copy_(value)
+    with _turns:
+        parts = (part for m in model.modules() for part in (vars(m), m._parameters, m._buffers, m._modules))
+        before: list[tuple[dict[str, Any], dict[str, Any]]] = [(part, dict(part)) for part in parts]
+        buffers = [buffer for buffer in model.buffers() if not buffer.is_inference() and not buffer.is_meta]
+        values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
+        try:
+            yield
+        finally:
+            for part, content in before:
+                now = [*map(id, part), *map(id, part.values())]
+                if now != [*map(id, content), *map(id, content.values())]:  # else another thread may be in a call of it
+                    part.clear()
+                    part.update(content)
+            for buffer, value, version in values:
+                if buffer._version != version:  # else it was not written to, and a graph of the caller may hold it
+                    with torch.no_grad():
+                        buffer.copy_(value)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, Final, cast
 from weakref import ref
 
@@ -88,7 +89,9 @@ def request_of(mask: object) -> MaskRequest | None:
 
 
 def _request_of_copy(mask: Tensor) -> MaskRequest | None:
-    alive = [one for one in (reference() for reference in _recent) if one is not None and one.shape == mask.shape]
+    alive = [
+        one for one in (reference() for reference in tuple(_recent)) if one is not None and one.shape == mask.shape
+    ]
     same = [one for one in alive if one.dtype == mask.dtype and torch.equal(one, mask.detach().to(one.device))]
     requests = [cast(MaskRequest, getattr(one, _REQUEST)) for one in same]
     places = {(r.first_query, r.first_key, id(r.padding)) for r in requests}
@@ -201,17 +204,18 @@ class Asked:
 
 @contextmanager
 def asking() -> Generator[Asked, None, None]:
-    """Note what any model asks transformers for inside, whatever its attention, without changing it.
+    """Note what any model asks transformers for inside, in this thread, whatever its attention, without changing it.
 
     Unlike `request_of`, it includes requests that needed no mask.
     """
-    asked = Asked()
+    asked, here = Asked(), get_ident()
     mapping = cast(dict[str, Callable[..., AttentionMask]], AttentionMaskInterface._global_mapping)
     before = dict(mapping)
 
     def make(function: Callable[..., AttentionMask], request: MaskRequest) -> AttentionMask:
         mask = function(**request.arguments)
-        asked.made.append((mask, request))
+        if get_ident() == here:
+            asked.made.append((mask, request))
         return mask
 
     try:

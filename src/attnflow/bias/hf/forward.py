@@ -37,7 +37,7 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     terms: tuple[Term, ...] = ()
     if bias.enabled:  # else it is only observed
         terms = _terms(call, bias, bias.hooks)
-        bias.hooks.clear()
+        bias.hooks.shown.clear()
     zero = not bias.enabled or bias.is_zero()
     learns = bias.enabled and torch.is_grad_enabled() and any(p.requires_grad for p in bias.parameters())
     if zero and not learns and bias.observer is None:
@@ -77,24 +77,24 @@ def _terms(call: AttentionCall, bias: LayerBias, hooks: Hooks) -> tuple[Term, ..
 
     Models that keep position ids to themselves get positions by the count of tokens after the leading pads.
     """
-    module, query, key = call.module, call.query, call.key
+    module, query, key, shown = call.module, call.query, call.key, hooks.shown
     layer = cast(int, getattr(module, "layer_idx", 0) or 0)
     new, num_keys, device = query.shape[2], key.shape[2], query.device
-    where = new_slots(hooks.cache, layer, new, num_keys, device)
-    positions = hooks.positions
+    where = new_slots(shown.cache, layer, new, num_keys, device)
+    positions = shown.positions
     if positions is None or positions.shape[1] != new:
-        before = 0 if hooks.cache is None else cast(Any, hooks.cache.layers[layer]).get_seq_length() - new
+        before = 0 if shown.cache is None else cast(Any, shown.cache.layers[layer]).get_seq_length() - new
         positions = (torch.arange(new, device=device) + before)[None]
         left = None if call.request is None else call.request.pads()[1]
         positions = positions if left is None else (positions - left.to(device)[:, None]).clamp(min=0)
     positions = positions.expand(query.shape[0], -1)
     rotated = "rotated" in bias.references
     batch, step = query.shape[0], torch.arange(new, device=device)
-    queries = Vectors(hooks.vectors("query", batch, step), _flat(query) if rotated else None, hooks.hidden, positions)
+    queries = Vectors(hooks.vectors("query", batch, step), _flat(query) if rotated else None, shown.hidden, positions)
     keys = Vectors(
-        hooks.vectors("key", batch, where), _flat(key[:, :, where]) if rotated else None, hooks.hidden, positions
+        hooks.vectors("key", batch, where), _flat(key[:, :, where]) if rotated else None, shown.hidden, positions
     )
-    columns = extend(hooks.cache, layer, hooks.depth, bias.columns(keys), num_keys)
+    columns = extend(shown.cache, layer, hooks.depth, bias.columns(keys), num_keys)
     return bias.terms(queries, columns, where)
 
 
@@ -150,7 +150,8 @@ def _relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
         if torch.compiler.is_compiling():
             return Allow(rows, queries, keys), None
         return _causal.setdefault((queries, keys, str(device)), Allow(rows, queries, keys)), None
-    if call.request is None:  # of the caller's making, who may change it in place
+    # Of the caller's making, who may change it in place; or of a compiler, which makes each once
+    if call.request is None or torch.compiler.is_compiling():
         return _masked(call)
     # Layers of one kind get one mask, which lives as long as the request.
     key = "relation", id(call.mask), str(call.query.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.threads import PerThread
 from attnflow.bias.config import LayerShape
 from attnflow.bias.hf.cache import refuse_biased
 from attnflow.bias.kind import LayerBias
@@ -70,22 +70,38 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 @dataclass(eq=False)
+class Shown:
+    """What one call has shown of an attention module, until attention uses it."""
+
+    outputs: dict[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())  # of submodules, by path
+    hidden: Tensor | None = None  # input of the module
+    positions: Tensor | None = None  # position ids, if the model passes them
+    cache: Cache | None = None
+    waiting: bool = False  # whether the module runs, and its attention has not asked yet
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self.outputs = {}
+        self.hidden = self.positions = self.cache = None
+        self.waiting = False
+
+
+@dataclass(eq=False)
 class Hooks:
     """Hooks on one attention module and its projections, which keep what a forward pass shows until attention uses it.
 
-    Nothing of the model is replaced. Adapters replace projections after we have hooked them, so that each pass checks
-    them by identity.
+    Each thread keeps its own. Nothing of the model is replaced. Adapters replace projections after we have hooked
+    them, so that each pass checks them by identity.
     """
 
     depth: int  # layers of the model, which is how many a cache has
     sources: Mapping[str, Columns]  # what queries and keys are made of, by side; nothing if the bias does not read them
     keep_hidden: bool  # whether the bias reads the module's input
     remove_rope: bool
-    outputs: dict[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())  # of submodules, by path
-    hidden: Tensor | None = None  # input of the module
-    positions: Tensor | None = None  # position ids, if the model passes them
-    cache: Cache | None = None
-    thread: int | None = None  # the one that runs the module, until its attention asks
+    _of_thread: PerThread[Shown] = field(default_factory=lambda: PerThread(Shown))
+    _traced: Shown = field(
+        default_factory=Shown
+    )  # in place of it within a compiled graph, which cannot ask for threads
     _hooked: list[nn.Module] = field(default_factory=lambda: list[nn.Module]())
     _reading: list[RemovableHandle] = field(default_factory=lambda: list[RemovableHandle]())
     _handles: tuple[RemovableHandle, ...] = ()
@@ -101,10 +117,16 @@ class Hooks:
         for handle in (*self._handles, *self._reading):
             handle.remove()
 
-    def clear(self) -> None:
-        """Let go of all tensors."""
-        self.outputs = {}
-        self.hidden = self.positions = self.cache = self.thread = None
+    @property
+    def shown(self) -> Shown:
+        """What the call of this thread has shown, whether its module or its attention is compiled or neither."""
+        mine = self._mine()
+        if mine.waiting:
+            return mine
+        return self._of_thread() if torch.compiler.is_compiling() else self._traced
+
+    def _mine(self) -> Shown:
+        return self._traced if torch.compiler.is_compiling() else self._of_thread()
 
     def vectors(self, side: str, batch: int, where: Tensor) -> Tensor | None:
         """Queries or keys of the new tokens before rotation, [batch, tokens, width]; None if they are not read.
@@ -114,14 +136,15 @@ class Hooks:
         source = self.sources.get(side)
         if source is None:
             return None
-        if source.paths[0] not in self.outputs:
+        shown = self.shown.outputs
+        if source.paths[0] not in shown:
             raise UnsupportedArchitecture(
                 "this attention module calls the attention interface more than once in a forward (as differential "
                 "attention does), and a bias cannot tell its calls apart; leave its layers out of layers"
             )
         outputs: dict[str, Tensor] = {}
         for path in source.paths:
-            output = self.outputs[path]
+            output = shown[path]
             output = output.reshape(batch, -1, output.shape[-1])
             outputs[path] = output if output.shape[1] == len(where) else output.index_select(1, where)
         return source.take(outputs)
@@ -144,22 +167,18 @@ class Hooks:
                 f"the bias of {type(module).__name__} was replaced by a {type(bias).__name__}; leave {CHILD!r} out of "
                 "what an adapter wraps (modules_to_save): a bias is trained and saved by itself"
             )
+        shown = self._mine()
+        shown.clear()
         if not bias.enabled:
-            self.clear()
             refuse_biased(cache, getattr(module, "layer_idx", 0) or 0)
             return None
         self._hook(module)
-        if (here := _thread()) and self.thread and self.thread != here:  # its tensors would be taken for ours
-            raise RuntimeError(
-                "two threads run one model with a bias at the same time; give each a copy.deepcopy, or take turns"
-            )
-        self.clear()
-        self.thread, self.cache = here, cache
+        shown.waiting, shown.cache = True, cache
         if self.keep_hidden:
             hidden = kwargs.get("hidden_states", args[0] if args else None)
-            self.hidden = hidden if isinstance(hidden, Tensor) else None
+            shown.hidden = hidden if isinstance(hidden, Tensor) else None
         positions = kwargs.get("position_ids")
-        self.positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
+        shown.positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
         if not self.remove_rope:
             return None
         cos, sin = kwargs["position_embeddings"]
@@ -167,18 +186,19 @@ class Hooks:
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         """After the attention module: a bias that attention has not asked for is out of force, and says so."""
-        if self.thread == _thread():
-            self.clear()
+        shown = self._mine()
+        if shown.waiting:
+            shown.clear()
             now = getattr(getattr(module, "config", None), "_attn_implementation", None)
             raise RuntimeError(
                 f"{type(module).__name__} has a bias, but ran without it: the model's attention implementation was set "
                 f"to {now!r} after af.bias.attach. Remove the bias, choose the implementation, and attach it again"
             )
 
-    def _read(self, path: str, module: nn.Module, args: object, output: Tensor) -> None:
+    def _read(self, bias: LayerBias, path: str, module: nn.Module, args: object, output: Tensor) -> None:
         """After a submodule of the attention module."""
-        if self.thread is not None:  # else disabled, or the submodule alone: nothing would take the tensor from here
-            self.outputs[path] = output
+        if bias.enabled and (shown := self.shown).waiting:  # else nothing would take the tensor from here
+            shown.outputs[path] = output
 
     def _hook(self, module: nn.Module) -> None:
         """Hook the submodules to be read, unless they are the ones hooked already."""
@@ -190,9 +210,4 @@ class Hooks:
             handle.remove()
         self._hooked, self._reading = current, []
         for submodule, path in zip(current, paths, strict=True):
-            self._reading.append(submodule.register_forward_hook(partial(self._read, path)))
-
-
-def _thread() -> int:
-    """The thread that runs; 0 under a compiler, which cannot ask."""
-    return 0 if torch.compiler.is_compiling() else get_ident()
+            self._reading.append(submodule.register_forward_hook(partial(self._read, getattr(module, CHILD), path)))

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from attnflow._core.checks import integer, preview
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.threads import PerThread
 from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
 from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.layered import SharedReader, reads_entries
@@ -110,34 +112,37 @@ class StoreReader(SharedReader):
         return self.gate * math.sqrt(self.attention.model_dim)
 
 
+@dataclass(eq=False)
+class _Passes:
+    """What the passes of one thread have pooled."""
+
+    parts: dict[bool, dict[int, Tensor]] = field(default_factory=lambda: {False: {}, True: {}})  # with gradients or not
+    open: int = 0  # passes with gradients whose backward pass has not begun
+    backward: bool = False
+
+
 class PooledValues(nn.Module):
     """P: for each token, the mean value over all tokens it may attend to, in several layers.
 
     Each mean is the layer's own attention for a zero query, so the model's mask and cache apply. Heads that share
     values give one mean. The module is a child of the attention modules and of the readers, so copies of a model have
-    their own. P is dropped after the `last` layer with a reader.
+    their own. Each thread has its own P, dropped after the `last` layer with a reader.
     """
 
     def __init__(self, layers: Sequence[int], width: int, last: int) -> None:
         super().__init__()
         self.layers, self.width, self.last = tuple(layers), width, last
-        self._parts: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # of passes with gradients and without
-        self._open = 0  # passes with gradients whose backward pass has not begun
-        self._backward = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of a forward pass, which a copy of the model has not done."""
-        return {**self.__dict__, "_parts": {False: {}, True: {}}, "_open": 0, "_backward": False}
+        self._passes = PerThread(_Passes)
 
     def begin(self) -> None:
         """Start a forward pass: drop what the last one pooled."""
         if _recomputing():
             return
-        grad = torch.is_grad_enabled()
-        self._parts[grad] = {}
+        passes, grad = self._passes(), torch.is_grad_enabled()
+        passes.parts[grad] = {}
         if grad:
-            self._open = 1 if self._backward else self._open + 1
-            self._backward = False
+            passes.open = 1 if passes.backward else passes.open + 1
+            passes.backward = False
 
     def put(self, layer: int, call: AttentionCall, proceed: Proceed) -> None:
         """Pool the values of a layer."""
@@ -146,22 +151,14 @@ class PooledValues(nn.Module):
         if call.empty is not None:
             output = output.masked_fill(call.empty.transpose(1, 2)[..., None], 0.0)
         shared = call.query.shape[1] // call.key.shape[1]
-        self._parts[torch.is_grad_enabled()][layer] = output[:, :, ::shared].flatten(2)
+        self._now().parts[torch.is_grad_enabled()][layer] = output[:, :, ::shared].flatten(2)
 
     def read(
         self, layer: int, hidden: Float[Tensor, "batch tokens model_dim"], kind: torch.dtype
     ) -> Float[Tensor, "batch tokens width"]:
         """Return P for a layer's reader; each pooled layer's part has root mean square 1."""
-        grad = torch.is_grad_enabled()
-        if _recomputing():
-            self._backward = True
-            if self._open > 1:
-                raise RuntimeError(
-                    f"{self._open} forward passes with gradients came before this backward pass, and gradient "
-                    "checkpointing recomputes what a reader asked by in the last one alone: run passes that need no "
-                    "gradient under torch.no_grad(), or call model.gradient_checkpointing_disable()"
-                )
-        parts = self._parts[grad]
+        passes, grad = self._now(), torch.is_grad_enabled()
+        parts = passes.parts[grad]
         if any(one not in parts or parts[one].shape[:2] != hidden.shape[:2] for one in self.layers):
             raise RuntimeError(
                 "a layer with a reader ran without it: the model's attention implementation was set after "
@@ -169,8 +166,24 @@ class PooledValues(nn.Module):
             )
         result = [functional.rms_norm(part.to(kind), part.shape[-1:]) for part in map(parts.__getitem__, self.layers)]
         if layer == self.last and not grad:
-            self._parts[False] = {}
+            passes.parts[False] = {}
         return torch.cat(result, dim=-1)
+
+    def _now(self) -> _Passes:
+        """Return the passes of this thread; in a backward pass in a thread of autograd's, those it can belong to."""
+        mine = self._passes()
+        if not _recomputing():
+            return mine
+        found = [mine] if mine.open else [one for one in self._passes.all() if one.open]
+        if (number := sum(one.open for one in found)) > 1:
+            raise RuntimeError(
+                f"{number} forward passes with gradients came before this backward pass, and gradient checkpointing "
+                "recomputes what a reader asked by in the last one alone: run passes that need no gradient under "
+                "torch.no_grad(), or call model.gradient_checkpointing_disable()"
+            )
+        for one in found:
+            one.backward = True
+        return found[0] if found else mine
 
 
 def _pool_before(layer: int, call: AttentionCall, proceed: Proceed) -> Output:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import integer, preview
 from attnflow._core.progress import Progress
+from attnflow._core.threads import Turns, untraced
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.store import Store
@@ -32,19 +33,21 @@ class StoredLayers(Attached):
             raise ValueError(f"{type(model).__name__} reads a store already: remove that one first")
         if write:
             save_entries(model, store)
-        self.store, self._revision = store, None
+        self.store, self._revision, self._turns = store, None, Turns()
         with ExitStack() as undo:
             undo.callback(base.put, base.entries, base.ids, base.counts.clone(), base.experts)
             base.entries = nn.Parameter(base.entries.detach().clone(), requires_grad=base.entries.requires_grad)
-            self._follow()
+            self._copy()
             base.__dict__[_FOLLOWED] = self
-            self._hook = model.register_forward_pre_hook(self._follow)
+            before = model.register_forward_pre_hook(self._follow)
+            self._hooks = before, model.register_forward_hook(self._after, always_call=True)
             undo.callback(self.stop)
             super().__init__(model, store, None, None, undo.pop_all())
 
     def stop(self) -> None:
         """Stop following the store; the entries stay as they are."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         del self._base.__dict__[_FOLLOWED]
 
     def _thresholds(
@@ -55,7 +58,19 @@ class StoredLayers(Attached):
             raise ValueError("each entry of a converted model belongs to one layer: give layers, one for each entry")
         return layer_thresholds(layers, self._base.num_layers, self._base.checked_experts(layers, experts))
 
+    @untraced
     def _follow(self, *_: object) -> None:
+        """Before a call: copy the entries if they were edited, once no other thread is in a call that reads them."""
+        if not self._turns.mine and self._revision != self.store.revision:
+            with self._turns.alone():
+                self._copy()
+        self._turns.enter()
+
+    @untraced
+    def _after(self, *_: object) -> None:
+        self._turns.leave()
+
+    def _copy(self) -> None:
         """Replace the entries of the model by those of an edited store, bit for bit; after an error they are unchanged.
 
         Entries that stay keep their order, so an unedited store gives the same bits. The parameter is a new one if the

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, TypeVar, cast
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,19 +13,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.checks import IntArray
+from attnflow._core.threads import untraced
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 
 _WHOLE: Final = 4096  # a mask of at most this many queries is made dense at once; a larger one grows by doubling
 _MAX_BLOCK_MASKS: Final = 8  # held per mask: as many as the sequence lengths of a bucketed training run
-
-_F = TypeVar("_F", bound=Callable[..., object])
-
-
-def _untraced(function: _F) -> _F:
-    """Runs a numpy function outside of a compiled model."""
-    return cast(_F, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +82,7 @@ class MaskForms:
             table = self._grow(max(queries, keys), device)
         return table
 
-    @_untraced
+    @untraced
     def _grow(self, size: int, device: torch.device) -> Tensor:
         size = max(_WHOLE, 2 * size)  # generation asks for one more key at a time
         rows, columns = min(size, self.mask.num_queries), min(size, self.mask.num_keys)
@@ -143,20 +136,21 @@ class GridForms:
         for form in {id(form): form for row in self.parts for form in row}.values():
             form.prepare(devices)
 
-    @_untraced
+    @untraced
     def block_mask(self, span: Span, device: torch.device) -> BlockMask:
         """The BlockMask of one call without padding."""
         key = (span, str(device))
-        if key not in self._blocks:
+        made = self._blocks.pop(key, None)  # other threads may make and drop the same
+        if made is None:
             rows = tuple(tuple(form.placed(span) for form in row) for row in self.parts)
             one = rows[0][0] if self.shape == (1, 1) else MaskGrid(rows, span.num_queries, span.num_keys)
-            self._blocks[key] = one.block_mask(device=device)
-            if len(self._blocks) > _MAX_BLOCK_MASKS:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
+            made = one.block_mask(device=device)
+        self._blocks[key] = made
+        while len(self._blocks) > _MAX_BLOCK_MASKS:
+            self._blocks.popitem(last=False)
+        return made
 
-    @_untraced
+    @untraced
     def padded_block_mask(
         self, span: Span, padding: Tensor, left: tuple[int, ...], key_only: bool, device: torch.device
     ) -> BlockMask:

@@ -7,15 +7,17 @@ so that the head, too, runs once for each token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
+from attnflow._core.threads import PerThread, untraced
 from attnflow.models.evaluation import examined, examining, unchanged
 from attnflow.models.interception import FLEX, Interceptor, base_implementation, in_force
 from attnflow.tasks.embedding import NO_ID, additive
@@ -35,8 +37,7 @@ _NOTHING: Final = "its rows do not begin alike, or by so little that sharing is 
 _STATES: Final = ("last_hidden_state", "hidden_states")
 _ROUTERS: Final = "router_logits"  # of every token, for the loss that balances experts
 _log: Final = logging.getLogger("attnflow.tasks")
-
-_F = TypeVar("_F", bound=Callable[..., object])
+_counting: Final = threading.Lock()
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -88,9 +89,14 @@ class SharingReport(Result):
         return "\n".join(lines)
 
 
-def _untraced(function: _F) -> _F:
-    """Run a function outside of a compiled model, since it uses numpy."""
-    return cast(_F, torch.compiler.disable(function))
+@dataclass(eq=False)
+class _Running:
+    """The call that a thread is in."""
+
+    plan: Plan | None = None  # of the call of the backbone
+    outer: Plan | None = None  # of the call of the model around it
+    refused: str = ""  # why the call of the model around it must not be shared
+    call: tuple[dict[str, Any], list[Tensor]] | None = None  # of the backbone, and the random generators before it
 
 
 @dataclass(eq=False)
@@ -111,10 +117,7 @@ class Calls:
     unsupported: dict[str, str] = field(default_factory=lambda: dict[str, str]())
     report: SharingReport = field(default_factory=SharingReport)
     masks: dict[str, object] = field(default_factory=lambda: dict[str, object]())  # of the last call, by kind of layer
-    _plan: Plan | None = None  # of the call of the backbone that is under way
-    _outer: Plan | None = None  # of the call of the model around it
-    _refused: str = ""  # why the call of the model around it must not be shared
-    _call: tuple[dict[str, Any], list[Tensor]] | None = None  # of the backbone, and the random generators before it
+    _running: PerThread[_Running] = field(default_factory=lambda: PerThread(_Running))
     _settled: tuple[int, bool] | None = None  # hooks in training, and whether numbers are drawn to no effect
 
     def __post_init__(self) -> None:
@@ -124,10 +127,11 @@ class Calls:
         """The masks and biases in force, which decide what a token reads."""
         return [in_force(module, "mask", "bias") for module in self.attention]
 
-    @_untraced
+    @untraced
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Replace a call with labels as a whole, where that is less work than sharing in the backbone alone."""
-        self._outer, self._refused = None, ""
+        running = self._running()
+        running.outer, running.refused = None, ""
         if examined() and not self.always:
             return None
         named = named_arguments(model, args, kwargs)
@@ -142,7 +146,9 @@ class Calls:
             return None  # the backbone will say why
         expected = labels.cpu().numpy()
         if (~batch.real[:, :-1] & (expected[:, 1:] != NO_ID)).any():  # as before a row that is padded on the left
-            self._refused = "a label is predicted by a pad (the first token of a row padded on the left): mark it -100"
+            running.refused = (
+                "a label is predicted by a pad (the first token of a row padded on the left): mark it -100"
+            )
             return None
         if not self.with_labels or other_arguments(named) or flag(named, model, "output_router_logits"):
             return None  # routers are balanced over the tokens of the rows, not over the labels' copies
@@ -154,30 +160,32 @@ class Calls:
         others = alone.cost(self._cost(model)), self._cost_of_rows(model, batch)
         if whole.cost(self._cost(model)) > min(others) and not self.always:
             return None
-        self._outer = whole
+        running.outer = whole
         named |= {"input_ids": _tensor(whole.ids, ids), "labels": _tensor(cast(IntArray, whole.labels), labels)}
         return (), {n: v for n, v in named.items() if n not in ("attention_mask", "position_ids", *PACKED)}
 
-    @_untraced
+    @untraced
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: object) -> object:
         """Read outputs for trees back to the rows."""
-        outer, self._outer, self._refused = self._outer, None, ""
+        running = self._running()
+        outer, running.outer, running.refused = running.outer, None, ""
         return output if outer is None or output is None else _replaced(output, outer)
 
-    @_untraced
+    @untraced
     def before_backbone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Replace the rows of a call by prefix trees."""
-        self._plan = self._call = None
+        running = self._running()
+        running.plan = running.call = None
         if examined() and not self.always:
             return None
         named = named_arguments(model, args, kwargs)
         ids = named.get("input_ids")
-        outer = self._outer
+        outer = running.outer
         if outer is not None and isinstance(ids, Tensor) and tuple(ids.shape) == outer.shape:
             chosen = outer
         else:
-            if self._refused:
-                return self._stock(model, self._refused, named)
+            if running.refused:
+                return self._stock(model, running.refused, named)
             try:
                 batch = self._batch(named, model)
                 if extra := other_arguments(named):
@@ -187,11 +195,12 @@ class Calls:
                     raise NotShared(_NOTHING)
             except NotShared as reason:
                 return self._stock(model, str(reason), named)
-            self._plan = chosen
+            running.plan = chosen
         _refuse_dropout(model)
-        self.report = self.report.ran(chosen.tokens, chosen.nodes)
-        self.masks = attention_masks(model, self.windows, chosen, cast(Tensor, ids).device)
-        mask = next(iter(self.masks.values())) if len(self.masks) == 1 else self.masks
+        with _counting:
+            self.report = self.report.ran(chosen.tokens, chosen.nodes)
+        self.masks = masks = attention_masks(model, self.windows, chosen, cast(Tensor, ids).device)
+        mask = next(iter(masks.values())) if len(masks) == 1 else masks
         named = {name: value for name, value in named.items() if name not in PACKED}
         named |= {
             "input_ids": _tensor(chosen.ids, cast(Tensor, ids)),
@@ -199,13 +208,14 @@ class Calls:
             "attention_mask": mask,
         }
         if model.training and not self.always:
-            self._call = named, _generators(cast(Tensor, ids).device)
+            running.call = named, _generators(cast(Tensor, ids).device)
         return (), named
 
-    @_untraced
+    @untraced
     def after_backbone(self, model: nn.Module, args: tuple[Any, ...], output: object) -> object:
         """Read states of trees back to the rows."""
-        (chosen, self._plan), (call, self._call) = (self._plan, None), (self._call, None)
+        running = self._running()
+        chosen, call, running.plan, running.call = running.plan, running.call, None, None
         if call is not None and output is not None:
             self._refuse_random(model, *call)
         if chosen is None or output is None:
@@ -273,13 +283,14 @@ class Calls:
 
     def _stock(self, model: nn.Module, reason: str, named: Mapping[str, Any]) -> None:
         """Run a call without sharing, and count why."""
-        if reason not in self.report.stock and (reason != CACHE or (model.training and torch.is_grad_enabled())):
-            _log.warning("share_prefixes: a call of the model was not shared: %s", reason)
-        self.report = self.report.refused(reason)
-        mask, ids = named.get("attention_mask"), named.get("input_ids")
-        if reason != CACHE and isinstance(ids, Tensor):
-            tokens = int((mask != 0).sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
-            self.report = self.report.ran(tokens, tokens, shared=False)
+        with _counting:
+            if reason not in self.report.stock and (reason != CACHE or (model.training and torch.is_grad_enabled())):
+                _log.warning("share_prefixes: a call of the model was not shared: %s", reason)
+            self.report = self.report.refused(reason)
+            mask, ids = named.get("attention_mask"), named.get("input_ids")
+            if reason != CACHE and isinstance(ids, Tensor):
+                tokens = int((mask != 0).sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
+                self.report = self.report.ran(tokens, tokens, shared=False)
 
 
 def attention_masks(
