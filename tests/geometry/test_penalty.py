@@ -5,19 +5,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, T5Config, T5Model
 
 import attnflow as af
 from attnflow.models.attention import attention_layers
+from tests.models import deep
 
-SIZE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 50}
 MODELS = {
-    "bert": lambda: BertForMaskedLM(BertConfig(**SIZE, max_position_embeddings=16)),
-    "gqa": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)),
-    "narrow keys": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=1)),
-    "with cross-attention": lambda: T5Model(
-        T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=16, vocab_size=50)
-    ),
+    "bert": lambda: deep("Bert"),
+    "gqa": lambda: deep("Llama"),
+    "narrow keys": lambda: deep("Llama", num_key_value_heads=1),
+    "with cross-attention": lambda: deep("T5"),
 }
 
 
@@ -140,7 +137,7 @@ def test_compiled_models():
 @pytest.mark.parametrize("target", ["symmetric", "skew"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_descent_reaches_the_target(target, per_head):
-    model = MODELS["gqa"]()
+    model = deep("Llama", initializer_range=0.02)
     optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
     first = af.geometry.penalty(model, target, per_head).item()
     for _ in range(150):

@@ -14,7 +14,7 @@ from attnflow.masks.export import NotExpressible
 from attnflow.masks.export.slices import transposed
 from tests.catalogue_cases import MASKS
 from tests.refused import refused
-from tests.strategies import dense_masks, mask_pairs, relations, square_masks
+from tests.strategies import dense_masks, relations, square_masks
 
 ODD = [masks.causal(127), masks.document([63, 1, 64]), masks.longformer(129, 5, [0, 64]), masks.block_diffusion(5, 7)]
 EVERY = [*MASKS, *ODD]
@@ -133,15 +133,6 @@ def test_the_whole_catalogue(name):
 def test_random_masks(mask):
     for name in export.FORMATS:
         check(mask, name)
-
-
-@settings(max_examples=40)
-@given(mask_pairs())
-def test_combinations(pair):
-    a, b = pair
-    for mask in (a & b, a | b, ~a):
-        for name in export.FORMATS:
-            check(mask, name)
 
 
 @settings(max_examples=40)

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
+from tests.models import tiny
 from tests.processes import leave
 
 
@@ -22,10 +22,7 @@ def main(target: str, way: str, batch_size: int) -> None:
     samples = [[(7 * i + j) % 31 for j in range(4 + 2 * (i % 3))] for i in range(24)]
     family = partial(af.tasks.block_two_stream, block=2, mask_token=31)
     collate = af.tasks.Collator(family, masks="intervals", pad_to_multiple_of=16, min_width=2)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config).double()
+    model = tiny("Llama")
     af.masks.attach(model, "batch")
     options = DataLoaderConfiguration(dispatch_batches=way.startswith("dispatch"), split_batches="split" in way)
     accelerator = Accelerator(cpu=True, dataloader_config=options)

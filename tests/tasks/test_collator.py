@@ -4,11 +4,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import PreTrainedModel, Trainer
 
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Collator, Label, Task, Token
+from tests.models.table import AUDITED, CAUSAL
 from tests.tasks.training import arguments
 
 DOUBLE = torch.float64
@@ -25,10 +26,9 @@ def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return targets, torch.where(targets == -100, 0.0, bits.contiguous().view(DOUBLE))
 
 
-def model(**options: object) -> LlamaForCausalLM:
+def model(name: str = "Llama", **options: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=32, **options))
+    return {**CAUSAL, **AUDITED}[name].make(vocab_size=32, initializer_range=0.02, **options)
 
 
 def samples(lengths: list[int]) -> list[dict[str, list[int]]]:
@@ -132,22 +132,15 @@ def test_a_model_takes_averaged_tokens_until_the_handle_is_removed():
         llama(input_ids=averaged)
 
 
-def bert() -> BertForMaskedLM:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return BertForMaskedLM(
-        BertConfig(**shape, vocab_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    )
-
-
-@pytest.mark.parametrize(("name", "make"), [*((name, model) for name in FAMILIES), ("butterfly", bert)])
-def test_trainer_trains_what_a_plain_loop_trains(name, make, tmp_path):
+@pytest.mark.parametrize(("name", "kind"), [*((name, "Llama") for name in FAMILIES), ("butterfly", "Bert")])
+def test_trainer_trains_what_a_plain_loop_trains(name, kind, tmp_path):
     """Two steps of two accumulated batches: the loss is normalised over all their labels, nothing is shifted.
 
     Of a causal model `Trainer` counts shifted labels, of BERT all.
     """
     data = samples([6, 8, 10, 4, 8, 6, 4, 12])
-    trained, reference = make(), make()
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    trained, reference = (model(kind, **(dropout if kind == "Bert" else {})) for _ in range(2))
     tasks.average_embeddings(trained)
     tasks.average_embeddings(reference)
     collate = Collator(FAMILIES[name])
@@ -164,7 +157,7 @@ def test_trainer_trains_what_a_plain_loop_trains(name, make, tmp_path):
     assert trainer.evaluate(data[:2])["eval_loss"] > 0
 
 
-def plain_loop(llama: LlamaForCausalLM, collate: Collator, data: list) -> list[float]:
+def plain_loop(llama: PreTrainedModel, collate: Collator, data: list) -> list[float]:
     optimiser = torch.optim.SGD(llama.parameters(), lr=0.1)
     llama.train()
     losses = []

@@ -13,9 +13,10 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import Trainer
 
 import attnflow as af
+from tests.models import tiny
 from tests.tasks.training import arguments
 
 FAMILY = partial(af.tasks.block_two_stream, block=2, mask_token=31)
@@ -74,8 +75,7 @@ class Stream(IterableDataset):
 def trained(folder, steps, resume=False):
     """Parameters after training on a stream up to a step, from the start or from the last checkpoint."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    model = tiny("Llama", torch.float32)
     batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     options = arguments(folder, max_steps=steps, save_strategy="steps", save_steps=2, **batches)
     more = {"data_collator": collate(), "compute_loss_func": af.tasks.loss}

@@ -3,23 +3,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import PreTrainedModel
 
 import attnflow as af
 from attnflow import tasks
 from attnflow.tasks import Task, Token
+from tests.models import tiny
+from tests.models.table import AUDITED
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]  # with a token that stands twice
-SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 16}
 FAMILIES = {
     "causal": tasks.causal_lm(IDS),
     "block two-stream": tasks.block_two_stream(IDS, 2),
@@ -34,12 +26,9 @@ FAMILIES = {
 }
 
 
-def llama(attention: str = "sdpa", **options: object) -> LlamaForCausalLM:
+def llama(**options: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **{**SMALL, **options}, intermediate_size=48, num_key_value_heads=2, attn_implementation=attention
-    )
-    return LlamaForCausalLM(config).double()
+    return tiny("Llama", num_hidden_layers=4, vocab_size=16, **options)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -59,12 +48,10 @@ def test_llama_in_double_precision(name):
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: llama("eager"),
-        lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=16, n_positions=16)).double(),
-        lambda: BertForMaskedLM(BertConfig(**SMALL, intermediate_size=48, hidden_dropout_prob=0.5)).double(),
-        lambda: MistralForCausalLM(
-            MistralConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, sliding_window=3)
-        ).double(),
+        lambda: llama(attn_implementation="eager"),
+        lambda: tiny("GPT2"),
+        lambda: AUDITED["Bert"].make(hidden_dropout_prob=0.5).double(),
+        lambda: tiny("Mistral", sliding_window=3),
     ],
     ids=["llama eager", "gpt2", "bert with dropout", "mistral with a window"],
 )

@@ -82,19 +82,6 @@ def test_causal_mask_is_the_plain_causal_model(name, implementation):
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_sliding_window_mask_is_the_plain_mistral(implementation):
-    model = tiny("Mistral")
-    model.set_attn_implementation(implementation)
-    ids = tokens(1, LENGTH)
-    with torch.no_grad():
-        plain = outputs(model, input_ids=ids)
-        with af.masks.attach(model, af.masks.sliding_window(LENGTH, 4)):
-            torch.testing.assert_close(outputs(model, input_ids=ids), plain, rtol=1e-12, atol=1e-12)
-        with af.masks.attach(model, af.masks.causal(LENGTH)):
-            assert not torch.allclose(outputs(model, input_ids=ids), plain)
-
-
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "Albert", "DistilBert"])
 def test_full_mask_is_the_plain_encoder(name):
     model, ids = tiny(name), tokens(2, LENGTH)

@@ -118,14 +118,3 @@ def test_a_cropped_query_that_loses_its_only_key_is_empty_not_nan():
         with af.masks.attach(model, af.masks.from_edges([(1, 1), (2, 2)], 3)):
             assert torch.equal(ours, outputs(model, input_ids=ids))
     assert ours.isfinite().all()
-
-
-def test_the_advice_about_a_cache_of_a_padded_batch():
-    model, ids = tiny("Mistral"), tokens(2, 9)
-    padding = torch.ones_like(ids)
-    padding[1, :3] = 0
-    options = {"attention_mask": padding, "max_new_tokens": 3, "do_sample": False}
-    with af.masks.attach(model, af.masks.causal(LENGTH)):
-        with pytest.raises(ValueError, match=r"keys from 6 on; pass past_key_values=DynamicCache\(\)"):
-            model.generate(ids, **options)
-        assert model.generate(ids, past_key_values=DynamicCache(), **options).shape == (2, 12)
