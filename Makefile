@@ -75,7 +75,7 @@ compiled: $(ENV)  ## tests of torch.compile, which does not run under the type c
 	$(call say,tests of compiled functions)
 	$(PYTEST) tests -m compiled
 
-conformance: $(ENV)  ## every architecture of the installed transformers against every feature, into docs/conformance.md
+conformance: $(ENV)  ## every architecture of the installed transformers against every feature, and every pair of features
 	OMP_NUM_THREADS=1 $(PY) -m tests.conformance --workers $(WORKERS)
 
 studio:  ## bundle the page of `attnflow studio` from frontend/, with node and npm

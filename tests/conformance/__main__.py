@@ -1,4 +1,4 @@
-"""`python -m tests.conformance`: the matrix over every architecture of the installed transformers, into docs/."""
+"""`python -m tests.conformance`: every architecture against every feature, and every pair of features, into docs/."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.conformance import matrix, page
+from tests.conformance import matrix, page, pairs
 from tests.conformance.cells import FEATURES
 from tests.conformance.miniature import KINDS, architectures
 
@@ -18,7 +18,10 @@ def main() -> int:
     parser.add_argument("--feature", nargs="*", choices=FEATURES, default=list(FEATURES), help="which columns")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="only what the file lacks")
+    parser.add_argument("--pairs", nargs="*", choices=pairs.FEATURES, help="only the table of pairs, of these features")
     options = parser.parse_args()
+    if options.pairs is not None:
+        return _pairs(options.pairs, options.resume)
     rows = matrix.read()
     before = dict(rows)
     chosen = [a for a in architectures() if a.kind in options.kind]
@@ -39,7 +42,14 @@ def main() -> int:
     lost = [key for key, row in rows.items() if key in before and matrix.worse(before[key].cell, row.cell)]
     for key in lost:
         print(*key, f"{before[key].cell.code} -> {rows[key].cell.code}: {rows[key].cell.reason}")
-    return 1 if lost else 0
+    whole = options.name is None and len(options.kind) == len(KINDS)
+    return 1 if lost or (whole and _pairs([], options.resume)) else 0
+
+
+def _pairs(names: list[str], resume: bool) -> int:
+    bad = pairs.main(names, resume, lambda line: print(line, file=sys.stderr))
+    print(*bad, sep="\n", end="\n" if bad else "")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -43,16 +43,16 @@ def cell(feature: Callable[[PreTrainedModel], str | None], model: PreTrainedMode
             warnings.simplefilter("ignore")
             reason = feature(deepcopy(model))
     except Wrong as error:
-        return Cell("wrong", _words(error))
+        return Cell("wrong", words(error))
     except NotBuilt as error:
-        return Cell("none", _words(error))
+        return Cell("none", words(error))
     except Exception as error:
         ours = isinstance(error, CLEAR) and len(str(error).split()) > 4
-        return Cell("refused" if ours else "unclear", f"{type(error).__name__}: {_words(error)}")
+        return Cell("refused" if ours else "unclear", f"{type(error).__name__}: {words(error)}")
     return Cell("works", reason or "")
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 

@@ -107,7 +107,10 @@ class Guard(Handle):
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 call |= call.pop(name, {})
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        with torch.autocast(device, enabled=False):
+        eager = cast(Any, torch.compiler).set_stance(
+            "force_eager"
+        )  # what watches layers would be compiled at each pass
+        with torch.autocast(device, enabled=False), eager:
             batch = without_loss(model, call, self._sequences)
             return check(model, batch, _of_first(self._order, self._sequences), both_sides=False, passes=self._passes)
 

@@ -109,6 +109,7 @@ class Monitor(Handle):
         self._attention: Attention = attention
         self._own_logs, self._logs = logs is not None, logs or []
         self._layers = layers_in_memory(model, attention)
+        self._read = self._parameters()
         self._file: RecordFile | None = None
         self._step: int | None = None  # None before the start
         self._last: int | None = None
@@ -159,7 +160,10 @@ class Monitor(Handle):
 
         Raises:
             ValueError: weights have become NaN or Inf.
+            UnsupportedArchitecture: the model was sharded, or given adapters on queries or keys, since the last record.
         """
+        if self._read != (now := self._parameters()):  # in every process, so that none waits for another
+            self._layers, self._read = layers_in_memory(self.model, self._attention), now
         if not _first_process():
             return None
         rows: list[MatrixScores] = []
@@ -204,6 +208,7 @@ class Monitor(Handle):
                 if "wandb" in reports:
                     self._logs.append(_log_to_wandb)
             self.model, self._layers = model, layers_in_memory(model, self._attention)
+            self._read = self._parameters()
             self.start(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: object) -> None:
@@ -224,6 +229,10 @@ class Monitor(Handle):
         if name.startswith("on_"):
             return lambda *_, **__: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _parameters(self) -> list[tuple[str, int]]:
+        """Names and identities of the parameters, which adapters, sharding and offloading change."""
+        return [(name, id(parameter)) for name, parameter in self.model.named_parameters()]
 
     def _restore(self) -> None:
         self._file = None  # nothing of the model was changed

@@ -28,6 +28,18 @@ _VERSION: Final = 1
 _NO_DIGEST: Final = "digest of this file".ljust(64, "-")  # in its place while it is computed
 _SAMPLES: Final = 16  # numbers of a matrix by which a model is recognised
 _ADAPTERS: Final = (".lora_", "modules_to_save")
+_PARALLEL: Final = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def check_unwrapped(model: nn.Module, kind: str) -> None:
+    """Raise for a model in data parallelism, which trains only the parameters that it found when it was put on."""
+    for module in model.modules():
+        found = _PARALLEL & {base.__name__ for base in type(module).__mro__}
+        if found:
+            raise ValueError(
+                f"{type(model).__name__} is in {found.pop()} already, which would not average the gradients of "
+                f"a {kind} over processes: attach the {kind} first, then wrap or shard the model"
+            )
 
 
 @dataclass(frozen=True)

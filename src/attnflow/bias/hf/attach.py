@@ -19,6 +19,7 @@ from attnflow.bias.content import GuidanceConfig
 from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
 from attnflow.bias.kind import LayerBias, layer_biases
+from attnflow.models.addons import check_unwrapped
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.probe import OTHER_SEQUENCE
@@ -122,7 +123,8 @@ def attach(
         The handle: prints what was added, has `enabled`, and `remove()`.
 
     Raises:
-        ValueError: a bias is attached already, layers out of range, a model on several devices within one layer.
+        ValueError: a bias is attached already, layers out of range, a model on several devices within one layer, or
+            one that is in DistributedDataParallel or sharded already, which would train each process's bias by itself.
         UnsupportedArchitecture: attention that cannot be reached, with what is missing. The model is as it was.
 
     >>> import attnflow as af
@@ -151,6 +153,7 @@ def attach_to(
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if next(layer_biases(model), None) is not None:
         raise ValueError(f"{type(model).__name__} has a bias attached already; remove it by its handle first")
+    check_unwrapped(model, "bias")
     layers = layers_of(model) if layers is None else layers
     children = _build(layers, configs, backend)
     around = models_around([layer.site for layer, _ in children])

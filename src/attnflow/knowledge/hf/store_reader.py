@@ -25,7 +25,7 @@ from attnflow.knowledge.layered import SharedReader, reads_entries
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
-from attnflow.models.addons import Addon, read_addon, save_addon
+from attnflow.models.addons import Addon, check_unwrapped, read_addon, save_addon
 from attnflow.models.interception import (
     AttentionCall,
     Output,
@@ -72,8 +72,8 @@ class StoreReader(SharedReader):
         )
         nn.init.normal_(attention.key)  # entries have length 1: scores with standard deviation 1
         super().__init__(layer, attention)
-        self.gate = nn.Parameter(torch.zeros(()))
-        self.own = nn.Parameter(torch.full((), _OWN))
+        self.gate = nn.Parameter(torch.zeros(1))  # FSDP2 shards no scalars
+        self.own = nn.Parameter(torch.full((1,), _OWN))
         self.pooled = pooled
         self.pooled_map = nn.Linear(pooled.width, model_dim, bias=False)
         nn.init.normal_(self.pooled_map.weight, std=pooled.width**-0.5)
@@ -242,6 +242,7 @@ class AddedReaders(Attached):
             raise ValueError(
                 f"{type(model).__name__} reads entries: remove what was attached, or leave out reader and layers"
             )
+        check_unwrapped(model, "reader")
         stack = stack_of(model)
         saved = None if folder is None else _saved(folder, stack, store, self.encoder)
         if saved is not None:
