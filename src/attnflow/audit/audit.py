@@ -29,6 +29,7 @@ from attnflow.masks.catalogue import causal
 from attnflow.models.evaluation import evaluating, precision, unchanged
 from attnflow.models.loaded import Loaded, split
 
+_DRAWS: Final = 4  # of the sequences that a function is tested for crosstalk with
 _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits for
 
 
@@ -201,6 +202,8 @@ class Auditor:
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
         sets, order = self._crossing(), self._plan().passes
+        if isinstance(self.model, Function) and order:  # a choice that a function makes may turn on few other tokens
+            sets, order = sets * _DRAWS, [order[i % len(order)] for i in range(max(len(order), self.passes))]
         total = len(sets) + len(order)
         violations: list[Violation] = []
         prober.settle()

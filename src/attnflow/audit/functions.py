@@ -23,6 +23,7 @@ from attnflow.models.evaluation import seed_all
 from attnflow.models.loaded import Loaded
 
 _PARTS: Final = 10_000  # objects that are looked through for modules
+_OTHER: Final = 0x5EED  # added to a seed that may be the one by which the caller drew the tokens
 _APART: Final = ("mask", "position", "type", "segment", "seq")  # in names of integers that are no tokens
 
 
@@ -58,12 +59,15 @@ class Function(nn.Module):
         self.twin: Function | None = None  # a copy that was never called; None if none can be made
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of all modules that the callable holds."""
-        return (parameter for module in self.held for parameter in module.parameters(recurse))
+        """The parameters of all modules that the callable and its copy hold."""
+        return (parameter for module in self._modules_held() for parameter in module.parameters(recurse))
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """The buffers of all modules that the callable holds."""
-        return (buffer for module in self.held for buffer in module.buffers(recurse))
+        """The buffers of all modules that the callable and its copy hold."""
+        return (buffer for module in self._modules_held() for buffer in module.buffers(recurse))
+
+    def _modules_held(self) -> tuple[nn.Module, ...]:
+        return self.held + (() if self.twin is None else self.twin.held)
 
     def forward(self, **kwargs: Any) -> dict[str, object]:
         """Call the function; it may train, so gradients are on."""
@@ -92,7 +96,7 @@ class Function(nn.Module):
         Of n numbers of which the last never moves, number i is taken for the score of token i + 1, as in a loss whose
         last label is missing. Answers that do not move with the tokens say nothing about leaks.
         """
-        draw = inputs.draw(torch.Generator().manual_seed(seed))
+        draw = inputs.draw(torch.Generator().manual_seed(seed + _OTHER))
         place = torch.arange(inputs.size).expand(inputs.batch, -1)
         self.size = (inputs.batch, inputs.size) if inputs.batched else (inputs.size,)
         if self.twin is not None:
