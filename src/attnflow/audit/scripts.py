@@ -7,7 +7,7 @@ import inspect
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ _VOCABULARY: Final = 50  # ids that any vocabulary has, where the size of it is 
 
 
 @contextmanager
-def blaming(target: str) -> Iterator[None]:
+def blaming(target: str) -> Generator[None]:
     """What the script raises becomes one sentence that names its line."""
     path = str(Path(target.rpartition(":")[0]).resolve())
     try:

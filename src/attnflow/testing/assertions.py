@@ -51,8 +51,9 @@ def assert_no_leak(
     >>> assert_no_leak(torch.nn.Linear(8, 8), torch.randn(2, 5, 8), order=af.masks.causal(5))
     """
     __tracebackhide__ = True
-    plain = is_function(model) or not isinstance(batch, Mapping)
-    call = batch if plain else without_loss(split(cast("nn.Module | Loaded", model))[0], batch)
+    call = batch
+    if isinstance(batch, Mapping) and not is_function(model):
+        call = without_loss(split(cast("nn.Module | Loaded", model))[0], batch)
     report = audit.check(model, call, order, cache=cache, passes=passes)
     if report.violations:
         raise AssertionError(f"information flows against the order\n{report}")

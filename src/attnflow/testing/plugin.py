@@ -6,7 +6,7 @@ before such a test runs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add one test for each name."""
-    names: list[str] = [*config.getini("attnflow"), *config.getoption("--attnflow")]
+    names = cast(list[str], [*config.getini("attnflow"), *(config.getoption("--attnflow") or ())])
     items += [Audit.from_parent(session, name=name) for name in names]
 
 
