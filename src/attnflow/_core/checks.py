@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final, SupportsFloat, SupportsIndex, cast
 
 import numpy as np
@@ -15,9 +17,10 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 Indices = Sequence[int] | npt.NDArray[np.integer] | Tensor  # what a caller may give where positions are listed
 
-LARGEST_SIZE: Final = 1 << 27
-"""Positions that a sequence may have: building a mask of as many takes tens of gigabytes, and no model reads more."""
+LARGEST_SIZE: Final = 1 << 24
+"""Positions that a sequence may have: a mask of as many takes 2 GB while it is built, and no model reads more."""
 
+_SIZE: Final = ContextVar("positions that `size` lets through", default=LARGEST_SIZE)
 _LARGEST: Final = (1 << 63) - 1  # of int64, in which everything is computed
 
 
@@ -46,8 +49,18 @@ def integer(
 
 
 def size(name: str, value: object) -> int:
-    """Return `value` as a number of positions: an int in [0, `LARGEST_SIZE`]."""
-    return integer(name, value, 0, LARGEST_SIZE, " positions", ": a mask so long does not fit into memory")
+    """Return `value` as a number of positions: an int in [0, `LARGEST_SIZE`], or less inside `sizes_up_to`."""
+    return integer(name, value, 0, _SIZE.get(), " positions", ": a mask so long does not fit into memory")
+
+
+@contextmanager
+def sizes_up_to(positions: int) -> Generator[None]:
+    """Lower the limit of `size`, for what a file or a command names."""
+    token = _SIZE.set(positions)
+    try:
+        yield
+    finally:
+        _SIZE.reset(token)
 
 
 def boolean(name: str, value: object) -> bool:

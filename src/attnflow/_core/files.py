@@ -19,6 +19,14 @@ from typing import BinaryIO, Final
 _LEFT: Final = 24 * 3600.0  # seconds after which a part that nobody writes to was left by a writer that was killed
 
 
+def to_read(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to read; refuse a named pipe or a device, for which a reader may wait for ever."""
+    target = Path(path)
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise ValueError(f"cannot read {path}: it is a pipe or a device; save what it gives in a file")
+    return target
+
+
 @contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     """Open a binary file that replaces `path` when the block ends without an error."""

@@ -13,7 +13,7 @@ from typing import Final, Generic, Literal, TypeVar
 from attnflow._core.plain import as_integer, as_list, as_object, close_to, expect, only_keys
 
 _T = TypeVar("_T")
-_LARGEST: Final = 1 << 22  # beyond it the machine would run out of memory before anything is shown
+LARGEST_NAMED: Final = 1 << 22  # beyond it the machine would run out of memory before anything is shown
 _TYPED: Final = {  # what a person should have typed
     "bool": "true or false",
     "int": "an integer",
@@ -54,8 +54,9 @@ class Parameter:
 
     def bounded(self, value: int) -> int:
         """Return `value`, or refuse one too large to be meant."""
-        if value > _LARGEST:
-            raise ValueError(f"{self.name} is at most {_LARGEST:,} by name, got {value}: call the function in Python")
+        if value > LARGEST_NAMED:
+            limit = f"{LARGEST_NAMED:,}"
+            raise ValueError(f"{self.name} is at most {limit} by name, got {value}: call the function in Python")
         return value
 
     def read(self, text: str) -> object:

@@ -7,8 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
+
+from attnflow._core.files import to_read
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
@@ -17,7 +18,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
     Refuses, with `ValueError`, an unreadable file, repeated names, NaN, and anything but an object at the top.
     """
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+        text = sys.stdin.read() if path == "-" else to_read(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -31,6 +32,8 @@ def parse_json(text: str, where: str) -> dict[str, object]:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from error
+    except ValueError as error:  # a name that stands twice, or an integer of more than 4,300 digits
+        raise ValueError(f"{where}: {str(error).split(';')[0]}") from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
     return as_object(value, where)

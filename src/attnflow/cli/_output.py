@@ -84,7 +84,10 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
         raise BadUsage(f"cannot write {path}: the name must end in {' or '.join(suffixes)}, got {path.suffix!r}")
     if chart and path.suffix.lower() in (".svg", ".png") and find_spec("matplotlib") is None:
         raise MissingExtra("matplotlib", "report", chart)
-    target = path.expanduser().resolve()
+    try:
+        target = path.expanduser().resolve()
+    except (OSError, RuntimeError) as error:  # Python 3.13 raises OSError, older versions RuntimeError
+        raise BadUsage(f"cannot write {path}: its symbolic links form a loop") from error
     folder = target.parent
     if not folder.is_dir():
         raise BadUsage(f"cannot write {path}: there is no folder {folder}")

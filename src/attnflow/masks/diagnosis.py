@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnflow._core.files import to_read
 from attnflow._core.markup import plural
 from attnflow._core.plain import read_json
 from attnflow._core.results import Result
@@ -24,6 +26,7 @@ from attnflow.masks.spec import mask_from_dict
 
 _CLOSE: Final = 0.02  # share of all pairs up to which a mask is taken for another one with mistakes
 _MASKED: Final = -1e4  # additive values from here down forbid; what lies between them and 0 is a bias
+_PAIRS: Final = 1 << 28  # of a tensor in a file: 4 GB while its values are checked
 _SHOWN: Final = 3
 
 
@@ -192,15 +195,18 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
 def _tensor(path: Path) -> Tensor:
     if path.suffix not in (".npy", ".pt", ".safetensors"):
         raise ValueError(f"{path}: the name must end in .json, .npy, .pt or .safetensors, got {path.suffix!r}")
+    to_read(path)
     try:
         if path.suffix == ".npy":
-            return torch.from_numpy(np.load(path, allow_pickle=False))
+            return torch.from_numpy(np.load(path, allow_pickle=False, mmap_mode="c"))
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             held: object = load_file(path)
         else:
-            held = torch.load(path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():  # of kinds of tensors that are refused below
+                warnings.simplefilter("ignore")
+                held = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # each reader has errors of its own for what it cannot read
@@ -212,7 +218,13 @@ def _tensor(path: Path) -> Tensor:
 
 
 def _allowed(tensor: Tensor, masked_true: bool) -> Tensor:
-    """Converts values to bool, True = allowed; raises ValueError if they are no mask."""
+    """Converts values to bool, True = allowed; raises ValueError if they are no mask, or too many to look at."""
+    strange = tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta
+    if strange or tensor.is_complex():
+        kind = "nested" if tensor.is_nested else f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        raise ValueError(f"expected a dense tensor of bools, integers or floats with data, got one that is {kind}")
+    if tensor.numel() > _PAIRS:
+        raise ValueError(f"it has {tensor.numel():,} pairs, more than {_PAIRS:,}: save one head, or a slice")
     if tensor.dtype == torch.bool:
         return tensor ^ masked_true
     zero_one = (tensor == 0) | (tensor == 1)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
+_BLOCKS: Final = 1 << 26  # that are counted: 2.5 GB while it runs, and a million positions in blocks of 128
 _COVERED: Final = 1 << 22  # keys that are counted at a time where they are numbered anew
 
 
@@ -160,14 +161,19 @@ def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def block_counts(rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[int, int]) -> IntArray:
-    """Allowed pairs in each block, int64[query blocks, key blocks]."""
+    """Allowed pairs in each block, int64[query blocks, key blocks]; raises ValueError if they are too many to count."""
+    grid = -(-rows.num_rows // blocks[0]), -(-rows.num_keys // blocks[1])
+    if grid[0] * grid[1] > _BLOCKS:
+        raise ValueError(
+            f"blocks of {blocks[0]} x {blocks[1]} are {grid[0] * grid[1]:,} in a mask of {rows.num_rows:,} x "
+            f"{rows.num_keys:,}, more than the {_BLOCKS:,} that are counted: take larger blocks, or a slice"
+        )
     limit = 4 * (rows.num_rows + len(rows.starts))
     pieces = pieces_of(rows, None if key_rank is None else invert(key_rank), limit)
     if pieces is None:
         assert key_rank is not None, "rows in their own order are never scattered"
         return _counts_of_scattered(rows, key_rank, *blocks)
     query, starts, ends = pieces
-    grid = -(-rows.num_rows // blocks[0]), -(-rows.num_keys // blocks[1])
     block, start, end = map(torch.from_numpy, (query // blocks[0], starts, ends))
     return pairs_in_blocks(block, start, end, grid, blocks[1]).numpy()
 

@@ -14,7 +14,7 @@ from attnflow.masks.intervals import BoolArray, IntervalRows, ragged
 
 RENAMED: Final = 1 << 24  # intervals that a change of numbers may make: about 20 seconds and 2 GB while it runs
 SCANNED: Final = 1 << 31  # pairs that are looked at one by one: about 10 seconds
-LARGEST: Final = 1 << 27  # intervals of a mask: 1 GB
+LARGEST: Final = 1 << 25  # intervals of a mask: 268 MB, and 3 GB while two such masks are combined
 _CHUNK_BYTES: Final = 1 << 23
 _SAMPLE: Final = 64  # intervals from which the number of all stretches is guessed
 _LONG: Final = 1 << 16  # stretches: about as much work as to guess their number
@@ -95,7 +95,7 @@ class Numbered:
         rows = self.renumbered(plain, max(4 * self.rows.num_rows, min(few, RENAMED)))
         if rows is not None:
             return rows
-        if pairs > SCANNED:
+        if pairs > SCANNED or self.expected(plain) > 2 * LARGEST:  # the guess may be half too high
             raise too_many(f"{what}, in the order of its keys,", self.expected(plain))
         parts: list[IntervalRows] = []
         count = 0

@@ -15,7 +15,8 @@ from typing import Final
 
 import torch
 
-from attnflow._core.parameters import Named, find, named
+from attnflow._core.checks import sizes_up_to
+from attnflow._core.parameters import LARGEST_NAMED, Named, find, named
 from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys
 from attnflow.masks import catalogue, export, streams
 from attnflow.masks.build import from_dense, from_edges, from_intervals
@@ -179,7 +180,8 @@ def _sizes(spec: Mapping[str, object], where: str, *names: str) -> dict[str, obj
 
 def _call(where: str, function: Callable[..., Mask], values: Mapping[str, object]) -> Mask:
     try:
-        return function(**values)
+        with sizes_up_to(LARGEST_NAMED):
+            return function(**values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -24,7 +24,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from attnflow._core.checks import boolean
-from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
+from attnflow._core.errors import AttnflowError, MissingExtra, UnsupportedArchitecture
 from attnflow._core.files import write_folder
 from attnflow.models.checkpoints import open_weights
 from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, check_sizes, first_line, shards
@@ -134,6 +134,13 @@ def _config(folder: str) -> Config:
         raise BadCheckpoint(
             f"{folder} has no config of a model that transformers knows: {first_line(error)}"
         ) from error
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        kernel = str(getattr(part, "_attn_implementation", None) or "")
+        if "/" in kernel:
+            raise UnsupportedArchitecture(
+                f"{folder} asks for the attention kernel {kernel!r} of the hub, which is code that is not fetched or "
+                "run here; take attn_implementation out of its config.json"
+            )
     check_sizes(folder, config.to_dict(), sum(map(_tensors_in, Path(folder).glob("*.safetensors"))))
     return config
 
@@ -157,8 +164,10 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
     except Exception as error:  # safetensors raises a class of its own for a damaged file
         if type(error).__name__ == "SafetensorError":
             raise BadCheckpoint(f"the weights in {folder} are damaged: {error}") from error
-        if isinstance(error, MemoryError | ImportError) or not Path(folder).is_dir():
+        if isinstance(error, MemoryError | AttnflowError) or not Path(folder).is_dir():
             raise
+        if isinstance(error, ImportError):  # its config names an attention kernel or a package that is not here
+            raise UnsupportedArchitecture(f"{folder} cannot be built here: {first_line(error)}") from error
         why = first_line(error)
         if "ignore_mismatched_sizes" in why:  # which no caller of this function can set
             why = "tensors of its weights have other shapes than its config asks for"

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from attnflow._core.errors import AttnflowError
+from attnflow._core.files import to_read
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ONE_WORD: Final = re.compile(r"[\w-][\w.-]*")
@@ -116,12 +117,13 @@ def resolve(name: str) -> Path | str:
     Raises:
         MissingPackage: the package of a short name is not installed; the message has the command.
         FileNotFoundError: none of these, with the short name that may be meant.
+        ValueError: a named pipe or a device.
     """
     if name in MODELS:
         return MODELS[name].path()
     path = Path(name).expanduser()
     if name.strip() and path.exists():
-        return path
+        return to_read(path)
     asked = name.removeprefix(_HUB)
     if asked != name and (_ONE_WORD.fullmatch(asked) or _HUB_ID.fullmatch(asked)):
         return asked

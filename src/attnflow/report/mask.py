@@ -16,6 +16,8 @@ from attnflow.report.mask_picture import mask_svg
 from attnflow.report.page import Context, Part, Section
 
 _SHOWN: Final = 12  # distinct masks of a stack that are drawn
+_COUNTED: Final = 1 << 26  # blocks that are counted for a picture
+_SCATTERED: Final = 1 << 28  # keys that are looked at one by one for it
 LARGEST_ORDER: Final = 32_768  # positions above which the closure would take gigabytes
 _BACKENDS: Final = {"eager": "eager", "sdpa": "SDPA", "flex": "FlexAttention"}
 _DECIMAL: Final = tuple((1000**power, f"{prefix}FLOP") for power, prefix in zip(range(6, 0, -1), "EPTGMk", strict=True))
@@ -155,9 +157,14 @@ def _layers(layers: list[int]) -> str:
 
 
 def block_sizes(mask: Mask) -> list[int]:
-    """Returns 128, FlexAttention's block, and up to two smaller sizes that give 2 to 32 blocks."""
-    n = max(mask.shape)
-    return [128, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
+    """Returns 128, FlexAttention's block, and up to two smaller sizes that give 2 to 32 blocks.
+
+    Above a million positions, or 180,000 that are numbered apart, larger blocks than 128, which are soon counted.
+    """
+    n, block = max(mask.shape), 128
+    while n * n > (_SCATTERED * block if mask.numbered_keys()[1] is not None else _COUNTED * block * block):
+        block *= 2
+    return [block, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
 
 
 def _titled(masks: Layers) -> Iterator[tuple[Mask, Html]]:

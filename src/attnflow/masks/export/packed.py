@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final, Literal
@@ -17,6 +18,7 @@ from attnflow.masks.build import from_dense
 from attnflow.masks.export.bands import Bands, NotExpressible, bands_of, bands_of_batch, sequences
 from attnflow.masks.mask import Mask
 
+_PAIRS: Final = 1 << 30  # of a table: 1 GB, and as much while it is made
 _OPEN: Final = -1  # a side of the window without a limit, in flash-attn and in Transformer Engine
 
 PresetType = Literal["no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary"]
@@ -150,7 +152,7 @@ def flashinfer(mask: Mask | MaskGrid) -> FlashInferMask:
     [217, 1]
     """
     masks = sequences(mask, "flashinfer")
-    bits = [np.packbits(each.dense().numpy(), axis=None, bitorder="little") for each in masks]
+    bits = [np.packbits(_table(each, "flashinfer").numpy(), axis=None, bitorder="little") for each in masks]
     lengths = (tuple(each.shape[axis] for each in masks) for axis in (0, 1))
     return FlashInferMask(torch.from_numpy(np.concatenate(bits)), *lengths)
 
@@ -210,7 +212,7 @@ def te(mask: Mask | MaskGrid) -> EngineMask:
     """
     if isinstance(mask, MaskGrid):
         if mask.shape[:2] != (1, 1):
-            return EngineMask("arbitrary", (_OPEN, _OPEN), ~mask.dense(), None, None, *mask.shape[2:])
+            return EngineMask("arbitrary", (_OPEN, _OPEN), ~_table(mask, "te"), None, None, *mask.shape[2:])
         mask = mask[0, 0]
     [mask] = sequences(mask, "te")
     try:
@@ -219,11 +221,20 @@ def te(mask: Mask | MaskGrid) -> EngineMask:
         bands = None
     kind = None if bands is None else _preset(bands)
     if bands is None or kind is None:
-        return EngineMask("arbitrary", (_OPEN, _OPEN), ~mask.dense()[None, None], None, None, *mask.shape)
+        table = ~_table(mask, "te")[None, None]
+        return EngineMask("arbitrary", (_OPEN, _OPEN), table, None, None, *mask.shape)
     left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
     packed = kind.startswith("padding")
     lengths = (_cumulative(bands.queries), _cumulative(bands.keys)) if packed else (None, None)
     return EngineMask(kind, (left, right), None, *lengths, *mask.shape)
+
+
+def _table(mask: Mask | MaskGrid, name: str) -> Tensor:
+    """The dense mask; raises ValueError if it is too large to be what somebody wants."""
+    pairs = math.prod(mask.shape)
+    if pairs > _PAIRS:
+        raise ValueError(f"{name} takes a table of {pairs / 1e9:,.1f} GB for {mask!r}: export a slice of it")
+    return mask.dense()
 
 
 def _preset(bands: Bands) -> PresetType | None:
