@@ -47,7 +47,7 @@ class _Noted:
 def blocks(new: int, block: int, per_pass: int | None) -> Callable[[], object]:
     """Blocks with weights that were not trained for them: time alone, which does not depend on the weights."""
     loaded, ids = text()
-    options = {"max_new_tokens": new, "per_pass": per_pass, "eos_token": -1}
+    options = {"max_new_tokens": new, "per_pass": per_pass, "mask_token": 0, "eos_token": -1}
     written = af.tasks.generate_blocks(loaded, ids[-PROMPT:], block, **options)
     note = f"{written}; time alone: weights not trained for blocks"
     return _Noted(lambda: af.tasks.generate_blocks(loaded, ids[-PROMPT:], block, **options), note)

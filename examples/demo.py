@@ -139,7 +139,7 @@ def step(title, work, shown):
 
 def run(name, model, token_ids, blocks=BLOCKS, block=BLOCK, butterfly=BUTTERFLY, audited=AUDITED):
     """(whether all came out as claimed, results for a page); the model is left as it was."""
-    block_family = af.tasks.block_two_stream(token_ids[: blocks * block], block)
+    block_family = af.tasks.block_two_stream(token_ids[: blocks * block], block, mask_token=0)
     formula = f"eq. 45, block_two_stream({blocks}, {block})"
     two_stream = Objective.of("block two-stream", block_family, formula, af.masks.block_two_stream(blocks, block))
     butterfly_family, formula = af.tasks.butterfly(token_ids[:butterfly]), f"eq. 58 corrected, butterfly({butterfly})"

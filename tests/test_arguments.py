@@ -161,7 +161,7 @@ def test_no_arithmetic_in_the_callers_type():
     assert masks.longformer(np.int32(50_000), 64, [0]) == masks.longformer(50_000, 64, [0])
     assert masks.multi_token_prediction(np.int8(100), np.int8(3)).num_queries == 300
     assert masks.causal(200).keys(np.int8(127)).tolist() == list(range(128))
-    blocks = tasks.block_two_stream(list(range(300)), np.int8(100))
+    blocks = tasks.block_two_stream(list(range(300)), np.int8(100), mask_token=0)
     assert [task.size for task in blocks] == [200, 300]
 
 

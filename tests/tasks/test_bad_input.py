@@ -39,11 +39,13 @@ def verify(family: object, model: object = None, merged: object = None, **option
 
 
 def write(ids: object = (3, 7), block: int = 2, name: str = "Llama", **options: object) -> object:
-    return tasks.generate_blocks(tiny(name, torch.float32), ids, block, **{"max_new_tokens": 4, **options})
+    return tasks.generate_blocks(
+        tiny(name, torch.float32), ids, block, **{"max_new_tokens": 4, "mask_token": 0, **options}
+    )
 
 
 def fill(left: object, right: object, length: int = 2, name: str = "Llama") -> object:
-    return tasks.infill(tiny(name, torch.float32), left, right, length)
+    return tasks.infill(tiny(name, torch.float32), left, right, length, mask_token=0)
 
 
 def score(requests: object, name: str = "Llama") -> object:
@@ -57,7 +59,7 @@ def by_value(tokens: list[int]) -> object:
 
 def by_tensor(tokens: list[int]) -> object:
     """A family that looks at values in a way that leaves no trace."""
-    return tasks.masked_lm(tokens, [int(torch.tensor(tokens)[0]) % 2])
+    return tasks.masked_lm(tokens, [int(torch.tensor(tokens)[0]) % 2], mask_token=0)
 
 
 TOKENS = [
@@ -105,18 +107,30 @@ FAMILIES = [
     (lambda: tasks.causal_lm("ab"), ""),
     (lambda: tasks.causal_lm(np.array([[1, 2], [3, 4]])), "one-dimensional"),
     (lambda: tasks.butterfly(IDS, masked=[1]), "masked goes with block"),
-    (lambda: tasks.butterfly(IDS, block=6), "at least 2 blocks, got 6 tokens in 1 block of 6"),
-    (lambda: tasks.block_two_stream([5, 6], 2), "more tokens, a smaller block, or predict_first=True"),
-    (lambda: tasks.block_two_stream(IDS, 4), "multiple of block = 4, got 6; pad to 8"),
-    (lambda: tasks.block_two_stream(IDS, 0), "block must be at least 1, got 0"),
-    (lambda: tasks.block_diffusion(IDS, 2, masked=[]), "at least one place"),
-    (lambda: tasks.block_diffusion(IDS, 2, masked="some"), r'"random", got \'some\''),
-    (lambda: tasks.masked_lm(IDS, []), "at least one place"),
-    (lambda: tasks.masked_lm(IDS, [1, 1]), "each once"),
-    (lambda: tasks.masked_lm(IDS, [6]), r"positions in \[0, 6\), got 6"),
+    (lambda: tasks.butterfly(IDS, block=6, mask_token=0), "at least 2 blocks, got 6 tokens in 1 block of 6"),
+    (lambda: tasks.block_two_stream([5, 6], 2, mask_token=0), "more tokens, a smaller block, or predict_first=True"),
+    (lambda: tasks.block_two_stream(IDS, 4, mask_token=0), "multiple of block = 4, got 6; pad to 8"),
+    (lambda: tasks.block_two_stream(IDS, 0, mask_token=0), "block must be at least 1, got 0"),
+    (lambda: tasks.block_diffusion(IDS, 2, masked=[], mask_token=0), "at least one place"),
+    (lambda: tasks.block_diffusion(IDS, 2, masked="some", mask_token=0), r'"random", got \'some\''),
+    (lambda: tasks.masked_lm(IDS, [], mask_token=0), "at least one place"),
+    (lambda: tasks.masked_lm(IDS, [1, 1], mask_token=0), "each once"),
+    (lambda: tasks.masked_lm(IDS, [6], mask_token=0), r"positions in \[0, 6\), got 6"),
+    *(
+        (make, r"mask_token is required: pass tokenizer\.mask_token_id")
+        for make in (
+            lambda: tasks.masked_lm(IDS, [1]),
+            lambda: tasks.block_two_stream(IDS, 2),
+            lambda: tasks.block_diffusion(IDS, 2),
+            lambda: tasks.permutation_lm(IDS, range(6)),
+            lambda: tasks.butterfly(IDS, block=2),
+            lambda: write(mask_token=None),
+            lambda: tasks.infill(tiny("Llama", torch.float32), [1], [2], 2),
+        )
+    ),
     (lambda: tasks.masked_lm(IDS, [1], mask_token=-1), "mask_token must be at least 0, got -1"),
     (lambda: tasks.multi_token_prediction(IDS, 0), "horizon must be at least 1, got 0"),
-    (lambda: tasks.permutation_lm(IDS, [0, 1]), r"permutation of range\(6\)"),
+    (lambda: tasks.permutation_lm(IDS, [0, 1], mask_token=0), r"permutation of range\(6\)"),
     (lambda: tasks.rollouts([1], []), "responses must have at least one entry, got none"),
     (lambda: tasks.rollouts([1], [[], []]), "responses with at least one token, got 2 without any"),
     (lambda: tasks.rollouts([], [[1]]), "prompts must have at least one entry"),
@@ -229,7 +243,7 @@ def test_it_is_refused(call, message):
 
 def test_the_advice_of_an_error_helps():
     assert Collator(by_value, by_length=False)([[6, 5, 7, 8]])["input_ids"].tolist() == [[6]]
-    assert tasks.check(tasks.merge(tasks.block_two_stream(IDS, 6, predict_first=True))).ok
+    assert tasks.check(tasks.merge(tasks.block_two_stream(IDS, 6, predict_first=True, mask_token=0))).ok
     assert all(tasks.check(task).ok for task in tasks.causal_lm(IDS))
     assert tasks.check(tasks.merge([WINDOW.densified(), BLIND.densified()])).ok
     family = tasks.causal_lm(IDS)

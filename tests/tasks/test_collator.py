@@ -195,7 +195,7 @@ def test_one_merge_serves_all_samples_of_a_length():
 
 def test_known_families_are_shared_by_length_and_others_are_not():
     assert Collator(tasks.butterfly).by_length
-    assert Collator(partial(partial(tasks.block_two_stream, block=2), mask_token=3)).by_length
+    assert Collator(partial(partial(tasks.block_two_stream, block=2, mask_token=0), mask_token=3)).by_length
     function, calls = counting(tasks.causal_lm)
     collate = Collator(function)
     assert not collate.by_length
@@ -205,7 +205,7 @@ def test_known_families_are_shared_by_length_and_others_are_not():
 
 
 def test_a_collator_survives_pickling():
-    collate = Collator(partial(tasks.block_two_stream, block=2))
+    collate = Collator(partial(tasks.block_two_stream, block=2, mask_token=0))
     batch = collate([[1, 2, 3, 4]])
     again = pickle.loads(pickle.dumps(collate))([[1, 2, 3, 4]])
     assert all(torch.equal(batch[name], again[name]) for name in batch)
@@ -263,8 +263,8 @@ def test_drawn_places_are_drawn_for_each_sample():
     batch = collate([[1, 2, 3, 4, 5, 6, 7, 8]] * 6)
     shown = {tuple(row) for row in batch["input_ids"].tolist()}
     assert len(shown) > 1
-    assert tasks.Collator(partial(tasks.block_diffusion, block=4)).by_length
-    assert tasks.Collator(partial(tasks.butterfly, block=4, masked=[1])).by_length
+    assert tasks.Collator(partial(tasks.block_diffusion, block=4, mask_token=0)).by_length
+    assert tasks.Collator(partial(tasks.butterfly, block=4, masked=[1], mask_token=0)).by_length
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -71,7 +71,7 @@ def test_masked_lm():
 
 def test_permutation_lm():
     order = [3, 0, 5, 1, 4, 2]
-    family = tasks.permutation_lm(IDS, order)
+    family = tasks.permutation_lm(IDS, order, mask_token=0)
     for t, task in enumerate(family):
         seen = sorted(order[: t + 1])
         assert [token.position for token in task.inputs] == seen
@@ -83,12 +83,14 @@ def test_permutation_lm():
 
 
 def test_block_diffusion():
-    family = tasks.block_diffusion(IDS, 2, masked=[1, 4, 5])
+    family = tasks.block_diffusion(IDS, 2, masked=[1, 4, 5], mask_token=0)
     assert [task.size for task in family] == [2, 6]  # block 1 has nothing to predict
     assert family[0].inputs == (DATA[0], blank(1))
     assert family[1].inputs == (*DATA[:4], blank(4), blank(5))
     assert family[1].labels == (Label(4, DATA[4], task=1), Label(5, DATA[5], task=1))
-    assert tasks.block_diffusion(IDS, 2) == tasks.block_two_stream(IDS, 2, predict_first=True)
+    assert tasks.block_diffusion(IDS, 2, mask_token=0) == tasks.block_two_stream(
+        IDS, 2, predict_first=True, mask_token=0
+    )
 
 
 @pytest.mark.parametrize("tokens", [np.array(IDS), torch.tensor(IDS), tuple(IDS)])
@@ -125,7 +127,7 @@ def test_drawn_places_weigh_one_over_their_number(name):
     family = getattr(tasks, name)
     counts = []
     for _ in range(300):
-        for task in family(range(12), block=4, masked="random"):
+        for task in family(range(12), block=4, masked="random", mask_token=99):
             places = [label.position for label in task.labels]
             assert {label.weight for label in task.labels} == {1 / len(places)}
             assert all(label.data_index == label.position for label in task.labels)
@@ -133,4 +135,4 @@ def test_drawn_places_weigh_one_over_their_number(name):
     share = np.bincount(counts, minlength=5)[1:] / len(counts)
     assert len(counts) == 900
     assert np.abs(share - 1 / 4).max() < 4 * np.sqrt(3 / 16 / 900)  # four standard deviations of a share of 1/4
-    assert tasks.check(tasks.merge(family(range(12), block=4, masked="random"))).ok
+    assert tasks.check(tasks.merge(family(range(12), block=4, masked="random", mask_token=99))).ok

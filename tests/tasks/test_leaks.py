@@ -144,7 +144,7 @@ def test_full_attention_leaks_every_label_of_a_language_model():
 
 
 def test_thousands_of_positions():
-    merged = tasks.merge(tasks.block_two_stream(range(2048), 16)).task
+    merged = tasks.merge(tasks.block_two_stream(range(2048), 16, mask_token=0)).task
     report = tasks.check(merged)
     assert (report.ok, report.dead, report.num_positions) == (True, (), 4064)
     sparse = merged.flow.sparsify(window=64)

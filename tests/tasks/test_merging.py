@@ -36,7 +36,7 @@ def test_causal_is_the_closed_form(n):
 @pytest.mark.parametrize(("num_blocks", "block"), [(2, 1), (2, 3), (3, 1), (4, 2), (5, 4), (13, 3)])
 def test_block_two_stream_is_eq_45(num_blocks, block, predict_first):
     n = num_blocks * block
-    merged = tasks.merge(tasks.block_two_stream(numbers(n), block, predict_first))
+    merged = tasks.merge(tasks.block_two_stream(numbers(n), block, predict_first, mask_token=0))
     assert merged.task.mask == af.masks.block_two_stream(num_blocks, block, predict_first)
     first = 0 if predict_first else block
     assert merged.position_ids.tolist() == [*range(n - block), *range(first, n)]
@@ -61,7 +61,7 @@ def test_butterfly_is_eq_58_corrected(n):
 @pytest.mark.parametrize("seed", range(4))
 def test_permutation_is_xlnet_without_its_dead_position(seed):
     order = np.random.default_rng(seed).permutation(9).tolist()
-    merged = tasks.merge(tasks.permutation_lm(numbers(9), order))
+    merged = tasks.merge(tasks.permutation_lm(numbers(9), order, mask_token=0))
     keep = [i for i in range(18) if i != order[-1]]
     expected = af.masks.permutation_lm(order).dense()[keep][:, keep]
     assert torch.equal(merged.task.mask.dense(), expected)
@@ -69,21 +69,21 @@ def test_permutation_is_xlnet_without_its_dead_position(seed):
 
 
 def test_block_diffusion_is_its_mask_without_the_dead_block():
-    merged = tasks.merge(tasks.block_diffusion(numbers(8), 2)).task
+    merged = tasks.merge(tasks.block_diffusion(numbers(8), 2, mask_token=0)).task
     order = [8, 9, 10, 11, 12, 13, 0, 1, 2, 3, 4, 5, 6, 7]  # clean blocks first, without the last
     expected = af.masks.block_diffusion(4, 2).dense()[order][:, order]
     assert torch.equal(merged.mask.dense(), expected)
 
 
 def test_a_single_task_is_left_as_it_is():
-    for task in (*tasks.masked_lm(numbers(5), [1, 3]), tasks.butterfly(numbers(4))[2]):
+    for task in (*tasks.masked_lm(numbers(5), [1, 3], mask_token=0), tasks.butterfly(numbers(4))[2]):
         merged = tasks.merge([task])
         assert merged.task == Task(task.inputs, [replace(label, task=0) for label in task.labels], task.mask)
         assert [part.tolist() for part in merged.positions] == [list(range(task.size))]
 
 
 def test_merging_what_is_merged_changes_nothing():
-    for family in (tasks.butterfly(numbers(5)), tasks.block_two_stream(numbers(6), 2)):
+    for family in (tasks.butterfly(numbers(5)), tasks.block_two_stream(numbers(6), 2, mask_token=0)):
         once = tasks.merge(family).task
         twice = tasks.merge([once, *family])
         assert twice.task.mask == once.mask
@@ -143,7 +143,7 @@ def test_labels_are_sets_and_keep_weight_and_task():
 
 
 def test_nodes_and_positions_agree():
-    family = [*tasks.block_two_stream(numbers(6), 2), *tasks.masked_lm(numbers(6), [2])]
+    family = [*tasks.block_two_stream(numbers(6), 2, mask_token=0), *tasks.masked_lm(numbers(6), [2], mask_token=0)]
     merged = tasks.merge(family)
     assert sorted(p for node in merged.nodes for p in node) == list(range(merged.task.size))
     for task, places in zip(family, merged.positions, strict=True):
@@ -154,7 +154,11 @@ def test_nodes_and_positions_agree():
 
 
 def test_merging_is_independent_of_the_order_of_the_family():
-    family = [*tasks.butterfly(numbers(5)), *tasks.block_two_stream(numbers(6), 3), *tasks.causal_lm(numbers(6))]
+    family = [
+        *tasks.butterfly(numbers(5)),
+        *tasks.block_two_stream(numbers(6), 3, mask_token=0),
+        *tasks.causal_lm(numbers(6)),
+    ]
     rng = np.random.default_rng(0)
     sizes = set()
     for _ in range(5):
@@ -190,7 +194,7 @@ def test_eq_58_as_printed_is_what_the_paper_prints():
 
 
 def test_embedded_takes_sparse_realisations_and_longer_layouts():
-    family = tasks.block_two_stream(numbers(8), 2)
+    family = tasks.block_two_stream(numbers(8), 2, mask_token=0)
     merged = tasks.merge(family).task
     sparse = merged.flow.sparsify().mask
     assert embedding(Task(merged.inputs, [], sparse), family).ok
@@ -218,7 +222,7 @@ def test_large_families_merge_in_the_compact_form():
     merged = tasks.merge(tasks.butterfly(numbers(400)))
     assert merged.task.mask == af.masks.butterfly(400)
     order = np.random.default_rng(0).permutation(400).tolist()
-    shuffled = tasks.merge(tasks.permutation_lm(numbers(400), order))
+    shuffled = tasks.merge(tasks.permutation_lm(numbers(400), order, mask_token=0))
     assert len(shuffled.nodes) == 799
     rows, rank = shuffled.task.mask.relabelled()
     assert rank is not None

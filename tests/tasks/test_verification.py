@@ -14,15 +14,15 @@ from tests.models.table import AUDITED
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]  # with a token that stands twice
 FAMILIES = {
     "causal": tasks.causal_lm(IDS),
-    "block two-stream": tasks.block_two_stream(IDS, 2),
+    "block two-stream": tasks.block_two_stream(IDS, 2, mask_token=0),
     "block two-stream with the first block": tasks.block_two_stream(IDS, 4, predict_first=True, mask_token=15),
     "butterfly": tasks.butterfly(IDS),
-    "permutation": tasks.permutation_lm(IDS, [3, 1, 7, 0, 5, 2, 6, 4]),
+    "permutation": tasks.permutation_lm(IDS, [3, 1, 7, 0, 5, 2, 6, 4], mask_token=0),
     "multi-token": tasks.multi_token_prediction(IDS, 3),
-    "masked": tasks.masked_lm(IDS, [1, 4]),
-    "block diffusion": tasks.block_diffusion(IDS, 2, masked=[1, 3, 6, 7]),
+    "masked": tasks.masked_lm(IDS, [1, 4], mask_token=0),
+    "block diffusion": tasks.block_diffusion(IDS, 2, masked=[1, 3, 6, 7], mask_token=0),
     "spans": tasks.butterfly(IDS, block=2, masked=[1, 2, 4, 6, 7], mask_token=15),
-    "mixed": (*tasks.butterfly(IDS[:5]), *tasks.causal_lm(IDS), *tasks.masked_lm(IDS, [2])),
+    "mixed": (*tasks.butterfly(IDS[:5]), *tasks.causal_lm(IDS), *tasks.masked_lm(IDS, [2], mask_token=0)),
 }
 
 
@@ -114,7 +114,7 @@ def labels_changed(labels, change):
 @pytest.mark.parametrize("change", ["dropped", "wrong", "reweighted", "of another subtask", "doubled"])
 @pytest.mark.parametrize("double", [True, False])
 def test_changed_labels_are_not_ok_without_gradients(change, double):
-    family = [task for _ in range(3) for task in tasks.block_two_stream(IDS, 2)]
+    family = [task for _ in range(3) for task in tasks.block_two_stream(IDS, 2, mask_token=0)]
     merged = tasks.merge(family)
     model = llama() if double else llama().float()
     assert tasks.verify(family, merged, model, gradients=False).ok

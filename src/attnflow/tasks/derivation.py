@@ -71,7 +71,8 @@ def derive(family: Named[Family], num_tokens: int, values: Mapping[str, object])
     True
     """
     family.require(values)
-    merged = merge(family.function(tokens=list(range(1, num_tokens + 1)), **values))
+    blank = {"mask_token": 0} if any(p.name == "mask_token" for p in family.parameters) else {}  # no token of these
+    merged = merge(family.function(tokens=list(range(1, num_tokens + 1)), **{**blank, **values}))
     formula, mask = _closed_form(family.name, num_tokens, {**{p.name: p.default for p in family.parameters}, **values})
     shown = [f"{num_tokens} tokens", *(f"{name}={value}" for name, value in values.items())]
     equal = None if mask is None else merged.task.mask == mask

@@ -29,9 +29,6 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Masked = Sequence[int] | Literal["random"] | None
 _Read = Callable[[int, int], tuple[IntArray, Mask]]  # from the first and last place of a block to what it reads
 
-MASK_TOKEN: Final = 0
-"""Default vocabulary id of [MASK]: id 0 exists in every vocabulary. Pass `tokenizer.mask_token_id` or a reserved id."""
-
 _MOST_POSITIONS: Final = 1 << 27  # of all subtasks of a family together: 1 GB
 
 
@@ -70,7 +67,9 @@ def multi_token_prediction(tokens: TokenIds, horizon: int) -> Family:
     )
 
 
-def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, mask_token: int = MASK_TOKEN) -> Family:
+def block_two_stream(
+    tokens: TokenIds, block: int, predict_first: bool = False, mask_token: int | None = None
+) -> Family:
     """Generate block by block: tau_k reads k blocks and `block` [MASK]s in the place of the next (hasse, sec. 4.2).
 
     The mask of tau_k is `block_causal`; its labels are the tokens of the masked block. [MASK] is one embedding, at the
@@ -81,12 +80,12 @@ def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, 
         tokens: N blocks of token ids, N >= 2 (or 1 with `predict_first`).
         block: tokens per block; must divide their number.
         predict_first: add the task that predicts block 0 from nothing, which the paper leaves out.
-        mask_token: vocabulary id of [MASK].
+        mask_token: vocabulary id of [MASK]; required, since no id is free in every vocabulary.
 
-    >>> [task.size for task in block_two_stream([5, 6, 7, 8, 9, 9], 2)]
+    >>> [task.size for task in block_two_stream([5, 6, 7, 8, 9, 9], 2, mask_token=0)]
     [4, 6]
     """
-    data = _Data(tokens, minimum=1, mask_token=mask_token)
+    data = _Data(tokens, 1, True, mask_token)
     n = data.size
     block, predict_first = integer("block", block, 1), boolean("predict_first", predict_first)
     num_blocks = divides("the number of tokens", n, block)
@@ -100,7 +99,7 @@ def block_two_stream(tokens: TokenIds, block: int, predict_first: bool = False, 
 
 
 def butterfly(
-    tokens: TokenIds, block: int | None = None, masked: Masked = None, mask_token: int = MASK_TOKEN
+    tokens: TokenIds, block: int | None = None, masked: Masked = None, mask_token: int | None = None
 ) -> Family:
     """Predict every token from both sides (hasse, sec. 4.3): tau_k replaces token k by the mean of its neighbours.
 
@@ -116,14 +115,14 @@ def butterfly(
         tokens: token ids; with `block` a whole number of blocks, at least 2.
         block: tokens of a span; by default each token is predicted alone, from the mean of its neighbours.
         masked: with `block`, places that hold [MASK], as in `block_diffusion`; by default all of each block.
-        mask_token: with `block`, vocabulary id of [MASK].
+        mask_token: with `block`, and required there, vocabulary id of [MASK].
 
     >>> butterfly([5, 6, 7])[1].inputs[1]
     Token(id=(5, 7), position=1, provenance=frozenset({0, 2}))
-    >>> [token.ids[0] for token in butterfly([5, 6, 7, 8], block=2)[1].inputs]
+    >>> [token.ids[0] for token in butterfly([5, 6, 7, 8], block=2, mask_token=0)[1].inputs]
     [5, 6, 0, 0]
     """
-    data = _Data(tokens, 2, mask_token)
+    data = _Data(tokens, 2, block is not None, mask_token)
     n = data.size
     if block is not None:
         block = integer("block", block, 1)
@@ -167,33 +166,33 @@ def _denoising(data: _Data, block: int, masked: Masked, read: _Read, start: int 
     return tuple(tasks)
 
 
-def masked_lm(tokens: TokenIds, masked: Sequence[int], mask_token: int = MASK_TOKEN) -> Family:
+def masked_lm(tokens: TokenIds, masked: Sequence[int], mask_token: int | None = None) -> Family:
     """Predict hidden tokens from all others (BERT, arXiv:1810.04805): one task, full attention.
 
     Args:
         tokens: token ids.
         masked: places that hold [MASK] and carry the labels; at least one, each once.
-        mask_token: vocabulary id of [MASK].
+        mask_token: vocabulary id of [MASK]; required, since no id is free in every vocabulary.
 
-    >>> [label.position for label in masked_lm([5, 6, 7], [1])[0].labels]
+    >>> [label.position for label in masked_lm([5, 6, 7], [1], mask_token=0)[0].labels]
     [1]
     """
-    data = _Data(tokens, minimum=1, mask_token=mask_token)
+    data = _Data(tokens, 1, True, mask_token)
     n = data.size
     hidden = _places("masked", masked, n).tolist()
     return _denoising(data, n, hidden, lambda _, last: (np.arange(last), full(last)))
 
 
-def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int = MASK_TOKEN) -> Family:
+def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int | None = None) -> Family:
     """Predict in any order (XLNet, arXiv:1906.08237, eq. 3): tau_t predicts token permutation[t] from those before.
 
     tau_t reads tokens permutation[0..t-1], causally in that order, and one [MASK] at the place to predict. Merged:
     `af.masks.permutation_lm(permutation)` without the content token permutation[n - 1], which nothing reads.
 
-    >>> [task.labels[0].data_index for task in permutation_lm([5, 6, 7], [2, 0, 1])]
+    >>> [task.labels[0].data_index for task in permutation_lm([5, 6, 7], [2, 0, 1], mask_token=0)]
     [2, 0, 1]
     """
-    data = _Data(tokens, minimum=1, mask_token=mask_token)
+    data = _Data(tokens, 1, True, mask_token)
     n = data.size
     order = permuted("permutation", permutation, n)
     _fit(n, n * (n + 1) // 2)
@@ -206,7 +205,7 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
     return tuple(tasks)
 
 
-def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_token: int = MASK_TOKEN) -> Family:
+def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_token: int | None = None) -> Family:
     """Denoise block by block (BD3-LM, arXiv:2503.09573): tau_b reads clean blocks 0..b-1 and block b, partly masked.
 
     The labels are the masked tokens of block b; a block without any makes no task. Merged it is
@@ -221,12 +220,12 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
         block: tokens per block.
         masked: places that hold [MASK]; by default all, which is `block_two_stream(..., predict_first=True)`; or
             "random": anew in each call, by torch's generator (a worker of a DataLoader has its own).
-        mask_token: vocabulary id of [MASK].
+        mask_token: vocabulary id of [MASK]; required, since no id is free in every vocabulary.
 
-    >>> [task.size for task in block_diffusion([5, 6, 7, 8], 2, masked=[3])]
+    >>> [task.size for task in block_diffusion([5, 6, 7, 8], 2, masked=[3], mask_token=0)]
     [4]
     """
-    data = _Data(tokens, minimum=1, mask_token=mask_token)
+    data = _Data(tokens, 1, True, mask_token)
     n = data.size
     block = integer("block", block, 1)
     num_blocks = divides("the number of tokens", n, block)
@@ -267,9 +266,9 @@ def butterfly_as_printed(n: int) -> Mask:
 
 
 class _Data:
-    """A sample: token i of `table` is data token i at place i; with a mask token, token n + i is [MASK] there."""
+    """A sample: token i of `table` is data token i at place i; where `masks`, token n + i is [MASK] there."""
 
-    def __init__(self, tokens: TokenIds, minimum: int, mask_token: int | None = None) -> None:
+    def __init__(self, tokens: TokenIds, minimum: int, masks: bool = False, mask_token: int | None = None) -> None:
         self.ids = index_array("tokens", tokens)
         self.size = len(self.ids)
         if self.size < minimum:
@@ -280,8 +279,8 @@ class _Data:
             raise ValueError(f"tokens must be at least 0, got {self.ids.min()}")
         place = np.arange(self.size)
         self.table = TokenTable.data(self.ids)
-        if mask_token is not None:
-            blank = np.full(self.size, integer("mask_token", mask_token))
+        if masks:
+            blank = np.full(self.size, mask_id(mask_token))
             blanks = TokenTable(Ragged.single(blank), place, Ragged.empty(self.size))
             self.table = TokenTable.stack([self.table, blanks])
 
@@ -298,6 +297,16 @@ def beginning(rows: IntervalRows, name: str, **parameters: int) -> Mask:
     n = parameters["n"]
     last = int(rows.indptr[n])
     return Mask(IntervalRows(rows.indptr[: n + 1], rows.starts[:last], rows.ends[:last], n), name, parameters)
+
+
+def mask_id(mask_token: int | None) -> int:
+    """The id of [MASK], which a caller must name: any default would be a word of some vocabulary."""
+    if mask_token is None:
+        raise ValueError(
+            "mask_token is required: pass tokenizer.mask_token_id or, where the tokenizer has no [MASK], an id that no "
+            "text holds, such as a reserved one"
+        )
+    return integer("mask_token", mask_token)
 
 
 def _fit(subtasks: int, positions: int) -> None:

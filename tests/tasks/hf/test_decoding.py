@@ -126,7 +126,7 @@ def test_it_stops_at_the_end_of_a_text_and_at_the_limit():
     assert stopped.passes == place // 2 + 1
     model.generation_config.eos_token_id = end
     assert tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=9, mask_token=MASK).tokens == stopped.tokens
-    nothing = tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=0)
+    nothing = tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=0, mask_token=0)
     assert (nothing.tokens, nothing.passes, nothing.tokens_per_pass) == (((),), 0, 0.0)
 
 
@@ -163,7 +163,7 @@ def test_the_model_is_as_before():
     torch.manual_seed(0)
     model = tiny("GPT2").train()
     state = torch.get_rng_state()
-    tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=4)
+    tasks.generate_blocks(model, [3, 7], 2, max_new_tokens=4, mask_token=0)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -177,7 +177,7 @@ def test_eager_and_sdpa_agree():
     assert tasks.generate_blocks(model, [[3, 7, 5], [4]], 4, **options) == sdpa
     model.set_attn_implementation("flex_attention")
     with pytest.raises(af.UnsupportedArchitecture, match="takes no 4D additive mask"):
-        tasks.generate_blocks(model, [3, 7, 5], 4)
+        tasks.generate_blocks(model, [3, 7, 5], 4, mask_token=0)
 
 
 def gaps(text, masked):

@@ -22,7 +22,7 @@ from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, accepts, split
 from attnflow.models.sites import find_sites, mixers_beside
 from attnflow.tasks.embedding import additive, require_runnable
-from attnflow.tasks.families import MASK_TOKEN
+from attnflow.tasks.families import mask_id
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
 
@@ -64,7 +64,7 @@ def generate_blocks(
     block: int,
     *,
     max_new_tokens: int = 64,
-    mask_token: int = MASK_TOKEN,
+    mask_token: int | None = None,
     per_pass: int | None = None,
     threshold: float | None = None,
     temperature: float | None = None,
@@ -87,7 +87,7 @@ def generate_blocks(
             first block was trained, too (`predict_first=True`).
         block: tokens per block, as in training.
         max_new_tokens: tokens to write.
-        mask_token: id of [MASK], as in training.
+        mask_token: id of [MASK], as in training; required.
         per_pass: places that a pass fills at least; by default all of the block (one shot).
         threshold: with `per_pass`, fill also all places whose token has at least this probability.
         temperature: to draw tokens, above 0; by default the best token is taken.
@@ -105,15 +105,16 @@ def generate_blocks(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
     ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
-    >>> written = af.tasks.generate_blocks(model, [[5, 6, 7, 8], [9, 8]], 2, max_new_tokens=6, eos_token=-1)
+    >>> prompts = [[5, 6, 7, 8], [9, 8]]
+    >>> written = af.tasks.generate_blocks(model, prompts, 2, max_new_tokens=6, mask_token=0, eos_token=-1)
     >>> written.passes, [len(tokens) for tokens in written.tokens]
     (3, [6, 6])
     """
-    block, most = integer("block", block, 1), integer("max_new_tokens", max_new_tokens)
+    block, most, blank = integer("block", block, 1), integer("max_new_tokens", max_new_tokens), mask_id(mask_token)
     choice = _Choice(block, per_pass, threshold, temperature, seed)
     texts = _prompts("ids", ids)
     longest = max(map(len, texts))
-    run = _CachedPasses(split(model)[0], -(-(longest + most) // block) * block, "ids", texts, mask_token)
+    run = _CachedPasses(split(model)[0], -(-(longest + most) // block) * block, "ids", texts, blank)
     ends = _end_tokens(run.model, eos_token)
     whole = [len(text) // block * block for text in texts]  # the clean tokens of each, all of its whole blocks
     slots = max(whole)
@@ -125,7 +126,7 @@ def generate_blocks(
     with evaluating(run.model):
         while not all(len(new) >= most or not ends.isdisjoint(new) for new in written):
             held = torch.tensor([len(known) for known in begun])[:, None]
-            tokens = torch.tensor([known + [mask_token] * (block - len(known)) for known in begun])
+            tokens = torch.tensor([known + [blank] * (block - len(known)) for known in begun])
             hidden = torch.arange(block) >= held
             while bool(hidden.any()):
                 rows = torch.cat([clean, tokens], dim=1)
@@ -155,7 +156,7 @@ def infill(
     right: Ids,
     length: int,
     *,
-    mask_token: int = MASK_TOKEN,
+    mask_token: int | None = None,
     per_pass: int | None = None,
     threshold: float | None = None,
     temperature: float | None = None,
@@ -172,7 +173,7 @@ def infill(
         left: token ids before the gap, [batch, n] of several texts or a list of any lengths; may be empty.
         right: token ids after it, in the same form.
         length: tokens to write, as many as were masked in training.
-        mask_token: id of [MASK], as in training.
+        mask_token: id of [MASK], as in training; required.
         per_pass, threshold, temperature, seed: as in `generate_blocks`.
 
     Raises:
@@ -186,11 +187,11 @@ def infill(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
     ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
-    >>> written = af.tasks.infill(model, [5, 6, 7], [9, 10], 4, per_pass=2)
+    >>> written = af.tasks.infill(model, [5, 6, 7], [9, 10], 4, mask_token=0, per_pass=2)
     >>> written.passes, len(written.tokens[0])
     (2, 4)
     """
-    length = integer("length", length, 1)
+    length, blank = integer("length", length, 1), mask_id(mask_token)
     choice = _Choice(length, per_pass, threshold, temperature, seed)
     before, after = _prompts("left", left), _prompts("right", right)
     if len(before) != len(after):
@@ -199,10 +200,10 @@ def infill(
     if not all(one or other for one, other in sides):
         raise ValueError("a gap needs tokens on at least one side, got none on both")
     positions = max(len(one) + len(other) for one, other in sides) + length
-    run = _CachedPasses(split(model)[0], positions, "left and right", [*before, *after], mask_token)
+    run = _CachedPasses(split(model)[0], positions, "left and right", [*before, *after], blank)
     ids, places = _context(sides, length)
     gap = torch.tensor([len(one) for one in before])[:, None] + torch.arange(length)
-    tokens, hidden = torch.full(gap.shape, mask_token), torch.ones(gap.shape, dtype=torch.bool)
+    tokens, hidden = torch.full(gap.shape, blank), torch.ones(gap.shape, dtype=torch.bool)
     first = max(map(len, before))
     with evaluating(run.model):
         while bool(hidden.any()):
@@ -254,7 +255,7 @@ class _CachedPasses:
         self._device, self._dtype = weight.device, weight.dtype
         self._cache = DynamicCache()
         self._keeps = accepts(self.model, "logits_to_keep")
-        for what, rows in ((name, texts), ("mask_token", [[integer("mask_token", mask_token)]])):
+        for what, rows in ((name, texts), ("mask_token", [[mask_token]])):
             wrong = next((token for row in rows for token in row if not 0 <= token < len(weight)), None)
             if wrong is not None:
                 raise ValueError(
