@@ -128,6 +128,8 @@ def test_values_that_are_refused(make, match):
         (lambda: mod(lambda b, h, q, k: q - k), "mask_mod must return a bool tensor, got torch.int64"),
         (lambda: mod(lambda b, h, q, k: q / 2), "mask_mod must return a bool tensor, got torch.float32"),
         (lambda: masks.causal(2).permute([0.0, 1.0]), "order must hold integers"),
+        (lambda: masks.batch(TWO), r"a list with one mask for each sequence, got .*: pass \[mask\]"),
+        (lambda: masks.per_head(TWO), r"a list with one mask for each head, got .*: pass \[mask\]"),
         (lambda: masks.batch([torch.ones(2, 2)]), "expected a Mask, got Tensor"),
         (lambda: masks.per_head([masks.batch([TWO])]), "expected a Mask, got MaskGrid"),
         (lambda: CAUSAL & torch.ones(4, 4).bool(), "expected a Mask, got Tensor"),

@@ -7,7 +7,7 @@ import pytest
 
 import attnflow as af
 from attnflow.report.live.families import MAX_CHARACTERS, MAX_WORDS
-from attnflow.tasks.derivation import named_families
+from attnflow.tasks.derivation import named_families, with_mask
 from tests.report.live_cases import do, plane, refused, session
 
 TEXT = "the cat sat on the mat"
@@ -21,7 +21,9 @@ def family(name="butterfly", text=TEXT, page=None, **message):
 def derived(name, size):
     """The family and its merged task, without the page."""
     values = named_families()[name].read(family(name)["settings"])
-    tasks = named_families()[name].function(tokens=list(range(1, size + 1)), **values)
+    tasks = named_families()[name].function(
+        tokens=list(range(1, size + 1)), **with_mask(named_families()[name], values)
+    )
     return tasks, af.tasks.merge(tasks)
 
 

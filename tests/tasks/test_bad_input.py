@@ -184,6 +184,11 @@ BATCHES = [
     (lambda: Collator(tasks.causal_lm)([torch.tensor([0.5, 1.5])]), "must hold integers"),
     (lambda: Collator(by_value, by_length=True)([IDS]), r"looks at the values .*use Collator\(..., by_length=False\)"),
     (lambda: Collator(by_tensor, by_length=True)([[5, 6, 7]]), "gives other tasks for these tokens .*by_length=False"),
+    (
+        lambda: Collator(tasks.causal_lm)([{}]),
+        r"got the keys \[\]; a Trainer drops .* unless remove_unused_columns=False",
+    ),
+    (lambda: Collator(tasks.rollouts)([{}]), "prompts and responses, got no entry; .* remove_unused_columns=False"),
     (lambda: Collator(tasks.rollouts)([[1, 2, 3]]), "sample 0 of the batch: a group of rollouts is a mapping"),
     (
         lambda: Collator(tasks.rollouts)([{"prompts": [1]}]),
@@ -228,6 +233,8 @@ DECODING = [
     (lambda: score([("w1", "w2")]), "request 0: texts need a tokenizer"),
     (lambda: score([("w1", [5])]), "request 0: context and continuation must both be texts or both token ids"),
     (lambda: score([([5] * 64, [6, 7])]), "a request has 65 tokens, more than the 64 that the model reads"),
+    (lambda: score([([5], [6]), ([5], [77])]), r"request 1: token ids must lie in \[0, 50\), the vocabulary; got 77"),
+    (lambda: score([([-1], [6])]), r"in \[0, 50\), the vocabulary; got -1"),
     (lambda: score(tasks.causal_lm([3, 77])), "vocabulary of 50, got 77|50 entries"),
     (lambda: score(tasks.causal_lm(IDS), "Bloom"), "takes no"),
 ]

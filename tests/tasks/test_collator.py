@@ -71,8 +71,9 @@ def test_a_batch_of_one_is_the_merged_task():
     assert weights.tolist() == [[[0.0], [0.0], [1.0], [1.0]]]
 
 
-def test_averaged_tokens_have_several_ids():
+def test_averaged_tokens_have_several_ids(caplog):
     batch = Collator(tasks.butterfly)([[5, 6, 7]])
+    assert "[batch, n, 2]: call af.tasks.average_embeddings(model)" in caplog.text
     assert batch["input_ids"].tolist() == [[[5, -100], [6, -100], [6, -100], [7, -100], [6, -100], [5, 7], [6, -100]]]
     assert batch["position_ids"].tolist() == [[0, 1, 1, 2, 0, 1, 2]]
     assert Collator(tasks.butterfly)([[5, 6]])["input_ids"].shape == (1, 4)  # nothing to average

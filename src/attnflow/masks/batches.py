@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from attnflow.masks.mask import Mask, not_a_mask
 
 _NARROW: Final = 8  # intervals of a row up to which keys are not numbered anew
 _SHOWN: Final = 4
+_AnyMask = TypeVar("_AnyMask", bound="Mask | MaskGrid")
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
@@ -159,7 +160,7 @@ def batch(masks: Iterable[Mask | MaskGrid], size: int | None = None) -> MaskGrid
     >>> packed.shape
     (2, 1, 5, 5)
     """
-    rows = [_row(mask, number) for number, mask in enumerate(masks)]
+    rows = [_row(mask, number) for number, mask in enumerate(_several(masks, "sequence"))]
     if not rows:
         raise ValueError("a batch needs at least one mask, got none")
     heads = max(len(row) for row in rows)
@@ -191,7 +192,7 @@ def per_head(masks: Iterable[Mask]) -> MaskGrid:
     >>> heads.shape, heads.dense()[0, :, 3].int().tolist()
     ((1, 2, 4, 4), [[1, 1, 1, 1], [0, 0, 1, 1]])
     """
-    row = list(masks)
+    row = _several(masks, "head")
     if not row:
         raise ValueError("per_head needs at least one mask, got none")
     for number, mask in enumerate(row):
@@ -200,6 +201,12 @@ def per_head(masks: Iterable[Mask]) -> MaskGrid:
         if mask.shape != row[0].shape:
             raise ValueError(f"heads see one sequence: mask {number} has shape {mask.shape}, mask 0 {row[0].shape}")
     return MaskGrid((tuple(row),), *row[0].shape)
+
+
+def _several(masks: Iterable[_AnyMask], of: str) -> list[_AnyMask]:
+    if isinstance(masks, Mask | MaskGrid):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"expected a list with one mask for each {of}, got {masks!r}: pass [mask] for one {of}")
+    return list(masks)
 
 
 def _row(mask: object, number: int) -> tuple[Mask, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, no_type_check
+from typing import TYPE_CHECKING, Final, NoReturn, no_type_check
 
 import numpy as np
 import torch
@@ -41,6 +41,15 @@ _COVERED: Final = 1 << 22  # keys that are counted at a time where they are numb
 
 class Blocked:
     """FlexAttention forms, shared by masks and the masks of a batch."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say to code that takes a mask for a tensor, such as a model's forward, what to do instead."""
+            hint = ": it is no tensor; put it on a model by af.masks.attach(model, mask), or pass mask.dense()"
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{'' if name.startswith('_') else hint}"
+            )
 
     __slots__ = ()
 

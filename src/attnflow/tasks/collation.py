@@ -7,6 +7,7 @@ than -100, with or without the first column. Nothing is shifted: a label stands 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn, cast, get_args
@@ -16,18 +17,21 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from attnflow._core.checks import LARGEST_SIZE, boolean, index_array, integer
 from attnflow._core.plain import only_keys
 from attnflow.masks.batches import batch as masks_of
 from attnflow.masks.mask import Mask
-from attnflow.tasks.embedding import NO_ID, additive, id_table
+from attnflow.tasks.embedding import NO_ID, additive, averaging, id_table
 from attnflow.tasks.families import of_length_alone
 from attnflow.tasks.merging import merge
 from attnflow.tasks.rollout_groups import rollouts
 from attnflow.tasks.task import Task
 
+_log: Final = logging.getLogger("attnflow.tasks")
 _ROWS: Final = 2  # of the labels: target ids and weights
+_DROPPED: Final = "; a Trainer drops what the model's forward does not name, unless remove_unused_columns=False"
 _SYMBOL: Final = 1 << 40
 """Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
 
@@ -137,7 +141,7 @@ class Collator:
         self.pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1, LARGEST_SIZE)
         self.masks = masks
         self.min_width = integer("min_width", min_width, 1, LARGEST_SIZE)
-        self._test_first = not library
+        self._test_first, self._told = not library, False
         self._templates: dict[int, _Template] = {}
         self._of_groups = getattr(family_fn, "func", family_fn) is rollouts  # under `partial`
 
@@ -174,6 +178,8 @@ class Collator:
                 f"a group of rollouts is a mapping with prompts and responses, got {type(feature).__name__}"
             )
         values = cast(Mapping[str, object], feature)
+        if not values:
+            raise ValueError(f"expected a group of rollouts, with prompts and responses, got no entry{_DROPPED}")
         only_keys(values, "a group of rollouts", ("prompts", "responses"), ("weights",))
         return self.family_fn(**{name: value for name, value in values.items() if value is not None})
 
@@ -194,6 +200,13 @@ class Collator:
         longest = max(template.size for template, _, _ in samples)
         n = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         batch, width = len(samples), max(ids.shape[1] for _, ids, _ in samples)
+        if width > 1 and not self._told and get_worker_info() is None and not averaging():
+            self._told = True
+            _log.warning(
+                "these samples have averaged tokens, so that input_ids are [batch, n, %d]: call "
+                "af.tasks.average_embeddings(model) before the model sees them",
+                width,
+            )
         input_ids = torch.full((batch, n, width), NO_ID, dtype=torch.int64)
         input_ids[:, :, 0] = 0  # at padded positions, which nothing reads
         position_ids = torch.zeros((batch, n), dtype=torch.int64)
@@ -297,7 +310,7 @@ def _tokens(feature: object) -> list[int]:
         return index_array("tokens", feature).tolist()
     sample = cast(Mapping[str, Any], feature)
     if "input_ids" not in sample:
-        raise ValueError(f'expected token ids or a mapping with "input_ids", got the keys {sorted(sample)}')
+        raise ValueError(f'expected token ids or a mapping with "input_ids", got the keys {sorted(sample)}{_DROPPED}')
     tokens = index_array("input_ids", sample["input_ids"])
     if sample.get("attention_mask") is None:
         return tokens.tolist()

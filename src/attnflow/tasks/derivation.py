@@ -71,12 +71,16 @@ def derive(family: Named[Family], num_tokens: int, values: Mapping[str, object])
     True
     """
     family.require(values)
-    blank = {"mask_token": 0} if any(p.name == "mask_token" for p in family.parameters) else {}  # no token of these
-    merged = merge(family.function(tokens=list(range(1, num_tokens + 1)), **{**blank, **values}))
+    merged = merge(family.function(tokens=list(range(1, num_tokens + 1)), **with_mask(family, values)))
     formula, mask = _closed_form(family.name, num_tokens, {**{p.name: p.default for p in family.parameters}, **values})
     shown = [f"{num_tokens} tokens", *(f"{name}={value}" for name, value in values.items())]
     equal = None if mask is None else merged.task.mask == mask
     return Derivation(f"{family.name}({', '.join(shown)})", merged, check(merged), formula, equal)
+
+
+def with_mask(family: Named[Family], values: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of a family over the tokens 1..n, of which 0, its [MASK], is none."""
+    return ({"mask_token": 0} if any(p.name == "mask_token" for p in family.parameters) else {}) | dict(values)
 
 
 def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:

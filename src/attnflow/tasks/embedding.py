@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +18,7 @@ from attnflow.tasks.task import Task
 
 NO_ID = -100
 """Fills the places of an id table that hold no id, as everywhere in training code."""
+_MODELS: Final[WeakSet[nn.Module]] = WeakSet()  # that once took averaged tokens, in this process
 
 
 def id_table(task: Task) -> Int[Tensor, "n width"]:
@@ -111,6 +113,7 @@ class AveragedTokens(Handle):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._hook = model.register_forward_pre_hook(_average, with_kwargs=True)
+        _MODELS.add(model)
 
     def _restore(self) -> None:
         self._hook.remove()
@@ -130,6 +133,11 @@ def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:
     if not callable(getattr(model, "get_input_embeddings", None)):
         raise TypeError(f"{type(model).__name__} has no get_input_embeddings(); expected a Hugging Face model")
     return AveragedTokens(model)
+
+
+def averaging() -> bool:
+    """Whether a model of this process takes averaged tokens now."""
+    return any(_average in model._forward_pre_hooks.values() for model in _MODELS)
 
 
 def _average(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

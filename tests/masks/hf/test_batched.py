@@ -130,6 +130,7 @@ def test_without_attach_a_model_fails_on_row_intervals(backend):
         (masks.batch([masks.causal(9)]).row_intervals(), "masks over 9 positions for 6; pad masks as tokens are"),
         (masks.batch([masks.causal(6)] * 3).row_intervals(), "masks of 3 sequences for 2 sequences"),
         (masks.per_head([masks.causal(6)] * 2).row_intervals(), "masks for 2 heads, but its queries have 4"),
+        (masks.batch([masks.causal(6)]).row_intervals().float(), r"float32 mask \[1, 1, 2, 6\] .* must stay int32"),
         (torch.ones(2, 1, 6, 6, dtype=torch.int32), r"an int32 mask \[2, 1, 6, 6\]; make a mask of pairs bool"),
     ],
 )

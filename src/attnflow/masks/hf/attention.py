@@ -320,6 +320,11 @@ class BatchAttention:
         """Computes attention under the masks of the batch."""
         mask, (batch, heads, queries, _), num_keys = call.mask, call.query.shape, call.key.shape[2]
         if not isinstance(mask, Tensor) or not is_row_intervals(mask):
+            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] not in (1, queries):
+                raise ValueError(
+                    f"{self.name} was given a {mask.dtype} mask {list(mask.shape)} for {queries} queries; row "
+                    "intervals must stay int32: cast the model, not the batch"
+                )
             return proceed(call)
         route = route_of(self.name, self.flex_on_cpu, call, proceed)
         self._check(mask, batch, heads, queries, num_keys)

@@ -13,7 +13,7 @@ from attnflow.masks.build import from_edges
 from attnflow.report.hasse_svg import diagram
 from attnflow.report.live.design import Design, Layer
 from attnflow.report.live.operations import Message, Reply, tile
-from attnflow.tasks.derivation import derive, named_families
+from attnflow.tasks.derivation import derive, named_families, with_mask
 from attnflow.tasks.families import Family
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.merging import MergedTask
@@ -61,7 +61,7 @@ def family(message: Message) -> Reply:
             f"the subtasks have {derived.subtask_positions:,} positions together; up to {_MAX_CELLS:,} are drawn: take "
             "fewer words"
         )
-    subtasks = entry.function(tokens=list(range(1, len(words) + 1)), **values)
+    subtasks = entry.function(tokens=list(range(1, len(words) + 1)), **with_mask(entry, values))
     merged = derived.merged
     allowed = merged.task.mask.dense()
     pairs = [pair for pair in _pairs(message.get("pairs", []), merged.task.size) if not allowed[pair]]
@@ -87,7 +87,7 @@ def family(message: Message) -> Reply:
         "dead": list(report.dead),
         "tile": tile(task.mask, merged.task.mask if pairs else None, 0, 0, task.size, task.size),
         "diagram": diagram(task.flow.hasse, [cell["short"] for cell in cells]),
-        "code": _code(entry.name, len(words), values, pairs),
+        "code": _code(entry.name, len(words), {**values, **with_mask(entry, values)}, pairs),
         "design": _design(task, cells).to_dict(),
     }
 

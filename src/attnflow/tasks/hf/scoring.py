@@ -87,7 +87,7 @@ def score(
 
     Raises:
         ValueError: an empty context or continuation (which one is said), texts without a tokenizer, a request longer
-            than the model reads, a label outside the vocabulary, or a family that `merge` refuses.
+            than the model reads, an id outside the vocabulary, or a family that `merge` refuses.
         UnsupportedArchitecture: as in `share_prefixes`, or a model without a head; for a family a model that takes no
             embeddings, position ids and 4D mask.
 
@@ -147,6 +147,11 @@ class Scorer:
         limit = getattr(cast(Any, self._backbone.module.config).get_text_config(), "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < longest:
             raise ValueError(f"a request has {longest} tokens, more than the {limit} that the model reads: shorten it")
+        size = getattr(cast(Any, self._model).get_input_embeddings(), "num_embeddings", None)
+        for number, (context, rest) in enumerate(requests):
+            wrong = [token for token in (*context, *rest) if token < 0 or (isinstance(size, int) and token >= size)]
+            if wrong:
+                raise ValueError(f"request {number}: token ids must lie in [0, {size}), the vocabulary; got {wrong[0]}")
         log_probs, greedy = [0.0] * len(requests), [False] * len(requests)
         passes = after = 0
         with evaluating(self._model), torch.no_grad():
@@ -174,6 +179,7 @@ class Scorer:
         slots, at = np.unique(np.concatenate(places), return_inverse=True)
         logits = self._logits(chosen, slots)
         targets = torch.tensor([token for _, rest in requests for token in rest], device=logits.device)
+        require_targets(targets, logits)
         rows_of = torch.from_numpy(at.reshape(-1)).to(logits.device)  # many continuations may read one row
         log_probs = F.log_softmax(logits, dim=-1, dtype=softmax(logits.dtype))
         values, best = log_probs[rows_of, targets], log_probs.argmax(dim=-1)[rows_of] == targets
