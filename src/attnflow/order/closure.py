@@ -8,17 +8,14 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
-from attnflow.masks.intervals import BoolArray, IntervalRows, offsets
+from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.order import dense, products
 from attnflow.order.products import (
     closure_of,
     compose,
     is_scattered,
-    quotient,
     range_reduce,
     reads_only_before,
     room,
@@ -114,11 +111,7 @@ def close(rows: IntervalRows) -> Order:
 
 def is_closed(rows: IntervalRows) -> bool:
     """Whether a square relation with its diagonal is transitive; raises ValueError if it does not fit memory."""
-    by_intervals = not is_scattered(rows)
-    if by_intervals and reads_only_before(rows) and covers_if_closed(rows) is not None:
-        return True
-    once = Reach(rows, rows.num_rows) if by_intervals else Reach.of(rows)
-    square = once.through(rows, "the square of a mask", limit=room(rows))
+    square = Reach.of(rows).through(rows, "the square of a mask", limit=room(rows))
     return int(square.counts().sum()) == int(rows.counts().sum())
 
 
@@ -164,56 +157,13 @@ def _close_by_intervals(rows: IntervalRows) -> Order | None:
     Raises ValueError if the covers do not fit memory. Cost: O(m log m) for m intervals of mask and closure, times
     log(depth).
     """
-    class_of, between = condensed(rows)
-    node = np.arange(between.num_rows)
-    if reads_only_before(between):
-        covers = covers_if_closed(between)
-        if covers is not None:
-            return Order(class_of, Reach(between, between.num_rows), node, covers)
-    closure = closure_of(between, room(between))
+    closure = closure_of(rows, room(rows))
     if closure is None:
         return None
-    if reads_only_before(closure):
-        number, first, covers = node, node, covers_if_closed(closure)
-    else:
-        number, first = classes_of_closure(closure)
-        covers = None
-    if covers is None:
-        covers = covers_of_closure(closure, number, first)
-    return None if covers is None else Order(number[class_of], Reach(closure, closure.num_rows), first, covers)
-
-
-def condensed(rows: IntervalRows) -> tuple[IntArray, IntervalRows]:
-    """(class of each node, relation of the classes), merging nodes easily seen to attend to each other.
-
-    Looks at neighbours, first and last keys until nothing merges. Classes need not be all strong components, nor their
-    relation triangular; one that reads only after itself is reversed. Cost: O(intervals log n) per round, mostly one.
-    """
-    class_of = np.arange(rows.num_rows)
-    while not reads_only_before(rows):
-        if (rows.starts[rows.indptr[:-1]] == np.arange(rows.num_rows)).all():  # every key is at or after its query
-            n = np.int32(rows.num_rows)
-            indptr, starts, ends = rows.indptr[-1] - rows.indptr[::-1], (n - rows.ends)[::-1], (n - rows.starts)[::-1]
-            return int(n) - 1 - class_of, IntervalRows(indptr, starts, ends, int(n))
-        label = _merged(rows)
-        between = quotient(rows, label) if int(label.max()) + 1 < rows.num_rows else None
-        if between is None:
-            break
-        class_of, rows = label[class_of], between
-    return class_of, rows
-
-
-def _merged(rows: IntervalRows) -> IntArray:
-    """A label for each node, equal only for nodes that attend to each other; numbered by first node."""
-    node = np.arange(rows.num_rows)
-    queries = np.tile(node, 3)
-    first, last = rows.starts[rows.indptr[:-1]], rows.ends[rows.indptr[1:] - 1] - 1
-    keys = np.concatenate([np.minimum(node + 1, len(node) - 1), first, last]).astype(np.int64)
-    mutual = rows.holds(queries, keys) & rows.holds(keys, queries) & (queries != keys)
-    edges = np.ones(int(mutual.sum()), np.int8), (queries[mutual], keys[mutual])
-    graph = csr_array(edges, shape=(rows.num_rows, rows.num_rows))
-    label = connected_components(graph, directed=False)[1]
-    return np.argsort(np.argsort(np.unique(label, return_index=True)[1]))[label]
+    node = np.arange(closure.num_rows)
+    number, first = (node, node) if reads_only_before(closure) else classes_of_closure(closure)
+    covers = covers_of_closure(closure, number, first)
+    return None if covers is None else Order(number, Reach(closure, closure.num_rows), first, covers)
 
 
 def classes_of_closure(closure: IntervalRows) -> tuple[IntArray, IntArray]:
@@ -231,55 +181,6 @@ def classes_of_closure(closure: IntervalRows) -> tuple[IntArray, IntArray]:
     number[order] = np.cumsum(fresh) - 1
     first = order[fresh]  # lexsort is stable
     return number, first
-
-
-def covers_if_closed(rows: IntervalRows) -> IntArray | None:
-    """The covers (lower, upper) of a triangular relation with its diagonal, int64[covers, 2]; None if not transitive.
-
-    None also if a node has many covers: `covers_of_closure` finds those. The latest key not below a known cover is a
-    cover; the relation is transitive iff every node reads exactly itself and what its covers read, by induction.
-    Nodes with one cover, the most frequent, take O(intervals) together.
-    """
-    node = np.arange(rows.num_rows)
-    ends = rows.ends.copy()
-    ends[rows.indptr[1:] - 1] -= 1
-    keep = rows.starts < ends
-    indptr = offsets(keep)[rows.indptr]
-    strict = IntervalRows(indptr, rows.starts[keep], ends[keep], rows.num_keys)
-    node = node[np.diff(strict.indptr) > 0]
-    latest = strict.ends[strict.indptr[node + 1] - 1].astype(np.int64) - 1
-    pairs = [np.stack([latest, node], axis=1)]
-    rest = ~_is_extension(rows, node, latest)
-    node, below = node[rest], rows.take(latest[rest])
-    everything, left = rows.take(node), strict.take(node)
-    for _ in range(_ROUNDS):
-        if not len(node):
-            return np.concatenate(pairs)
-        if len(below.intersection(everything.complement()).starts):
-            return None
-        left = left.intersection(below.complement())
-        more = np.flatnonzero(np.diff(left.indptr))
-        node, everything, left = node[more], everything.take(more), left.take(more)
-        latest = left.ends[left.indptr[1:] - 1].astype(np.int64) - 1
-        pairs.append(np.stack([latest, node], axis=1))
-        below = rows.take(latest)
-    return None
-
-
-def _is_extension(rows: IntervalRows, node: IntArray, latest: IntArray) -> BoolArray:
-    """bool[nodes]: whether row `node[i]` equals row `latest[i]` plus the node itself."""
-    mine, other = rows.take(node), rows.take(latest)
-    beside = latest == node - 1  # the last interval of the row is one longer, else there is one more
-    same = np.diff(mine.indptr) == np.diff(other.indptr) + ~beside
-    row = other.row_index()
-    inside = np.flatnonzero(same[row])
-    row = row[inside]
-    twin = inside - other.indptr[row] + mine.indptr[row]
-    last = inside == other.indptr[row + 1] - 1
-    grown = other.ends[inside] + (last & beside[row])
-    apart = (other.starts[inside] != mine.starts[twin]) | (grown != mine.ends[twin])
-    same[row[apart]] = False
-    return same
 
 
 def covers_of_closure(closure: IntervalRows, number: IntArray, first: IntArray) -> IntArray | None:

@@ -32,8 +32,9 @@ class Reach:
 
     @classmethod
     def of(cls, rows: IntervalRows) -> Reach:
-        """Reach after one layer; bits for a short mask."""
-        return cls(rows if rows.num_rows > interval_products.LONG else dense.from_rows(rows), rows.num_keys)
+        """Reach after one layer; bits for a short or scattered mask."""
+        by_intervals = rows.num_rows > interval_products.LONG and not interval_products.is_scattered(rows)
+        return cls(rows if by_intervals else dense.from_rows(rows), rows.num_keys)
 
     @classmethod
     def nothing_moved(cls, size: int) -> Reach:
