@@ -130,15 +130,6 @@ def test_stacks(drawn, compact, repeats, ends):
 
 
 @settings(max_examples=200)
-@given(interval_masks())
-def test_twins_do_not_change_the_depth(mask):
-    rows = mask.intervals().with_diagonal()
-    fewer = products.without_twins(rows)
-    assert fewer.num_rows <= rows.num_rows
-    assert testing.depth(fewer.to_bool()) == testing.depth(mask.dense())
-
-
-@settings(max_examples=200)
 @given(interval_masks(), interval_masks())
 def test_intersections_and_unions(one, two):
     n = min(one.num_queries, two.num_queries)

@@ -19,7 +19,6 @@ from attnflow.order.products import (
     range_reduce,
     reads_only_before,
     room,
-    without_twins,
 )
 from attnflow.order.reach import Reach
 
@@ -121,7 +120,6 @@ def depth_of(rows: IntervalRows) -> int:
     Squares until nothing is new, then descends by halves: 2 log2(depth) products and log2(depth) relations kept. A^L
     only grows, so it is the closure once it has as many pairs.
     """
-    rows = without_twins(rows)
     pairs = int(rows.counts().sum())
     short = rows.num_rows <= products.LONG
     most = close(rows).nnz if short else rows.num_rows**2  # pairs of the closure, at most

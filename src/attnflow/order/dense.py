@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.order.products import is_scattered, quotient, range_reduce, reads_only_before
+from attnflow.order.products import range_reduce, reads_only_before
 
 Words = npt.NDArray[np.uint64]  # [rows, ceil(columns / 64)], bit c of a row is bit c % 64 of word c // 64
 
@@ -137,9 +137,8 @@ def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
 def _direct(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:
     """For each class the bit set of the classes that its members may attend to."""
     n = rows.num_rows
-    between = None if is_scattered(rows) and class_of.max() else quotient(rows, class_of)
-    if between is not None:
-        yield from _integers(between)
+    if np.array_equal(class_of, np.arange(n)):
+        yield from _integers(rows)
         return
     order = np.argsort(class_of, kind="stable")
     cuts = np.searchsorted(class_of[order], np.arange(int(class_of.max()) + 2))  # class c has nodes cuts[c:c+2]

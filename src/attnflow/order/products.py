@@ -16,7 +16,6 @@ from scipy.sparse.csgraph import connected_components
 
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows, offsets, ragged
-from attnflow.masks.numbering import pieces_of
 
 LONG: Final = 1 << 11  # positions from which on intervals, where they stay few, take less time than bits
 _PIECES: Final = 1 << 20  # intervals that are sorted at a time
@@ -30,26 +29,6 @@ def is_scattered(rows: IntervalRows) -> bool:
 def reads_only_before(rows: IntervalRows) -> bool:
     """Whether a square relation with its diagonal is triangular: every key at or before its query."""
     return bool((rows.ends[rows.indptr[1:] - 1] == np.arange(rows.num_rows) + 1).all())
-
-
-def quotient(rows: IntervalRows, class_of: IntArray) -> IntervalRows | None:
-    """For each class the classes that its members may attend to; None if it needs too many intervals."""
-    n, count = rows.num_rows, int(class_of.max()) + 1
-    if count == 1:
-        return IntervalRows.build([0], [0], [1], 1, 1)
-    if (np.diff(class_of) >= 0).all():
-        return IntervalRows.build(
-            class_of[rows.row_index()], class_of[rows.starts], class_of[rows.ends - 1] + 1, count, count
-        )
-    order = np.argsort(class_of, kind="stable")
-    rank = np.empty(n, dtype=np.int64)
-    rank[order] = np.arange(n)
-    pieces = pieces_of(rows.take(order), rank, max(8 * n, n * min(n, 1 << 12) // 64))
-    if pieces is None:
-        return None
-    row, start, end = pieces
-    sorted_class = class_of[order]
-    return IntervalRows.build(sorted_class[row], sorted_class[start], sorted_class[end - 1] + 1, count, count)
 
 
 def room(rows: IntervalRows) -> int:
@@ -103,32 +82,6 @@ def closure_of(rows: IntervalRows, limit: int) -> IntervalRows | None:
         if square is None or square.equals(rows):
             return square
         rows = square
-
-
-def without_twins(rows: IntervalRows) -> IntervalRows:
-    """Merges neighbours that read the same and are read by the same; the depth stays unchanged.
-
-    The relation must hold its diagonal.
-    """
-    n = rows.num_rows
-    cut = np.zeros(n + 1, dtype=np.bool_)
-    cut[rows.starts] = cut[rows.ends] = True
-    length = np.diff(rows.indptr)
-    same = length[1:] == length[:-1]
-    row = rows.row_index()
-    inside = np.flatnonzero((row < rows.num_rows - 1) & np.append(same, False)[row])
-    next_one = inside + length[row[inside]]
-    apart = (rows.starts[inside] != rows.starts[next_one]) | (rows.ends[inside] != rows.ends[next_one])
-    same[row[inside[apart]]] = False
-    cut[1:n] |= ~same
-    first = np.flatnonzero(cut[:n])
-    if len(first) in (0, n):
-        return rows
-    part = rows.take(first)
-    number = np.append(np.cumsum(cut[:n]) - 1, len(first))
-    return IntervalRows(
-        part.indptr, number[part.starts].astype(np.int32), number[part.ends].astype(np.int32), len(first)
-    )
 
 
 @dataclass(frozen=True, eq=False)
