@@ -126,7 +126,7 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     if len(shape) > 2 and shape[0] > batch and shape[0] % batch == 0 and shape[1] in frame.segments:
         return Layout("sequence first", shape[1], frame.segments[shape[1]], shape, sure=batch == 1)
     if frame.batched and shape[:1] == (batch,) and (batch > 1 or pooled):
-        sure = not pooled or shape[1] not in (rows for rows, _ in _row_counts(frame))
+        sure = not pooled or not {rows for rows, _ in _row_counts(frame)}.intersection(shape[1:])
         why = "" if sure else f"has shape {list(shape)}, of positions or of features: pass another length"
         return Layout("one per sequence", 1, max(frame.segments.values()), shape, why, sure)
     came = "is one number" if not shape else f"has shape {list(shape)}"
