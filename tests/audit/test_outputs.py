@@ -106,6 +106,7 @@ BESIDE = {
     "a list of numbers": (lambda y, ids: y.mean((0, 2)).tolist(), False),
     "summaries": (lambda y, ids: (y.mean(1), y.mean()), True),
     "as many numbers as features": (lambda y, ids: y.mean(-1)[:, :1].repeat(1, LENGTH), False),
+    "losses of the last three": (lambda y, ids: (y + y.flip(1)).mean(-1)[:, -3:], False),
     "what no token moves": (lambda y, ids: torch.ones(4, 5, 6), True),
 }
 
@@ -126,13 +127,32 @@ class InPlace(Returns):
     def forward(self, input_ids):
         hidden = self.embed(input_ids)
         hidden += torch.arange(input_ids.shape[1])[:, None]
-        return self.head(hidden)
+        return self.output(self.head(hidden), input_ids)
 
 
-def test_what_is_rewritten_in_place_is_no_noise():
-    report = check(InPlace(None, False).eval(), tokens(2, LENGTH) % VOCABULARY, order=af.masks.causal(LENGTH))
+@pytest.mark.parametrize("name", ["every position", "flat, positions first", "stacked layers"])
+def test_what_is_rewritten_in_place_is_no_noise(name):
+    model = InPlace(OUTPUTS[name], False).eval()
+    report = check(model, tokens(2, LENGTH) % VOCABULARY, order=af.masks.causal(LENGTH))
     assert report.ok
     assert report.noise == 0.0
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_pooled_vector_is_compared_where_only_padding_is_forbidden(reads):
+    """A mean that counts padding moves with it; one that does not is clean, and was tested."""
+    model, mask = tiny("Bert").base_model, torch.arange(LENGTH) < torch.tensor([[LENGTH], [8]])
+    given = {"input_ids": tokens(2, LENGTH), "attention_mask": mask.long()}
+    counted = torch.ones_like(mask) if reads else mask
+
+    class Pooled(type(model)):
+        def forward(self, **kwargs):
+            hidden = super().forward(**kwargs).last_hidden_state
+            return (hidden * counted[:, :, None]).sum(1) / counted.sum(1, keepdim=True)
+
+    model.__class__ = Pooled
+    report = check(model, given)
+    assert report.verdict == ("leak" if reads else "clean"), str(report)
 
 
 def test_a_pooled_vector_keeps_sequences_apart():

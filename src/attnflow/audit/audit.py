@@ -19,6 +19,7 @@ from attnflow.audit.decoding import Comparison, DecodingPath, SteppedRunner, dec
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
+from attnflow.audit.packing import all_real
 from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import holds_attention, missing_pairs
@@ -289,13 +290,18 @@ class Auditor:
         """(what the caller receives and was not tested, so that nothing is clean; notes on other outputs).
 
         Beside an output with positions, one number and one vector for each sequence are summaries, and what no input
-        moves is not looked at.
+        moves is not looked at. A vector was tested whole where the order forbids nothing but padding.
         """
         named = {path.lstrip(".") or "the output": (path, layout) for path, layout in self.layouts.items()}
         untested, notes = list[str](), list[str]()
         positions = any(layout.aligned for _, layout in named.values())
-        lengths = {slot.length for slot in self.call.slots}
+        lengths, pads = {slot.length for slot in self.call.slots}, ~all_real(self.call)
+        relation = self.fields.relation
+        field = self.fields.at(-1 if relation.repeat else len(relation.layers))
+        whole = bool((field | pads[:, :, None] | pads[:, None, :]).all())
         for name, (path, layout) in named.items():
+            if layout.form == "pooled" and layout.sure and whole:
+                continue
             if layout.aligned:
                 if layout.rows > 1 and layout.rows not in lengths:
                     first = min(layout.offset - slot.offset for slot in self.call.slots if slot.offset <= layout.offset)
@@ -305,7 +311,7 @@ class Auditor:
             shape, moves = list(layout.shape), path in self.moved or not layout.sure
             kept = "; sequences were kept apart" if self.call.batch > 1 else ""
             why = layout.why or f"has shape {shape}, without an axis of positions{kept}"
-            summary = layout.sure and (not shape or (layout.form == "one per sequence" and len(shape) == 2))
+            summary = layout.sure and (not shape or layout.form == "pooled")
             if not positions or (moves and not summary):
                 untested.append(f"{name} {why}")
             elif moves and layout.form == "unknown":

@@ -19,7 +19,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, allowed_pairs, documents, real_positions
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, all_real, allowed_pairs, documents, real_positions
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
@@ -310,7 +310,7 @@ def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
         own = getattr(config, "decoder" if slot is decoder else "encoder", None)
         own = own if hasattr(own, "num_hidden_layers") else None
         stacks[slot.offset] = _Stack(model, own, inputs, slot, causal=slot is decoder)
-    real = torch.cat([real_positions(inputs, slot).expand(inputs.batch, -1) for slot in inputs.slots], -1)
+    real = all_real(inputs)
     layers: list[Tensor] = []
     for call in seen.calls:
         slot = seen.slot_of(call)

@@ -97,6 +97,11 @@ def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
     return torch.ones(1, slot.length, dtype=torch.bool) if mask is None or mask.all() else mask != 0
 
 
+def all_real(inputs: Inputs) -> Tensor:
+    """Which positions of all slots are not padding, bool [batch, n]."""
+    return torch.cat([real_positions(inputs, slot).expand(inputs.batch, -1) for slot in inputs.slots], -1)
+
+
 def allowed_pairs(mask: object, batch: int, n: int) -> Tensor | None:
     """The pairs that a mask allows in any head, bool [batch or 1, n, n]; None for a mask of positions.
 

@@ -230,8 +230,7 @@ class Runner:
             rewritten |= version != event.raw._version
             seen[id(event.raw)] = (event.raw, event.raw._version)
             if copy:
-                values = event.values.clone()
-                event = replace(event, values=values, raw=values)
+                event = replace(event, values=event.values.clone(), raw=event.raw.clone())
             events[event.key] = event
 
         self.run(call, keep)

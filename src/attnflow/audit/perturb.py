@@ -14,6 +14,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Call
+from attnflow.audit.packing import all_real
 from attnflow.audit.passes import Event, Key, Recording, Runner, refuse_nan
 from attnflow.audit.report import Kind, Violation
 from attnflow.models.evaluation import REFUSALS, precision
@@ -59,6 +60,7 @@ class Prober:
         self.rounding = 0.0  # largest change that was found to be rounding
         self.dirty: set[str] = set()  # modules with an output that moved against the order
         self.stateful: Moved | None = None  # first event that differs because of the runs in between
+        self._pads = ~all_real(runner.inputs)
         self.moved: set[str] = set()  # outputs of the model without positions that moved at all
         self.base = runner.arranged(runner.record(runner.inputs.base) if base is None else base)
         for event in self.base.values():
@@ -191,7 +193,10 @@ class Prober:
         if before is None or before.values.shape != event.values.shape:
             return
         if event.pooled:
-            watched = watched.all(1, keepdim=True)
+            pads = (
+                self._pads if self.runner.layouts[event.key.leaf].form == "pooled" else False
+            )  # else rows may be pads
+            watched = (watched | pads).all(1, keepdim=True)
         else:
             watched = watched[:, event.offset : event.offset + event.values.shape[1]]
         if len(event.values) < len(watched):  # one for all sequences: it must hold still where it must for each of them

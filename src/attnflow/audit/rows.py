@@ -64,7 +64,8 @@ Form = Literal[
     "position first",
     "sequence first",  # several rows of positions for each sequence are flattened into one axis
     "group first",
-    "one per sequence",
+    "pooled",  # one vector for each sequence
+    "one per sequence",  # anything else for each sequence
     "unknown",
 ]
 _EITHER: Final[Mapping[Form, tuple[Form, ...]]] = {  # what an unsure layout may be
@@ -90,7 +91,7 @@ class Layout(NamedTuple):
     @property
     def aligned(self) -> bool:
         """Whether rows belong to positions."""
-        return self.form not in ("one per sequence", "unknown")
+        return self.form not in ("pooled", "one per sequence", "unknown")
 
 
 def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Layout:
@@ -107,7 +108,7 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     pooled = frame.batched and len(shape) == 2 and shape[1] in frame.widths  # [batch, width] or [batch, positions]
     if isinstance(whole, tuple) and not pooled:
         stacked = len(shape) > 3 and shape[0] == shape[1] == batch > 1 and shape[2] in frame.segments
-        return Layout("axis", whole[0].shape[1], whole[1], shape, sure=not stacked or frame.streams)
+        return Layout("axis", whole[0].shape[1], whole[1], shape, sure=not stacked)
     for rows, (length, offset) in _row_counts(frame):
         flat, before = shape[:1] == (batch * rows,), inside.get(offset)
         if rows == frame.kept and len(shape) == 3 and shape[:2] == (batch, rows):
@@ -128,7 +129,8 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     if frame.batched and shape[:1] == (batch,) and (batch > 1 or pooled):
         sure = not pooled or not {rows for rows, _ in _row_counts(frame)}.intersection(shape[1:])
         why = "" if sure else f"has shape {list(shape)}, of positions or of features: pass another length"
-        return Layout("one per sequence", 1, max(frame.segments.values()), shape, why, sure)
+        form = "pooled" if pooled else "one per sequence"
+        return Layout(form, 1, max(frame.segments.values()), shape, why, sure)
     came = "is one number" if not shape else f"has shape {list(shape)}"
     return Layout("unknown", shape=shape, why=f"{came}, and none of its axes holds {max(frame.segments)} positions")
 
@@ -147,7 +149,7 @@ def arranged(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
     tensor = as_numbers(tensor)
     if layout.form == "unknown":
         return tensor.reshape(1, 1, -1)
-    if layout.form in ("batch first", "one per sequence"):
+    if layout.form in ("batch first", "pooled", "one per sequence"):
         return tensor.reshape(frame.batch, layout.rows, -1)
     if layout.form == "position first":
         return tensor.reshape(layout.rows, frame.batch, -1).transpose(0, 1)
