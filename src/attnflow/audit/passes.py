@@ -120,7 +120,7 @@ class Tracer:
             return
         layer = self._open[-1][1] if self._open else None
         for leaf, tensor in leaves(root):
-            rows = canonical(tensor, self.frame, layered=call.name in self.layers or not call.name)
+            rows = canonical(tensor, self.frame, call.name in self.layers or not call.name, layer is not None)
             if isinstance(rows, str):
                 self.skipped[call.name] = rows
             elif rows is not None:

@@ -26,10 +26,13 @@ class Frame:
     widths: frozenset[int] = frozenset()  # sizes of the model's features, which may equal a number of positions
 
 
-def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tensor, int] | str | None:
+def canonical(
+    tensor: Tensor, frame: Frame, layered: bool = False, within: bool = False
+) -> tuple[Tensor, int] | str | None:
     """(values [batch, positions, features], offset); None without a sequence axis; a reason if it is ambiguous.
 
     Where width and length agree, only outputs of layers and of the model are read, as [batch, positions, width].
+    `within` a layer, an axis as long as the batch behind it is one of heads; elsewhere layers may be stacked before it.
     """
     if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched or not tensor.numel():
         return None
@@ -38,7 +41,7 @@ def canonical(tensor: Tensor, frame: Frame, layered: bool = False) -> tuple[Tens
     sizes = list(tensor.shape)
     pairs = [p for p in range(len(sizes) - 1) if sizes[p] == frame.batch and sizes[p + 1] in frame.segments]
     streams = len(sizes) > 3 and pairs == [1]
-    if streams and 1 < sizes[0] == frame.batch and not layered:  # layers stacked in front, or heads behind
+    if streams and 1 < sizes[0] == frame.batch and not layered and (frame.streams or not within):
         return f"shape {tuple(tensor.shape)} has two axes as long as the batch"
     if streams and (sizes[0] not in (1, frame.batch) or frame.streams):
         tensor, axes = tensor.movedim(1, 0), [2]
