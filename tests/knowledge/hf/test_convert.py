@@ -191,9 +191,9 @@ class ConvolutionLayer(nn.Module):
 
 
 def test_nothing_outside_of_the_attention_layers_is_left_out_either():
-    model = llama()
-    model.resampler = type(model.model.layers[0].mlp)(LlamaConfig(**SIZES, intermediate_size=24))
-    model.resampler.gate_proj = nn.Linear(32, 24)  # a feed-forward layer of the same kind, from another width
+    model = tiny("Llama", torch.float32, hidden_size=16)
+    model.resampler = type(model.model.layers[0].mlp)(model.config)
+    model.resampler.gate_proj = nn.Linear(32, 48)  # a feed-forward layer of the same kind, from another width
     model.tower = nn.Module()
     model.tower.layers = nn.ModuleList([ConvolutionLayer(), ConvolutionLayer()])
     model.head = nn.ModuleList([nn.Linear(16, 16)])
