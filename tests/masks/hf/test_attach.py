@@ -140,10 +140,15 @@ def test_models_that_share_a_config_do_not_share_the_mask(model):
 
 def test_copies_and_pickles_carry_the_mask_and_saved_models_do_not(model, tmp_path):
     ids = tokens(1, LENGTH)
-    with af.masks.attach(model, per_layer=[WINDOW, CAUSAL]):
+    plain = logits(model, ids)
+    with af.masks.attach(model, per_layer=[WINDOW, CAUSAL]) as handle:
         masked = logits(model, ids)
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        freed, own = copy.deepcopy((model, handle))
+        own.remove()
+        assert torch.equal(logits(model, ids), masked)
         model.save_pretrained(tmp_path)
+    assert torch.equal(logits(freed, ids), plain)
     for twin in twins:
         assert torch.equal(logits(twin, ids), masked)
     saved = type(model).from_pretrained(tmp_path)

@@ -94,7 +94,8 @@ def attach(
     gets the attention output 0 on every route.
 
     Use it as a call (in force at once, until `.remove()`) or in a `with` statement. A mask put on top of another rules
-    until it is removed; handles may be removed in any order.
+    until it is removed; handles may be removed in any order. A copy of the model alone stays masked, as a reference
+    model should; `twin, own = copy.deepcopy((model, handle))` copies the handle, too; `own.remove()` frees the twin.
 
     Args:
         model: any model whose attention goes through the attention interface of transformers, or a part of it that
