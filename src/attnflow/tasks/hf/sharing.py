@@ -87,9 +87,10 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
       a token that predicts c labels takes c slots. No label is dropped, not even the first of a completion.
     - Positions are those of the call; if it gives none, the numbers of the columns, as in transformers. So sequences
       padded on the left share where their prompts are equally long. Outputs at pads are 0.
+    - Packed rows, whose `position_ids` start again, share as padded ones do. Share before FSDP2's `fully_shard`.
     - A call is not shared if it uses a cache (generation), if its sequences do not begin alike, if sharing is more
-      work, or if it asks for what cannot be read back (attention weights, input embeddings, masks that are not 2D,
-      packed sequences). `handle.report` counts these by reason, and the log names each once.
+      work, or if it asks for what cannot be read back (attention weights, input embeddings, masks that are not 2D).
+      `handle.report` counts these by reason, and the log names each once.
 
     Args:
         model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, what `load_model` returns,
@@ -102,9 +103,10 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
         UnsupportedArchitecture: a model that `masks.attach` refuses (layers with a state), one of several stacks, one
             whose attention is not causal or in chunks, or whose states came out different when both forms were run.
         RuntimeError: it shares prefixes already.
-        ValueError: a trainer of groups that trl 1.16 does not have; at a call, while dropout is active.
+        ValueError: a trainer of groups that trl 1.16 does not have, or a mask that is attached; at a call in training,
+            dropout or other random numbers.
 
-    Cost: when it is put on, a few runs of 4 x 7 tokens. In a call: O(tokens) on the CPU for the trees, and for sdpa
+    Cost: when it is put on, a few runs of 4 x 7 tokens; at the first call in training two more passes. In a call: O(tokens) on the CPU for the trees, and for sdpa
     and eager a dense mask, width x width bytes a tree; for flex_attention blocks, never dense.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
