@@ -106,8 +106,9 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
         ValueError: a trainer of groups that trl 1.16 does not have, or a mask that is attached; at a call in training,
             dropout or other random numbers.
 
-    Cost: when it is put on, a few runs of 4 x 7 tokens; at the first call in training two more passes. In a call: O(tokens) on the CPU for the trees, and for sdpa
-    and eager a dense mask, width x width bytes a tree; for flex_attention blocks, never dense.
+    Cost: when it is put on, a few runs of 4 x 7 tokens; at the first call in training two more passes. In a call:
+    O(tokens) on the CPU for the trees, and for sdpa and eager a dense mask, width x width bytes a tree; for
+    flex_attention blocks, never dense.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -149,7 +150,10 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
     if any(in_force(site.module, "mask") for site in backbone.sites):
         raise ValueError(f"{name} runs under a mask of masks.attach, which need not be causal: remove it, then share")
     check_implementation(owner, base_implementation(owner.config), f"the attention of {name}", "mask")
-    attach(owner, causal(_LENGTH)).remove()  # refuses modules beside attention that mix positions
+    try:
+        attach(owner, causal(_LENGTH)).remove()  # refuses modules beside attention that mix positions
+    except UnsupportedArchitecture as error:
+        raise UnsupportedArchitecture(str(error).partition("; pass other_mixers")[0]) from error
     head = None if outer is backbone.module else head_of(outer)
     # Whether the rotary embedding of a token depends on the largest position of its batch:
     parts = [getattr(owner.config, name, None) for name in ("rope_parameters", "rope_scaling")]
@@ -188,7 +192,7 @@ def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
         "input_ids": ids.reshape(1, -1),
         "position_ids": torch.arange(ids.shape[1]).repeat(len(ids))[None].to(ids),
     }
-    one, every = torch.ones(1, 1), torch.ones_like(packed["input_ids"])
+    one, every = torch.ones(1, 1), torch.ones(1, ids.numel())
 
     def states(**call: object) -> list[Tensor]:
         with trial(model):
@@ -267,7 +271,7 @@ class Backbone:
         if len(owners) != 1:
             names = ", ".join(type(owner).__name__ for owner in owners)
             raise UnsupportedArchitecture(
-                f"share_prefixes takes a model of one causal stack, got {names}; pass the part that reads token ids"
+                f"share_prefixes takes a model of one causal stack, got {names}; pass a part that is a decoder alone"
             )
         return cls(owners[0], tuple(site for site in sites if site.kind != "cross"))
 
