@@ -107,12 +107,12 @@ class Guard(Handle):
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 call |= call.pop(name, {})
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        eager = cast(Any, torch.compiler).set_stance(
-            "force_eager"
-        )  # what watches layers would be compiled at each pass
-        with torch.autocast(device, enabled=False), eager:
-            batch = without_loss(model, call, self._sequences)
-            return check(model, batch, _of_first(self._order, self._sequences), both_sides=False, passes=self._passes)
+        sequences = None if _by_sequence(model) else self._sequences
+        order = self._order if sequences is None else _of_first(self._order, sequences)
+        # what watches the layers would be compiled again at each pass
+        with torch.autocast(device, enabled=False), cast(Any, torch.compiler).set_stance("force_eager"):
+            batch = without_loss(model, call, sequences)
+            return check(model, batch, order, both_sides=False, passes=self._passes)
 
     def _restore(self) -> None:
         for hook in self._hooks:
@@ -194,6 +194,17 @@ def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | No
     if sequences is None or whole or any(not _can_be_cut(value) for value in call.values()):
         sequences = size
     return {name: _rows(name, value, size, sequences) for name, value in call.items() if name not in _LOSS_ARGUMENTS}
+
+
+def _by_sequence(model: nn.Module) -> bool:
+    """Whether each sequence of the batch has a mask of its own, so that none can be left out."""
+    try:
+        from attnflow.masks.hf.attention import MaskedAttention
+        from attnflow.models.interception import in_force
+    except ImportError:  # without transformers nothing is attached
+        return False
+    masks = (one for module in model.modules() for one in in_force(module, "mask"))
+    return any(isinstance(one, MaskedAttention) and one.forms.shape[0] > 1 for one in masks)
 
 
 def _of_first(order: Order, sequences: int) -> Order:

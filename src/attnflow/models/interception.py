@@ -23,12 +23,15 @@ get their own mask from the request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final, Literal, cast
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -88,6 +91,20 @@ class Proceed:
 Interceptor = Callable[[AttentionCall, Proceed], Output]
 
 
+_numbers: Final = count(1)
+_trial: Final = ContextVar("_trial", default=0)  # the first claim of a trial under way, in which older masks sleep
+
+
+@contextmanager
+def without_masks() -> Generator[None]:
+    """Let the masks that are in force sleep in the calls inside, of this thread; later ones hold."""
+    before = _trial.set(next(_numbers))
+    try:
+        yield
+    finally:
+        _trial.reset(before)
+
+
 @dataclass(eq=False)
 class _Claim:
     """What one interception needs of the configs; modules keep it, so that copies and pickles have their own."""
@@ -96,7 +113,7 @@ class _Claim:
     implementation: str | None
     replaces_mask: bool
     configs: list[tuple[PreTrainedConfig, object]]  # with the name that each had before any claim
-    number: int = field(default_factory=count().__next__)
+    number: int = field(default_factory=_numbers.__next__)
 
     def __post_init__(self) -> None:
         _claims.add(self)
@@ -114,6 +131,11 @@ class _Stack:
     kernels: Mapping[str, Kernel]
     chain: tuple[Interceptor, ...] = ()  # those in force, in the order in which they run
     replaces_mask: bool = False
+
+    def without_older_masks(self, first: int) -> _Stack:
+        """The stack of a trial that began at claim `first`."""
+        kept = tuple(entry for entry in self.entries if entry[0].role != "mask" or entry[0].number >= first)
+        return _Stack(kept, self.kernels)
 
     def __post_init__(self) -> None:
         newest = {claim.role: interceptor for claim, interceptor in self.entries}
@@ -280,6 +302,8 @@ def _attention(implementation: str, replaced: bool) -> Kernel:
         **kwargs: Any,
     ) -> Output:
         stack = cast("_Stack | None", getattr(module, _STACK, None))
+        if stack is not None and not torch.compiler.is_compiling() and _trial.get():
+            stack = stack.without_older_masks(_trial.get())
         request = request_of(attention_mask)
         if replaced and request is not None and not (stack is not None and stack.replaces_mask):
             attention_mask = request.own(implementation)

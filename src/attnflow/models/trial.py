@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal, unchanged
-from attnflow.models.interception import Interceptor, Role, intercept
+from attnflow.models.interception import Interceptor, Role, intercept, without_masks
 from attnflow.models.loaded import accepts, sparing
 from attnflow.models.sites import Site, models_around
 
@@ -43,11 +43,13 @@ def trial(
 ) -> Generator[None]:
     """Run the model inside in eval mode, eagerly and without gradients; nothing of that stays.
 
-    Modes, random generators, and every module's attributes, submodules and buffers are restored: models keep rotary
-    tables there, and BigBird-Pegasus replaces its attention on short inputs. Raises `DoesNotRun` if the model refuses
-    its inputs. Costs a copy of the buffers.
+    Masks that are attached sleep: they may be for other lengths and batches. Modes, random generators, and every
+    module's attributes, submodules and buffers are restored: models keep rotary tables there, and BigBird-Pegasus
+    replaces its attention on short inputs. Raises `DoesNotRun` if the model refuses its inputs. Costs a copy of the
+    buffers.
     """
-    with unchanged(model), evaluating(model), torch.no_grad(), cast(Any, torch.compiler).set_stance("force_eager"):
+    eager = cast(Any, torch.compiler).set_stance("force_eager")
+    with without_masks(), unchanged(model), evaluating(model), torch.no_grad(), eager:
         around = models_around(list(interceptors))
         by_module = {site.module: interceptor for site, interceptor in interceptors.items()}
         interception = intercept(

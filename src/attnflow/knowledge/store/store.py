@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -302,6 +303,12 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the store {self.uri} is not pickled, nor a model that reads it: save its readers (handle.save), remove "
+            "them, and attach them again where the model is loaded"
+        )
 
     def __deepcopy__(self, memo: object) -> Store:
         """Return the store itself, so that a copied model reads the same store."""

@@ -246,6 +246,11 @@ class MaskedAttention:
             return Positions(MaskRequest(batch, queries, keys))  # vision encoders ask for no mask at all
         if request is None and queries == keys and isinstance(mask, Tensor):
             request = _own_padding(mask, batch, keys)
+        if request is None and torch.compiler.is_compiling():
+            raise ValueError(
+                f"{self.name} is compiled with a mask that the graph only knows as a tensor, as under gradient "
+                "checkpointing or where generate makes the mask of a static cache: do not compile such calls"
+            )
         if request is None:
             what = "None" if mask is None else f"{type(mask).__name__} of shape {tuple(mask.shape)}"
             raise ValueError(
