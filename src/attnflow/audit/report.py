@@ -98,8 +98,8 @@ class AuditReport(Result):
     """Whether anything flows in a model that its order forbids, and where it starts.
 
     Attributes:
-        verdict: "clean", "leak", or "nothing tested" where the order forbids no pair of what was seen, or no output
-            that the caller receives could be matched with positions (see `untested`).
+        verdict: "clean", "leak", or "nothing tested" where the order forbids no pair of what was seen, or an output
+            that the caller receives could not be matched with positions (see `untested`).
         ok: the verdict is "clean": forbidden pairs were tested and nothing moved that must not.
         violations: the places where the flow breaks the order, first in the order of execution first.
         order: the order that was tested, in words.
@@ -114,7 +114,8 @@ class AuditReport(Result):
         noise: largest difference between two runs on the same inputs; 0.0 where the model is deterministic.
         modules: every module whose output has a sequence axis, in order of execution.
         skipped: modules that could not be watched, each with the reason.
-        untested: the outputs of the model, each with the reason, if none of them could be matched with positions.
+        untested: outputs that inputs move and that could not be matched with positions, each with the reason. Beside
+            one that could, a number and a pooled vector do not count.
         notes: remarks that a reader should know before believing the result.
         seconds: wall time.
     """
@@ -191,8 +192,7 @@ class AuditReport(Result):
         if self.skipped:
             lines.append(f"{len(self.skipped)} modules not watched: {few([name for name, _ in self.skipped])}")
         if self.untested:
-            inside = "only modules inside were tested, not " if len(self.modules) > 1 else "nothing to test in "
-            lines.append(f"{inside}what the caller receives: {'; '.join(self.untested)}")
+            lines.append(f"not tested, of what the caller receives: {few(self.untested)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, columns: Sequence[str], limit: int) -> list[str]:
