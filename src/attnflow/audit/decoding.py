@@ -76,11 +76,6 @@ class SteppedRunner(Runner):
         super().__init__(model, inputs, watch, seed)
         self._decoding = decoding
         self.path = decoding.name
-        self._encoder: dict[str, nn.Module] = {}
-        if len(inputs.slots) > 1 and "transformers" in sys.modules:
-            from attnflow.audit.hf.decoding import encoder_of
-
-            self._encoder = encoder_of(model)
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
         """Run the prefill and then the steps, each with the cache of the one before."""
@@ -90,6 +85,8 @@ class SteppedRunner(Runner):
         *encoder, decoder = self.inputs.slots
         state: dict[str, Any] = {} if self._decoding.cache is None else {name: self._decoding.cache()}
         start = encoded = 0
+        encodes = cast(Any, self.model).get_encoder() if encoder and hasattr(self.model, "get_encoder") else None
+        watched = {"encoder": encodes} if isinstance(encodes, nn.Module) and encodes is not self.model else {}
         encoded_as = list[Any]()  # what the encoder returned
         for step, length in enumerate(self._decoding.chunks):
             end = start + length
@@ -98,7 +95,7 @@ class SteppedRunner(Runner):
             tracer.frame = replace(tracer.frame, segments=segments, whole=False)
             part = fresh(sliced(self.inputs, kwargs, start, end)) | state
             try:
-                with Watch(self._encoder, leave=lambda _, output: encoded_as.append(output)):
+                with Watch(watched, leave=lambda _, output: encoded_as.append(output)):
                     output = self.model(**part, use_cache=True)
             except REFUSALS as error:
                 raise UnsupportedArchitecture(

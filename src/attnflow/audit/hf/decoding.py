@@ -20,12 +20,6 @@ def static_cache(model: nn.Module, length: int) -> StaticCache:
     return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
 
 
-def encoder_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The module that encodes for a decoder of transformers, to be watched; empty without one."""
-    encoder = model.get_encoder() if isinstance(model, PreTrainedModel) else model
-    return {"encoder": encoder} if isinstance(encoder, nn.Module) and encoder is not model else {}
-
-
 def encoder_output(output: object, hidden: Tensor) -> ModelOutput:
     """What an encoder returned, or else its states: some decoders read entries of their own, some by index."""
     return output if isinstance(output, ModelOutput) else BaseModelOutput(last_hidden_state=cast(Any, hidden))
