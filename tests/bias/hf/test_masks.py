@@ -11,7 +11,6 @@ from tests.bias.hf.common import (
     EVERY_OTHER_KIND,
     GUIDANCE,
     biased,
-    disabled,
     disturb,
     family,
     handle_of,
@@ -137,41 +136,6 @@ def test_merged_tasks_of_unequal_length(name, task):
     check(watch, batch["attention_mask"][:, 0] == 0)
     af.tasks.loss(result, labels).backward()
     assert all(parameter.grad is not None for parameter in handle_of(model).parameters())
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("removed_first", ["mask", "bias"])
-def test_masks_and_biases_come_and_go_in_any_order(implementation, removed_first):
-    model, ids, mask = family("Llama"), tokens(2, 8), af.masks.attention_sink(8, 1, 3)
-    model.set_attn_implementation(implementation)
-
-    def run():
-        with torch.no_grad():
-            return outputs(model, input_ids=ids)
-
-    def bias():
-        torch.manual_seed(1)
-        af.bias.attach(model, GUIDANCE)
-        disturb(model)
-
-    plain = run()
-    with af.masks.attach(model, mask):
-        masked = run()
-    bias()
-    moved = run()
-    with af.masks.attach(model, mask):
-        both = run()
-        with disabled(model):
-            assert torch.equal(run(), masked)
-    handle_of(model).remove()
-    handle = af.masks.attach(model, mask)  # now the mask comes first
-    bias()
-    assert torch.equal(run(), both)
-    (handle if removed_first == "mask" else handle_of(model)).remove()
-    assert torch.equal(run(), moved if removed_first == "mask" else masked)
-    (handle_of(model) if removed_first == "mask" else handle).remove()
-    assert torch.equal(run(), plain)
-    assert model.config._attn_implementation == implementation
 
 
 def test_a_query_with_nothing_allowed_gets_zero_under_a_bias():

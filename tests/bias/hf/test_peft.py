@@ -59,17 +59,6 @@ def test_the_bias_reads_adapted_projections_in_either_order(name):
         assert torch.equal(outputs(removed, input_ids=ids), outputs(model, input_ids=ids))
 
 
-def test_detaching_through_the_adapter_restores_the_adapted_model():
-    model, ids = lora(family("Llama")), tokens(2, 7)
-    plain = outputs(model, input_ids=ids)
-    for attached in (model, model.base_model.model):
-        af.bias.attach(attached, GUIDANCE)
-        disturb(model)
-        assert not torch.equal(outputs(model, input_ids=ids), plain)
-        handle_of(model).remove()
-        assert torch.equal(outputs(model, input_ids=ids), plain)
-
-
 def test_both_are_trained_together_and_saved_apart(tmp_path):
     model = lora(family("Llama"))
     af.bias.attach(model, GUIDANCE)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture, WrongBase
@@ -110,50 +110,6 @@ def test_generating_with_a_cache_is_generating_without(name, implementation):
         )
         beams = model.generate(ids, num_beams=3, **settings)
         assert torch.equal(beams, model.generate(ids, num_beams=3, use_cache=False, **settings))
-
-
-@pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_padding_changes_nothing(name):
-    model, ids = tiny(name), tokens(1, 5)
-    opened(af.knowledge.attach(model, store_of()))
-    padded = torch.cat([torch.full((1, 3), 1), ids], dim=1)
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
-    positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4]])
-    with torch.no_grad():
-        plain = model(input_ids=ids).logits
-        left = model(input_ids=padded, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(left[:, 3:], plain)
-
-
-def test_a_mask_that_is_attached_rules_what_a_reader_asks_by():
-    model, ids = tiny("Llama", torch.float32), tokens(1, 6)
-    opened(af.knowledge.attach(model, store_of()))
-    with af.masks.attach(model, af.masks.document([3, 3])), torch.no_grad():
-        both = model(input_ids=ids).logits
-        other = ids.clone()
-        other[0, :3] = tokens(1, 3)
-        assert torch.equal(model(input_ids=other).logits[:, 3:], both[:, 3:])  # nothing of the first document
-
-
-def test_a_bias_and_a_reader_in_any_order():
-    ids = tokens(1, 6)
-    results = []
-    for first in ("bias", "reader"):
-        model = tiny("Llama", torch.float32)
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        own = outputs(model, input_ids=ids)
-        put = {
-            "bias": lambda model: af.bias.attach(model, af.bias.AlibiConfig(layers="every")),
-            "reader": lambda model: opened(af.knowledge.attach(model, store_of())),
-        }
-        handles = [put[first](model), put["reader" if first == "bias" else "bias"](model)]
-        results.append(outputs(model, input_ids=ids))
-        for handle in handles:
-            handle.remove()
-        assert torch.equal(outputs(model, input_ids=ids), own)
-    torch.testing.assert_close(*results)
 
 
 def test_an_empty_store_gives_nothing_and_a_threshold_is_one_of_scores():
@@ -289,29 +245,6 @@ def test_gradient_checkpointing_repeats_its_own_pass_or_says_that_it_cannot():
         return
     for one, whole in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, whole)
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_peft_before_and_after():
-    peft = pytest.importorskip("peft")
-    ids = tokens(1, 5)
-    for first in ("peft", "reader"):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-        ).eval()
-        lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
-        if first == "peft":
-            model = peft.get_peft_model(model, lora)
-            handle = af.knowledge.attach(model, store_of())
-        else:
-            handle = af.knowledge.attach(model, store_of())
-            model = peft.get_peft_model(model, lora)
-        own = outputs(model, input_ids=ids)
-        opened(handle)
-        assert not torch.allclose(outputs(model, input_ids=ids), own, atol=1e-4)
-        handle.remove()
-        assert torch.equal(outputs(model, input_ids=ids), own)
 
 
 @pytest.mark.compiled

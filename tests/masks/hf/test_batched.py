@@ -76,18 +76,6 @@ def test_other_calls_run_under_the_models_own_mask_to_the_bit():
         assert str(handle) == "the masks of each batch on 2 attention modules of LlamaForCausalLM, computed by sdpa"
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_under_gradient_checkpointing(reentrant):
-    model, grid = tiny("Llama"), CASES["by head"]
-    ids, positions = batch_of(grid)
-    inputs = {"position_ids": positions, "attention_mask": grid.row_intervals(), "use_cache": False}
-    with masks.attach(model, "batch"):
-        expected = gradients(model.train(), ids, **inputs)
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        ours = gradients(model, ids, **inputs)
-    assert_same(ours, expected, 1e-12)
-
-
 def test_new_values_in_the_same_tensor_are_seen():
     model, ids = tiny("Llama"), tokens(1, 6)
     rows, others = (masks.batch([mask]).row_intervals() for mask in (masks.causal(6), masks.full(6)))

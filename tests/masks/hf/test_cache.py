@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import attnflow as af
 from tests.models import outputs, tiny, tokens
@@ -38,15 +38,6 @@ def test_prefill_then_decode_is_one_pass(name, implementation, kind):
         whole = outputs(model, input_ids=ids)
         pieces = chunks(model, ids, sizes, DynamicCache(config=None))
     torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-6)  # eager attention takes its softmax in float32
-
-
-@pytest.mark.parametrize("sizes", [[5, 1, 1, 5], [12]])
-def test_slots_that_a_static_cache_has_not_filled_are_hidden(sizes):
-    model, ids = tiny("Llama"), tokens(1, LENGTH)
-    mask = af.masks.block_causal(LENGTH, 1)
-    cache = StaticCache(config=model.config, max_cache_len=40)  # longer than the mask, too
-    with torch.no_grad(), af.masks.attach(model, mask):
-        torch.testing.assert_close(chunks(model, ids, sizes, cache), outputs(model, input_ids=ids))
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma3", "Mistral"])

@@ -60,26 +60,6 @@ def test_gradients_are_those_of_an_explicit_additive_mask(kind, implementation, 
     assert_same(ours, expected, 1e-5 if (name, implementation) == ("Llama", "eager") else 1e-11)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_gradients_of_a_padded_batch_are_the_sum_of_its_rows(side):
-    model, mask, lengths = tiny("Llama"), af.masks.attention_sink(8, 2, 3), (8, 5)
-    rows = [tokens(1, n) for n in lengths]
-    ids, real = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        where = slice(8 - row.shape[1], 8) if side == "left" else slice(0, row.shape[1])
-        ids[i, where], real[i, where] = row[0], 1
-    positions = (real.cumsum(dim=1) - 1).clamp(min=0)
-    with af.masks.attach(model, mask):
-        for row in rows:
-            outputs(model, input_ids=row).square().sum().backward()
-        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-        model.zero_grad()
-        logits = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
-        (logits.square() * real[..., None]).sum().backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["Llama", "Bert", "GptOss", "GPT2"])
 def test_a_query_with_nothing_allowed_gets_zero_from_attention_and_gives_zero_gradients(name, implementation):
