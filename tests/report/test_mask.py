@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnflow import masks
+from attnflow import masks, testing
 from attnflow.order import analyze
 from attnflow.report import figure
 from attnflow.report.mask_picture import grid, mask_text, ticks
 from attnflow.report.order import growth
 from tests.report.reading import parse_svg, texts
-from tests.strategies import dense_masks, permuted_masks
+from tests.strategies import dense_masks, permuted_masks, square_masks
 
 
 @settings(max_examples=100)
@@ -36,6 +36,19 @@ def test_ticks_are_few_and_span_the_axis(size, most):
     assert len(found) <= most
     assert found[:1] == [0][:size]
     assert found[-1:] == ([size - 1] if size else [])
+
+
+@settings(max_examples=100)
+@given(square_masks(9))
+def test_growth_is_the_size_of_each_power(mask):
+    flow = analyze(mask)
+    if not flow.size:
+        return
+    sizes, positions = growth(flow)
+    assert positions.tolist() == list(range(flow.size))
+    assert len(sizes) in (flow.depth, flow.depth + 1)  # depth is at least 1, also where nothing ever grows
+    for layers, row in enumerate(sizes):
+        assert row.tolist() == testing.power(mask.dense(), layers).sum(axis=1).tolist()
 
 
 def test_growth_of_a_long_sequence_is_sampled_from_end_to_end():
