@@ -382,20 +382,6 @@ def test_a_model_that_accelerate_has_prepared(monkeypatch):
     assert_same(stock, shared, 2**-5)  # bfloat16 rounds at 2**-8
 
 
-def test_data_parallel(tmp_path):
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(ZOO["Llama"].make())
-        given = labelled(BATCHES["a group"])
-        stock = run(model, given)
-        with af.tasks.share_prefixes(model) as handle:
-            shared = run(model, given)
-        assert handle.report.last_after < handle.report.last_before
-        assert_same(stock, shared, 1e-4)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_a_model_shares_once():
     model = ZOO["Llama"].make()
     with af.tasks.share_prefixes(model), pytest.raises(RuntimeError, match="shares prefixes already"):

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.neftune import activate_neftune
 
 import attnflow as af
@@ -104,23 +106,24 @@ def test_what_is_attached_later_is_not_shared_and_a_mask_is_refused(kind):
     assert handle.report.shared == 1
 
 
-def test_sharded_parameters_share_first(tmp_path):
-    from torch.distributed.fsdp import fully_shard
-
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_data_parallel(kind, tmp_path):
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = ZOO["Llama"].make().train()
         stock = run(model, GIVEN)
         handle = af.tasks.share_prefixes(model)
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        loss, logits, gradients = run(model, GIVEN)
+        if kind == "FSDP2":
+            for layer in model.model.layers:
+                fully_shard(layer)
+        loss, logits, gradients = run(fully_shard(model) if kind == "FSDP2" else DistributedDataParallel(model), GIVEN)
         assert handle.report.shared == 1
-        assert_same(stock, (loss, logits, {name: g.full_tensor() for name, g in gradients.items()}), 1e-4)
+        whole = {n.removeprefix("module."): getattr(g, "full_tensor", g.clone)() for n, g in gradients.items()}
+        assert_same(stock, (loss, logits, whole), 1e-4)
         handle.remove()
-        with pytest.raises(af.UnsupportedArchitecture, match="share first, then call fully_shard"):
-            af.tasks.share_prefixes(model)
+        if kind == "FSDP2":
+            with pytest.raises(af.UnsupportedArchitecture, match="share first, then call fully_shard"):
+                af.tasks.share_prefixes(model)
     finally:
         torch.distributed.destroy_process_group()
 
