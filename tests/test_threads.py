@@ -62,6 +62,11 @@ def reader(model):
     return [opened(af.knowledge.attach(model, store_of(), layers=[0, 1]))]
 
 
+def checkpointed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return reader(model)
+
+
 def mask(model):
     return [af.masks.attach(model, af.masks.sliding_window(LENGTH, 3))]
 
@@ -76,6 +81,7 @@ HANDLES = {
     "batch of masks": (lambda model: [af.masks.attach(model, "batch")], with_masks),
     "bias": (bias, batch),
     "reader": (reader, batch),
+    "reader and gradient checkpointing": (checkpointed, batch),
     "guard": (guard, batch),
     "shared prefixes": (lambda model: [af.tasks.share_prefixes(model)], batch),
     "shared prefixes with labels": (lambda model: [af.tasks.share_prefixes(model)], with_labels),
@@ -87,29 +93,42 @@ HANDLES = {
 
 
 def answer(model, given, learns: bool):
-    """Logits, or the loss and what a backward pass adds to the gradient of the last map."""
-    with torch.set_grad_enabled(learns):
+    """Logits; or the loss, whose gradients add up in the model."""
+    with torch.set_grad_enabled(learns):  # where it learns, in training mode, which nothing here draws numbers in
         output = model(**given, use_cache=False)
     if not learns:
         return output.logits
     loss = output.logits.square().sum() if output.get("loss") is None else output.loss
-    weight = model.model.layers[0].mlp.down_proj.weight
-    return torch.autograd.grad(loss, weight)[0]
+    loss.backward()
+    return loss.detach()
 
 
+def taken(model):
+    """The gradients that calls have added up."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def slowed(*models):
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(lambda *_: time.sleep(1e-4))
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("learns", [False, True], ids=["without gradients", "with gradients"])
 @pytest.mark.parametrize("several", [False, True], ids=["one model", "several models"])
 @pytest.mark.parametrize("name", HANDLES)
 def test_threads_answer_as_one_call_after_another(name, several, learns):
     put, given = HANDLES[name]
-    models = [tiny("Llama") for _ in range(THREADS if several else 1)]
+    models = [tiny("Llama").train(learns) for _ in range(THREADS if several else 1)]
     handles = [put(model) for model in models]
     numbers = range(THREADS * CALLS)
     expected = [answer(models[number % len(models)], given(number), learns) for number in numbers]
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.register_forward_hook(lambda *_: time.sleep(1e-4))
+    gradients = [taken(model) for model in models]
+    slowed(*models)
 
     def serve(thread):
         return [answer(models[thread % len(models)], given(n), learns) for n in numbers if n % THREADS == thread]
@@ -118,6 +137,8 @@ def test_threads_answer_as_one_call_after_another(name, several, learns):
         answers = list(threads.map(serve, range(THREADS)))
     for number in numbers:
         torch.testing.assert_close(answers[number % THREADS][number // THREADS], expected[number], msg=f"call {number}")
+    for model, gradient in zip(models, gradients, strict=True):
+        torch.testing.assert_close(taken(model), gradient)
     calls = 2 * len(numbers) // len(models)
     for handle in (one[-1] for one in handles if one):
         if "guard" in name:
@@ -125,3 +146,35 @@ def test_threads_answer_as_one_call_after_another(name, several, learns):
             assert len(handle.reports) == (calls + 2) // 3
         if "prefixes" in name:
             assert handle.report.calls == handle.report.shared == calls
+
+
+def test_a_call_of_a_converted_model_sees_its_store_at_one_moment():
+    model = af.knowledge.from_ffn(tiny("Llama"))
+    base = model.knowledge
+    store = af.knowledge.Store.open("memory", dim=base.entry_dim, num_thresholds=base.num_thresholds)
+    handle = af.knowledge.attach(model.float(), store, write=True)
+    ids, rows = store.ids(), torch.as_tensor(store.vectors(store.ids()))
+    given, answers = batch(0), []
+    for factor in (0.5, 2.0, 1.0):
+        handle.upsert(ids=ids, embeddings=rows * factor)
+        answers.append(model(**given).logits.detach())
+    slowed(model)
+
+    def serve(thread):
+        if thread == 0:
+            for factor in (0.5, 2.0, 1.0) * 3:
+                handle.upsert(ids=ids, embeddings=rows * factor)
+        return [model(**given).logits.detach() for _ in range(12)]
+
+    with torch.no_grad(), ThreadPoolExecutor(THREADS) as threads:
+        for found in threads.map(serve, range(THREADS)):
+            assert all(any(torch.allclose(one, answer) for answer in answers) for one in found)
+
+
+def test_a_monitor_counts_the_steps_of_all_threads(tmp_path):
+    with af.geometry.monitor(tiny("Llama"), tmp_path / "scores.csv", every=5) as handle:
+        with ThreadPoolExecutor(THREADS) as threads:
+            scored = list(threads.map(lambda _: handle.step() is not None, range(100)))
+        lines = (tmp_path / "scores.csv").read_text().splitlines()
+    assert sum(scored) == 20
+    assert list(dict.fromkeys(line.split(",")[0] for line in lines[1:])) == [str(step) for step in range(0, 101, 5)]

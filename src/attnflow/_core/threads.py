@@ -5,16 +5,20 @@ A forward pass runs in one thread from its beginning to its end, so that the sta
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., object])
+_LOOK: Final = 0.05  # seconds between looks for calls that ended unsaid
 _making: Final = threading.Lock()
 
 
@@ -52,11 +56,14 @@ class PerThread(Generic[_T]):
 
 
 class Turns:
-    """Calls run side by side; what must run alone waits for those under way, and later ones wait for it."""
+    """Calls run side by side; what must run alone waits for those under way, and later ones wait for it.
+
+    A call that never says that it ended, as a compiled one that raises, has ended when its frame is on no stack.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside: dict[int, int] = {}  # calls under way in each thread
+        self._inside: dict[int, FrameType] = {}  # the frame of the call that each thread is in
         self._alone: int | None = None  # the thread that runs alone
         self._waiting = 0  # threads that are to run alone, before any new call
 
@@ -66,20 +73,23 @@ class Turns:
     @property
     def mine(self) -> bool:
         """Whether this thread is inside a call, or runs alone."""
-        return self._alone == threading.get_ident() or threading.get_ident() in self._inside
+        return self._alone == threading.get_ident() or self._runs(threading.get_ident())
 
     def enter(self) -> None:
-        """Begin a call."""
+        """Begin a call, from a hook of its module."""
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
+            frame = frame.f_back
         with self._changed:
-            self._changed.wait_for(lambda: self.mine or (self._alone is None and not self._waiting))
-            self._inside[threading.get_ident()] = self._inside.get(threading.get_ident(), 0) + 1
+            while (self._alone is not None or self._waiting) and not self.mine:
+                self._changed.wait()
+            if not self.mine:
+                self._inside[threading.get_ident()] = frame
 
     def leave(self) -> None:
         """End a call; nothing happens if it was not begun."""
         with self._changed:
-            left = self._inside.pop(threading.get_ident(), 1) - 1
-            if left:
-                self._inside[threading.get_ident()] = left
+            self._inside.pop(threading.get_ident(), None)
             self._changed.notify_all()
 
     @contextmanager
@@ -88,11 +98,23 @@ class Turns:
         here = threading.get_ident()
         with self._changed:
             self._waiting += 1
-            self._changed.wait_for(lambda: self._alone is None and not self._inside.keys() - {here})
-            self._waiting, self._alone = self._waiting - 1, here
+            try:
+                while self._alone is not None or any(self._runs(one) for one in self._inside if one != here):
+                    self._changed.wait(_LOOK)
+                self._alone = here
+            finally:
+                self._waiting -= 1
         try:
             yield
         finally:
             with self._changed:
                 self._alone = None
                 self._changed.notify_all()
+
+    def _runs(self, thread: int) -> bool:
+        """Whether the call that a thread has begun is on its stack."""
+        begun = self._inside.get(thread)
+        frame = None if begun is None else sys._current_frames().get(thread)
+        while frame is not None and frame is not begun:
+            frame = frame.f_back
+        return frame is not None

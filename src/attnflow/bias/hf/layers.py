@@ -18,6 +18,7 @@ from attnflow.bias.config import LayerShape
 from attnflow.bias.hf.cache import refuse_biased
 from attnflow.bias.kind import LayerBias
 from attnflow.models.attention import projections
+from attnflow.models.interception import in_force
 from attnflow.models.probe import Columns, Projections
 from attnflow.models.sites import Site, stack_of
 
@@ -99,9 +100,7 @@ class Hooks:
     keep_hidden: bool  # whether the bias reads the module's input
     remove_rope: bool
     _of_thread: PerThread[Shown] = field(default_factory=lambda: PerThread(Shown))
-    _traced: Shown = field(
-        default_factory=Shown
-    )  # in place of it within a compiled graph, which cannot ask for threads
+    _traced: Shown = field(default_factory=Shown)  # in place of it within a compiled graph
     _hooked: list[nn.Module] = field(default_factory=lambda: list[nn.Module]())
     _reading: list[RemovableHandle] = field(default_factory=lambda: list[RemovableHandle]())
     _handles: tuple[RemovableHandle, ...] = ()
@@ -120,13 +119,15 @@ class Hooks:
     @property
     def shown(self) -> Shown:
         """What the call of this thread has shown, whether its module or its attention is compiled or neither."""
-        mine = self._mine()
-        if mine.waiting:
-            return mine
-        return self._of_thread() if torch.compiler.is_compiling() else self._traced
+        if torch.compiler.is_compiling():
+            return self._traced if self._traced.waiting else self._of_thread()
+        mine = self._of_thread()
+        return mine if mine.waiting else self._traced
 
-    def _mine(self) -> Shown:
-        return self._traced if torch.compiler.is_compiling() else self._of_thread()
+    def _begun(self, module: nn.Module) -> Shown:
+        """Where a call of the module begins; a pool ends a graph before the attention, in which threads would meet."""
+        traced = torch.compiler.is_compiling() and not in_force(module, "pool")
+        return self._traced if traced else self._of_thread()
 
     def vectors(self, side: str, batch: int, where: Tensor) -> Tensor | None:
         """Queries or keys of the new tokens before rotation, [batch, tokens, width]; None if they are not read.
@@ -167,7 +168,7 @@ class Hooks:
                 f"the bias of {type(module).__name__} was replaced by a {type(bias).__name__}; leave {CHILD!r} out of "
                 "what an adapter wraps (modules_to_save): a bias is trained and saved by itself"
             )
-        shown = self._mine()
+        shown = self._begun(module)
         shown.clear()
         if not bias.enabled:
             refuse_biased(cache, getattr(module, "layer_idx", 0) or 0)
@@ -186,7 +187,7 @@ class Hooks:
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         """After the attention module: a bias that attention has not asked for is out of force, and says so."""
-        shown = self._mine()
+        shown = self._begun(module)
         if shown.waiting:
             shown.clear()
             now = getattr(getattr(module, "config", None), "_attn_implementation", None)
