@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import attnflow as af
@@ -110,6 +110,11 @@ def batches(draw):
     return Batch(ids, real.astype(bool), positions, given, draw(st.booleans()), packed)
 
 
+IDS = np.array([[5, 6, 7, 8, 5, 6, 9, 9]])
+PACKED = Batch(IDS, IDS > 0, np.arange(8)[None] % 4, starts=np.arange(8)[None] % 4 == 0)
+
+
+@example(PACKED, Cost(1.0, 0.0, 0.0), True, 2)
 @given(batches(), st.sampled_from(COSTS), st.booleans(), st.none() | st.integers(1, 8))
 def test_every_token_sees_what_it_saw_in_its_row(batch, cost, one_row, window):
     chosen = plan(batch, cost, one_row)

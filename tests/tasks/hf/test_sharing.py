@@ -39,6 +39,7 @@ def rows(sequences: list[list[int]], left: bool = False) -> dict[str, Tensor]:
 PROMPT = [7, 9, 11, 13, 15, 17, 19, 21]
 GROUP = [[*PROMPT, 4, 5, 6], [*PROMPT, 4, 8], [*PROMPT, 10, 5, 6], [*PROMPT, 4, 5, 6], [*PROMPT], [*PROMPT, 4, 8, 12]]
 AGENTS = [[*PROMPT, 4], [*PROMPT, 5, 6, 7, 30], [*PROMPT, 5, 6, 7, 31, 32], [*PROMPT, 5, 33], [40, 41, 42], [40, 41]]
+PREFIXES = len({tuple(one[: k + 1]) for one in [*GROUP, *AGENTS] for k in range(len(one))})
 
 
 def packed(sequences: list[list[int]]) -> dict[str, Tensor]:
@@ -120,6 +121,7 @@ def test_every_architecture_in_float64(name, implementation):
     report = handle.report
     assert (report.calls, report.shared, list(report.stock)) == ((2, 1, [ALONE]) if name in ALONE_OF else (2, 2, []))
     assert report.tokens_after < report.tokens_before
+    assert report.last_after == (PREFIXES if report.shared == 2 else report.last_before)
     for before, after in zip(stock, shared, strict=True):
         assert_same(before, after, 1e-9)
 
