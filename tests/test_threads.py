@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attnflow as af
+from attnflow.geometry.score import layer_scores
 from tests.knowledge.hf.readers import opened, store_of
 from tests.models import tiny
 
@@ -171,7 +172,12 @@ def test_a_call_of_a_converted_model_sees_its_store_at_one_moment():
             assert all(any(torch.allclose(one, answer) for answer in answers) for one in found)
 
 
-def test_a_monitor_counts_the_steps_of_all_threads(tmp_path):
+def test_a_monitor_counts_the_steps_of_all_threads(tmp_path, monkeypatch):
+    def slowly(*given):
+        time.sleep(1e-3)
+        return layer_scores(*given)
+
+    monkeypatch.setattr(sys.modules["attnflow.geometry.monitor"], "layer_scores", slowly)
     with af.geometry.monitor(tiny("Llama"), tmp_path / "scores.csv", every=5) as handle:
         with ThreadPoolExecutor(THREADS) as threads:
             scored = list(threads.map(lambda _: handle.step() is not None, range(100)))

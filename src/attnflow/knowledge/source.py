@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from attnflow._core.checks import Indices
+from attnflow._core.threads import untraced
 from attnflow.knowledge.retrieval import Neighbours, Retrieval
 from attnflow.knowledge.store import Store, StoreError
 
@@ -64,9 +65,14 @@ class EntrySource:
         """[E | columns] of these ids, by default of all as in `ids()`; a KeyError for an unknown id."""
         return self._all()[1] if ids is None else self.store.rows(ids)
 
+    @untraced  # anybody may edit the entries between two tokens
     def entries(self, like: Tensor) -> Float[Tensor, "entries entry_dim"]:
         """Return E in the device and precision of `like`, copied there once after each edit."""
-        return _untraced(self, like)
+        _, rows, at = self._all()
+        key = like.device, like.dtype
+        if key not in at:
+            at[key] = rows[:, : self.dim].to(like)
+        return at[key]
 
     def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
         """Search by score + threshold the entries that a retrieval asks for, with their rows, zero for missing ones."""
@@ -133,15 +139,3 @@ def _repeated(read: Callable[[], T]) -> T:
         except KeyError:
             continue
     raise StoreError(f"entries were deleted faster than they could be read {_TRIES} times")
-
-
-def _entries(source: EntrySource, like: Tensor) -> Tensor:
-    _, rows, at = source._all()  # pyright: ignore[reportPrivateUsage]
-    key = like.device, like.dtype
-    if key not in at:
-        at[key] = rows[:, : source.dim].to(like)
-    return at[key]
-
-
-# No part of a compiled graph: anybody may edit the entries between two tokens.
-_untraced: Final = cast("Callable[[EntrySource, Tensor], Tensor]", torch.compiler.disable(_entries))
