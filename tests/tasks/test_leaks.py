@@ -77,6 +77,7 @@ def test_the_witness_is_rendered_layer_by_layer():
     assert [leak.route for leak in report.leaks] == ["layer 1: 2 -> 1, layer 2: 1 -> 3"]
     assert [row["route"] for row in report.rows()] == [leak.route for leak in report.leaks]
     assert report.to_dict()["ok"] is False
+    assert type(report).from_json(report.to_json()) == report
     assert str(report).splitlines() == [
         "1 of 2 labels leaks within any number of layers",
         "  the label of position 3, token 2 (id 12), is in the input of position 2: layer 1: 2 -> 1, layer 2: 1 -> 3",

@@ -197,6 +197,9 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
     with pytest.raises(ValueError, match=r"NaN or infinity in layers\.1\.gate"):
         handle.save(tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="a layer with a reader ran without it"):
+        outputs(model, input_ids=ids)
 
 
 def test_a_store_that_is_closed_while_the_model_runs():

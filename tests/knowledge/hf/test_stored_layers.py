@@ -141,6 +141,7 @@ def test_mistakes_change_nothing():
             af.knowledge.attach(model, store, **options)
 
     with af.knowledge.attach(model, store):
+        refused("reads a store already: remove that one first", model, store)
         store.insert(embeddings=torch.randn(1, store.dim), ids=[500])
         for _ in range(2):
             with pytest.raises(ValueError, match="entry 500 does not say"):
