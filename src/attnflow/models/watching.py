@@ -92,7 +92,8 @@ class Watch:
             self._off = False
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Stop watching; a call in another thread may hold a hook still, which then does nothing."""
+        self._off = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -103,8 +104,10 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _enter(self, name: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if self._off:
+    def _enter(
+        self, name: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Arguments | None:
+        if self._off or kwargs is None:
             return None
         number = self._counts[name] = self._counts.get(name, -1) + 1
         call = Call(name, module, number, self._open[-1] if self._open else None, args, kwargs)
