@@ -26,6 +26,7 @@ from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import REFUSALS, examined
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.offload import device_of
 
 _LOG: Final = logging.getLogger("attnflow.audit")
 _counting: Final = threading.Lock()
@@ -106,11 +107,10 @@ class Guard(Handle):
         for name, parameter in inspect.signature(model.forward).parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 call |= call.pop(name, {})
-        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         sequences = None if _by_sequence(model) else self._sequences
         order = self._order if sequences is None else _of_first(self._order, sequences)
         # what watches the layers would be compiled again at each pass
-        with torch.autocast(device, enabled=False), cast(Any, torch.compiler).set_stance("force_eager"):
+        with torch.autocast(device_of(model).type, enabled=False), cast(Any, torch.compiler).set_stance("force_eager"):
             batch = without_loss(model, call, sequences)
             return check(model, batch, order, both_sides=False, passes=self._passes)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.models.loaded import embedding_table, special_ids, takes, tokenized
+from attnflow.models.offload import without_numbers
 
 _WRITTEN = ("past", "cache", "state")  # words in the names of arguments that a forward writes into
 _ENCODER = ("input_ids", "inputs_embeds")
@@ -170,7 +171,7 @@ def read(
     model: nn.Module, inputs: str | Sequence[int] | Tensor | Mapping[str, Any], tokenizer: Any | None = None
 ) -> Inputs:
     """`inputs` as keyword arguments, with a slot for each argument that holds a value per position."""
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if without_numbers(model):
         raise ValueError(f"{type(model).__name__} has parameters on the meta device: load its weights before an audit")
     given = tokenized(inputs, tokenizer)
     if isinstance(given, Sequence):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from attnflow._core.errors import WrongBase
 from attnflow._core.files import write_atomically
+from attnflow.models.offload import parameter_of
 
 _VERSION: Final = 1
 _NO_DIGEST: Final = "digest of this file".ljust(64, "-")  # in its place while it is computed
@@ -164,6 +165,8 @@ def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes:
     for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
         for name, parameter in layer.named_parameters():
             ours = without in name or any(part in name for part in _ADAPTERS)
+            if parameter.is_meta:
+                parameter = parameter_of(layer, name)
             elsewhere = parameter.is_meta or isinstance(parameter, DTensor)
             if not (ours or elsewhere) and parameter.is_floating_point() and parameter.ndim == 2:
                 flat = parameter.detach().flatten()

@@ -20,6 +20,7 @@ from attnflow.models.checkpoints import Weights, config_of
 from attnflow.models.families.find import Config, Pairs, Place, Shapes, Stem, inside, ordered, registered
 from attnflow.models.families.rows import Composed, Read, Selected
 from attnflow.models.families.table import UnknownHeads, is_query_or_key
+from attnflow.models.offload import parameter_of, without_numbers
 
 if TYPE_CHECKING:
     from attnflow.models.probe import Projections
@@ -65,6 +66,11 @@ class AttentionLayer(Place):
                 raise UnsupportedArchitecture(
                     f"{self.name} has queries or keys that are products (latent attention), which cannot be written"
                 )
+            if self.parameters[rows.tensor].is_meta:
+                raise UnsupportedArchitecture(
+                    f"{self.name} cannot be written: its weights are offloaded or on the meta device; load it without "
+                    "device_map and offload"
+                )
             with torch.no_grad():
                 expected = rows.take(self.parameters[rows.tensor]).shape
                 if weight.shape != expected:
@@ -86,7 +92,8 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        return parameters[tensor] if rows is None else parameters[tensor][slice(*rows)]
+        parameter = parameters[tensor] if not parameters[tensor].is_meta else parameter_of(model, tensor)
+        return parameter if rows is None else parameter[slice(*rows)]
 
     return [
         AttentionLayer(**vars(place), read=read, parameters={name: parameters[name] for name in place.tensors})
@@ -163,7 +170,7 @@ def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ..
         return {word: n for word in _HEADS if isinstance(n := getattr(at[path], word, None), int)}
 
     pairs = registered(shapes, root, stated)
-    if not any(parameter.is_meta or hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    if not (without_numbers(model) or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())):
         try:
             from attnflow.models.sites import find_sites, moves_between_positions
 

@@ -103,6 +103,7 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     """
     tensors = [] if dtype is None else [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     saved = [(tensor, tensor.data) for tensor in tensors]
+    held = [(module._parameters, dict(module._parameters)) for module in model.modules()]  # offload replaces them
     try:
         for tensor in tensors:
             tensor.data = tensor.data.to(dtype)
@@ -111,6 +112,8 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     finally:
         for tensor, data in saved:
             tensor.data = data
+        for parameters, before in held:
+            parameters.update(before)
 
 
 class _Float64(TorchFunctionMode):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from attnflow.models.offload import device_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -81,7 +83,7 @@ def model_inputs(
         raise ValueError(f"token ids must lie in 0 to {size - 1}, the model's vocabulary; got up to {largest}")
     if not 0 <= sequence < len(named["input_ids"]):
         raise ValueError(f"sequence must be a number of the batch of {len(named['input_ids'])}, got {sequence}")
-    device = next(model.parameters()).device
+    device = device_of(model)
     return {name: value.to(device) for name, value in named.items()}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from attnflow.models.families.rows import Composed, Piece, Selected, run_of
 from attnflow.models.noise import TOKENS, Trace
+from attnflow.models.offload import parameter_of
 
 OTHER_SEQUENCE: Final = "it attends to another sequence in the same call"
 _COSINE: Final = 0.9999  # of the same numbers up to a factor, rounded to bfloat16; of others about 0.9 at most
@@ -213,13 +214,15 @@ class _Reader:
         weight, bias = getattr(part, "weight", None), getattr(part, "bias", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim < 2 or not weight.is_floating_point():
             return None
+        weight, bias = parameter_of(part, "weight"), parameter_of(part, "bias") if isinstance(bias, Tensor) else None
         matrix, transposed = weight.detach().flatten(1), False
         if hasattr(part, "nf"):  # Conv1D of transformers, stored (in, out)
             matrix, transposed = matrix.T, True
         if any(matrix.shape != (result.shape[1], read.shape[1]) for read in reads):
             return None
         exact = torch.promote_types(matrix.dtype, torch.float32)
-        expected = reads[0].to(exact) @ matrix.to(exact).T + (bias.detach() if isinstance(bias, Tensor) else 0)
+        expected = reads[0].to(exact) @ matrix.to(result.device, exact).T
+        expected += 0 if bias is None else bias.detach().to(result.device)
         if not float((expected - result).norm()) <= _LINEAR * float(result.norm()):
             return None
         inputs = [self._input(read) for read in reads]

@@ -19,6 +19,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal, unchanged
 from attnflow.models.interception import Interceptor, Role, intercept, without_masks
 from attnflow.models.loaded import accepts, sparing
+from attnflow.models.offload import device_of
 from attnflow.models.sites import Site, models_around
 
 _NONE: Final[Mapping[Site, Interceptor]] = MappingProxyType({})
@@ -65,7 +66,7 @@ def trial(
 
 def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object) -> Any:
     """Run a model on token ids [batch, tokens], without a cache; both halves of an encoder-decoder read them."""
-    tokens = torch.tensor(ids, device=next(model.parameters()).device)
+    tokens = torch.tensor(ids, device=device_of(model))
     two = getattr(model.config, "is_encoder_decoder", False) is True
     if two and accepts(model, "decoder_input_ids"):
         options["decoder_input_ids"] = tokens

@@ -22,6 +22,7 @@ from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.models.addons import check_unwrapped
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.offload import device_of
 from attnflow.models.probe import OTHER_SEQUENCE
 from attnflow.models.sites import models_around
 
@@ -225,7 +226,8 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
             )
         if remove_rope and "position_embeddings" not in signature(type(module).forward).parameters:
             raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside; use rope='keep'")
-        devices = {str(parameter.device) for parameter in parameters}
+        device = device_of(module)
+        devices = {str(device if parameter.is_meta else parameter.device) for parameter in parameters}
         if len(devices) > 1:
             raise ValueError(
                 f"{layer.site.name} lies on several devices ({', '.join(sorted(devices))}); move it to one"
@@ -233,7 +235,6 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
         # Of quantised weights the config names the type that they compute in.
         dtypes = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
         dtype = dtypes[0] if dtypes else getattr(layer.site.owner, "dtype", torch.get_default_dtype())
-        device = parameters[0].device if parameters else torch.device("cpu")
         with torch.device(device):
             kinds = [config.module(layer.shape) for config in chosen]
         child = LayerBias(kinds, layer.shape, [one.reads for one in chosen if one.reads is not None], backend)

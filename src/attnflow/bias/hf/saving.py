@@ -17,6 +17,7 @@ from attnflow.bias.hf.layers import CHILD, Layer, layers_of
 from attnflow.bias.kind import CustomConfig, layer_biases
 from attnflow.models.addons import Addon, identity, read_addon, save_addon
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.offload import without_numbers
 
 _CONTENT: Final = (
     *(content.GuidanceConfig, content.BilinearConfig, content.DotConfig),
@@ -86,7 +87,7 @@ def load(
         ValueError: a file that is damaged, of another version, or holds NaN or infinity. The model is as it was.
     """
     model, _ = split(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if without_numbers(model):
         raise ValueError("the model is on the meta device, where weights cannot be loaded; load its weights first")
     saved = read(folder)
     layers = layers_of(model)

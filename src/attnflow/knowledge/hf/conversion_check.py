@@ -14,6 +14,7 @@ from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.layered import ExpertEntries, LayerReader
 from attnflow.models.evaluation import seed_all
 from attnflow.models.loaded import accepts
+from attnflow.models.offload import device_of
 from attnflow.models.trial import DoesNotRun, trial
 from attnflow.models.watching import Arguments, Call, Watch
 
@@ -135,7 +136,7 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
     end = getattr(config, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < size:
         ids[-1] = end
-    device = next(model.parameters()).device
+    device = device_of(model)
     named = {"input_ids": torch.tensor([ids], device=device)}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and accepts(model, "decoder_input_ids"):
         named["decoder_input_ids"] = named["input_ids"]

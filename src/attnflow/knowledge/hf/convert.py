@@ -23,6 +23,7 @@ from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
 from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, stored, uncovered
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.offload import refuse_offloaded
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
@@ -97,6 +98,7 @@ def from_ffn(
             integer(name, width, 1)
     if hasattr(model, _SITES):
         raise ValueError(f"{type(model).__name__} reads a knowledge base already; to_ffn(model) undoes that")
+    refuse_offloaded(model, "from_ffn")
     sites = find_feed_forward(model)
     if not partial:
         _complete(model, sites)

@@ -36,6 +36,7 @@ from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.names import sample_text
+from attnflow.models.offload import refuse_offloaded
 
 Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path
 
@@ -89,6 +90,7 @@ def edit(
         values that are changed.
     """
     module, own = split(model)
+    refuse_offloaded(module, "edit")
     tokenizer = tokenizer or own
     if tokenizer is None:
         raise ValueError("a fact needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")

@@ -17,6 +17,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.facts import Fact
 from attnflow.knowledge.layered import EntryValues
 from attnflow.models.loaded import sparing
+from attnflow.models.offload import device_of
 from attnflow.models.watching import Call, Watch, calls_of
 
 Layers = Mapping[int, EntryValues]
@@ -57,7 +58,7 @@ def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
 
 def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Pad sequences of ids on the right and return keyword arguments of a forward pass."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     ids = pad_sequence([torch.tensor(list(row), device=device) for row in rows], batch_first=True)
     mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]

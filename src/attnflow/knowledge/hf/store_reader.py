@@ -35,6 +35,7 @@ from attnflow.models.interception import (
     intercept,
 )
 from attnflow.models.loaded import ordinary_tokens
+from attnflow.models.offload import device_of
 from attnflow.models.sites import Stack, models_around, stack_of
 from attnflow.models.trial import DoesNotRun, read, trial
 from attnflow.models.watching import calls_of
@@ -264,7 +265,7 @@ class AddedReaders(Attached):
             module = stack.attention[reader.layer].module
             parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
             if parameter is not None:  # half precision is too coarse to learn in
-                reader.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+                reader.to(device_of(module), torch.promote_types(parameter.dtype, torch.float32))
             reader.train(module.training)
         if saved is not None:
             saved.fill(_tensors_of(added))

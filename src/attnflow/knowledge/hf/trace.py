@@ -21,6 +21,7 @@ from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
+from attnflow.models.offload import refuse_offloaded
 
 _PROMOTED: Final = 5  # tokens named for an entry
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
@@ -77,6 +78,7 @@ def trace(
     True
     """
     model, own_tokenizer = split(model)
+    refuse_offloaded(model, "trace")
     tokenizer = tokenizer or own_tokenizer
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedArchitecture(f"{type(model).__name__} has two streams, an encoder's and a decoder's")

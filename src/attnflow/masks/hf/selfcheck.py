@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from attnflow.models.interception import AttentionCall, Output, Proceed
 from attnflow.models.loaded import ordinary_tokens, takes
+from attnflow.models.offload import device_of, without_numbers
 from attnflow.models.sites import Site
 from attnflow.models.trial import DoesNotRun, read, trial
 
@@ -51,7 +52,7 @@ def check_stack(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site])
 
 
 def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
-    if any(parameter.is_meta for parameter in owner.parameters()):
+    if without_numbers(owner):
         return Check(unchecked="its weights are not loaded")
     text = owner.main_input_name == "input_ids"
     entry = None if text else _entry(model, owner, sites[0])
@@ -98,8 +99,7 @@ def _entry(model: nn.Module, owner: PreTrainedModel, site: Site) -> Callable[[],
         if takes(part.forward, name):
             vectors = torch.randn(1, _LENGTH, width, generator=torch.Generator().manual_seed(0)).repeat(2, 1, 1)
             vectors[1, _CHANGED] *= -1
-            weight = next(parameter for parameter in part.parameters() if parameter.is_floating_point())
-            return partial(part, **{name: vectors.to(weight)})
+            return partial(part, **{name: vectors.to(device_of(part), owner.dtype)})
     return None
 
 

@@ -25,6 +25,7 @@ from attnflow.models.checkpoints.files import (
 )
 from attnflow.models.checkpoints.gguf import gguf_weights
 from attnflow.models.names import resolve
+from attnflow.models.offload import parameter_of
 
 __all__ = ["BadCheckpoint", "Weights", "config_of", "open_weights"]
 
@@ -84,7 +85,7 @@ def _module_weights(model: nn.Module) -> Weights:
     parameters = dict(model.named_parameters())
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        parameter = parameters[tensor].detach()
+        parameter = (parameter_of(model, tensor) if parameters[tensor].is_meta else parameters[tensor]).detach()
         if parameter.is_meta:
             raise BadCheckpoint(f"{tensor} is on the meta device, which holds no numbers: load the weights first")
         if hasattr(parameter, "full_tensor"):  # a DTensor

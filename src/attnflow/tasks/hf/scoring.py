@@ -16,6 +16,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
+from attnflow.models.offload import device_of
 from attnflow.models.watching import Arguments, Call, Watch
 from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
@@ -191,7 +192,7 @@ class Scorer:
 
     def _logits(self, chosen: Plan, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
         """The logits [slots, vocabulary] of these slots alone."""
-        device = next(self._backbone.module.parameters()).device
+        device = device_of(self._backbone.module)
         index = torch.from_numpy(slots).to(device)
 
         def choose(call: Call) -> Arguments:

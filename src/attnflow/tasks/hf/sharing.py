@@ -34,6 +34,7 @@ from attnflow.models.interception import (
 )
 from attnflow.models.loaded import Loaded, accepts, ordinary_tokens, split
 from attnflow.models.mask_request import MaskRequest
+from attnflow.models.offload import device_of
 from attnflow.models.sites import Site, find_sites
 from attnflow.models.trial import DoesNotRun, trial
 from attnflow.tasks.hf.shared_calls import Calls, SharingReport, rounding
@@ -345,7 +346,7 @@ class Backbone:
     def probe(self) -> tuple[Tensor, Tensor]:
         """(ids, attention_mask) of rows with common prefixes and pads. None leads a row: some models give NaN there."""
         tokens = ordinary_tokens(self.module, 2)
-        device = next(self.module.parameters()).device
+        device = device_of(self.module)
         a, b = tokens[0], tokens[-1]
         ids = [[a, a, b, b, a, a, b], [a, a, b, a, a, b, a], [a, a, b, a, b, a, a], [a, b, b, b, a, a, a]]
         real = [[1, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]

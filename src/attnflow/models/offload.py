@@ -1,0 +1,59 @@
+"""Models whose weights lie elsewhere: accelerate brings them to each module for its call, and takes them away again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model computes on, where its weights are brought to one; else that of its weights."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+        break
+    device = next((hook.execution_device for module in model.modules() for hook in _hooks(module)), None)
+    first = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return first if device is None else torch.device(device)
+
+
+def without_numbers(model: nn.Module) -> bool:
+    """Whether a parameter is on the meta device and nothing brings its numbers."""
+    return any(
+        parameter.is_meta and not any(True for _ in _hooks(module))
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+
+
+def parameter_of(model: nn.Module, path: str) -> Tensor:
+    """Return a parameter with its numbers, which are read from where they lie."""
+    parent, _, name = path.rpartition(".")
+    module = model.get_submodule(parent)
+    parameter = cast(Tensor, getattr(module, name))
+    if not parameter.is_meta:
+        return parameter
+    return next((cast(Tensor, hook.weights_map[name]) for hook in _hooks(module)), parameter)
+
+
+def refuse_offloaded(model: nn.Module, what: str) -> None:
+    """Raise `UnsupportedArchitecture` for weights that are not in place, saying what needs them."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedArchitecture(
+            f"{what} needs the weights of {type(model).__name__} in place, and some are offloaded or on the meta "
+            "device; load it without device_map and offload"
+        )
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield accelerate's hooks that bring this module's own weights."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        if getattr(one, "offload", False) and getattr(one, "weights_map", None) is not None:
+            yield one
