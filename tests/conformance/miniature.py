@@ -87,6 +87,9 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     **_each("qwen2_5_omni_thinker qwen3_omni_moe_thinker", vision_start_token_id=5),
     **_each("aria", projector_patch_to_query_dict={16: 4}),
     **_each("dots3_note", per_layer_config={}),
+    **_each("diffusion_gemma_text", num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+    "qwen4_exp_text": dict.fromkeys(["indexer_n_heads", "indexer_compress_ratio"], 2)
+    | {"indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8},
 }
 
 

@@ -23,7 +23,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import evaluating
 from attnflow.models.mixing import CONVOLUTIONS, attends, moves_between_positions
 
-_BESIDE: Final = re.compile(r"Norm|Embedding|Router|HyperConnection", re.IGNORECASE)
+_BESIDE: Final = re.compile(r"Norm|Embedding|Router|HyperConnection|AltUp", re.IGNORECASE)
 _ROUTER: Final = re.compile(r"Router")
 _LAYER: Final = re.compile(r"\.\d+(?=\.|$)")
 _BIAS: Final = "_bias"
@@ -50,6 +50,7 @@ class FeedForward:
 # The first that fits holds, in names and in shapes.
 FEED_FORWARD: Final = (
     FeedForward(("gate_proj", "up_proj"), "down_proj", gated=True),
+    FeedForward(("gate_proj.linear", "up_proj.linear"), "down_proj.linear", gated=True),
     FeedForward(("wi_0", "wi_1"), "wo", gated=True),
     FeedForward(("w1", "w3"), "w2", gated=True),
     FeedForward(("gate_up_proj",), "down_proj", gated=True),
@@ -67,6 +68,8 @@ FEED_FORWARD: Final = (
     FeedForward(("layer_1",), "layer_2"),
     FeedForward(("lin1",), "lin2"),
     FeedForward(("linear1",), "linear2"),
+    FeedForward(("linear_left",), "linear_right"),  # of low rank, without an activation between (Gemma 3n)
+    FeedForward(("per_layer_input_gate",), "per_layer_projection"),  # times what a table holds for the token (Gemma 3n)
     FeedForward(("ffn",), "ffn_output"),
     FeedForward(("wi",), "wo"),
     FeedForward(("up_proj",), "down_proj"),
@@ -184,8 +187,7 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) ->
             if parameter.ndim > 1 and id(parameter) not in covered and not name.startswith(beside)
         }
         if path.rpartition(".")[0] not in lists:
-            maps = (part.parameters() for part in layer.modules() if isinstance(part, nn.Linear | Conv1D))
-            linear = {id(p) for parameters in maps for p in parameters}
+            linear = {id(part.weight) for part in layer.modules() if isinstance(part, nn.Linear | Conv1D)}
             here = {name: parameter for name, parameter in here.items() if id(parameter) in linear}
         rows = set(_choices(here, [site for site in sites if site.name.startswith(f"{path}.")]))
         rest |= {

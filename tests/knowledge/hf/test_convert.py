@@ -13,6 +13,7 @@ from attnflow.knowledge.hf.convert import LinearLayer
 from attnflow.knowledge.layered import EntryScores, EntryValues
 from attnflow.models.evaluation import precision
 from attnflow.models.feed_forward import find_feed_forward, uncovered
+from tests.conformance.miniature import Architecture, build
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens
 
 
@@ -203,6 +204,32 @@ def test_nothing_outside_of_the_attention_layers_is_left_out_either():
     rest = uncovered(model, find_feed_forward(model))
     maps = [f"tower.layers.{layer}.{name}" for layer in (0, 1) for name in ("out", "back")]
     assert set(rest) == {f"{name}.weight" for name in [*maps, "resampler.gate_proj"]}
+
+
+@pytest.mark.parametrize("name", ["Gemma3n", "Gemma4"])
+def test_per_layer_embeddings_weigh_entries_by_the_token(name):
+    model = build(Architecture(f"{name.lower()}_text", f"{name}ForCausalLM", "decoder"))
+    with torch.no_grad():
+        model.model.embed_tokens_per_layer.weight.normal_()
+        for parameter in model.parameters():  # such as a scale that begins at 0
+            parameter.copy_(parameter if parameter.any() else torch.ones_like(parameter))
+    opened, ids = af.knowledge.from_ffn(model), torch.tensor([[9, 12, 30, 12, 44]])
+    assert same_state(af.knowledge.to_ffn(opened), model)
+    width = model.config.hidden_size_per_layer_input
+    read = []
+    model.model.layers[0].per_layer_projection.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+
+    def weights():
+        layer = af.knowledge.trace(opened, ids, top=width).layer(0)
+        found = torch.zeros(ids.shape[1], 1 + width)  # a last column for places that nothing fired at
+        return found.scatter_(1, layer.ids.where(layer.ids >= 0, torch.tensor(width)), layer.weights)[:, :width]
+
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, opened(input_ids=ids).logits)
+        before = weights()
+        torch.testing.assert_close(before, read[0][0])
+        opened.get_per_layer_input_embeddings().weight[12] *= 2  # the row of one token
+    assert (weights() != before).any(1).tolist() == [False, True, False, True, False]
 
 
 def test_outputs_that_differ_are_refused(monkeypatch):

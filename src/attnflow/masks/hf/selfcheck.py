@@ -95,8 +95,8 @@ def _entry(model: nn.Module, owner: PreTrainedModel, site: Site) -> Callable[[],
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     inside = around[next((i for i, part in enumerate(around) if part is owner), 0) :]
     width = getattr(owner.config, "hidden_size", None)
-    for part, name in product(inside, _VECTORS if isinstance(width, int) else ()):
-        if takes(part.forward, name):
+    for part, name in product(inside, _VECTORS):
+        if isinstance(width, int) and takes(part.forward, name):
             vectors = torch.randn(1, _LENGTH, width, generator=torch.Generator().manual_seed(0)).repeat(2, 1, 1)
             vectors[1, _CHANGED] *= -1
             return partial(part, **{name: vectors.to(device_of(part), owner.dtype)})
