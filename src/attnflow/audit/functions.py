@@ -22,8 +22,8 @@ from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import seed_all
 from attnflow.models.loaded import Loaded
 
-_PARTS: Final = 10_000  # objects that are looked through for modules
 _OTHER: Final = 0x5EED  # added to a seed that may be the one by which the caller drew the tokens
+_FUNCTIONS: Final = (types.FunctionType, types.MethodType, functools.partial)
 _APART: Final = ("mask", "position", "type", "segment", "seq")  # in names of integers that are no tokens
 
 
@@ -53,21 +53,18 @@ class Function(nn.Module):
         self.call = call
         self.followers = followers
         self.name = name  # the argument that takes the tokens; None if they are the only one
-        self.held = held_modules(call)
+        self.held: tuple[nn.Module, ...] = ()  # and those of its copy
         self.ahead: set[str] = set()  # outputs of n numbers that are scores of the next token, see `align`
         self.size: tuple[int, ...] = ()  # of the tokens
         self.twin: Function | None = None  # a copy that was never called; None if none can be made
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of all modules that the callable and its copy hold."""
-        return (parameter for module in self._modules_held() for parameter in module.parameters(recurse))
+        return (parameter for module in self.held for parameter in module.parameters(recurse=False))
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         """The buffers of all modules that the callable and its copy hold."""
-        return (buffer for module in self._modules_held() for buffer in module.buffers(recurse))
-
-    def _modules_held(self) -> tuple[nn.Module, ...]:
-        return self.held + (() if self.twin is None else self.twin.held)
+        return (buffer for module in self.held for buffer in module.buffers(recurse=False))
 
     def forward(self, **kwargs: Any) -> dict[str, object]:
         """Call the function; it may train, so gradients are on."""
@@ -161,9 +158,10 @@ def as_function(call: Callable[..., object], inputs: Any) -> tuple[Function, Any
     title = str(getattr(call, "__name__", type(call).__name__)).replace("<lambda>", "lambda")
     made = type(title, (Function,), {})  # reports name what leaks by its class
     function = made(call, followers, name)
-    with_copy = copied(call)
-    if with_copy is not None:
-        function.twin = made(with_copy, followers, name)
+    again, held = copied(call)
+    function.held = tuple(held)
+    if again is not None:
+        function.twin = made(again, followers, name)
         function.twin.ahead = function.ahead
     return function, inputs
 
@@ -224,38 +222,10 @@ def _cells(function: types.FunctionType) -> list[object]:
     return contents
 
 
-def held_modules(call: Callable[..., object]) -> tuple[nn.Module, ...]:
-    """The modules that a callable holds: in its closure, its globals, its object, or what these hold."""
-    found: dict[int, nn.Module] = {}
-    home, seen, left = _module_of(call), set[int](), list[object]([call])
-    while left and len(seen) < _PARTS:
-        value = left.pop()
-        if id(value) in seen or isinstance(value, type | types.ModuleType | Tensor | str | bytes | np.ndarray):
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            found[id(value)] = value
-        elif isinstance(value, types.FunctionType):
-            left += _cells(value)
-            if value.__module__ == home:
-                left += [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-        elif isinstance(value, types.MethodType):
-            left += [value.__self__, value.__func__]
-        elif isinstance(value, functools.partial):
-            left += [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, Mapping):
-            left += list(cast(Mapping[Any, object], value).values())
-        elif isinstance(value, list | tuple):
-            left += list(cast(list[object], value))
-        elif hasattr(value, "__dict__"):
-            left += list(vars(value).values())
-    return tuple(found.values())
+def copied(call: Callable[..., object]) -> tuple[Callable[..., object] | None, list[nn.Module]]:
+    """(a copy with a state of its own, the modules of both): its closure, globals of its own file, its object.
 
-
-def copied(call: Callable[..., object]) -> Callable[..., object] | None:
-    """A copy with a state of its own: its closure, the globals of its own file that it uses, its object.
-
-    None if something in it cannot be copied, such as an open file.
+    (None, []) if something in it cannot be copied, such as an open file.
     """
     home, memo = _module_of(call), dict[int, Any]()
     spaces: dict[int, dict[str, Any]] = {}
@@ -279,13 +249,21 @@ def copied(call: Callable[..., object]) -> Callable[..., object] | None:
         if isinstance(old, types.FunctionType):
             return function(old) if not own or old.__module__ == home else old
         if isinstance(old, types.MethodType):
-            return types.MethodType(old.__func__, value(old.__self__))
+            return types.MethodType(value(old.__func__), value(old.__self__))
         if isinstance(old, functools.partial):
             keywords = {name: value(item) for name, item in old.keywords.items()}
             return functools.partial(value(old.func), *map(value, old.args), **keywords)
-        return old if isinstance(old, type | types.ModuleType) else copy.deepcopy(old, memo)
+        if isinstance(old, type | types.ModuleType):
+            return old
+        new = copy.deepcopy(old, memo)
+        functions = {name: item for name, item in getattr(old, "__dict__", {}).items() if isinstance(item, _FUNCTIONS)}
+        getattr(new, "__dict__", {}).update({name: value(item) for name, item in functions.items()})
+        return new
 
     try:
-        return cast(Callable[..., object], value(call))
+        start = call if isinstance(call, _FUNCTIONS) else getattr(call, "__call__")  # noqa: B004, B009 - its method
+        new = cast(Callable[..., object], value(start))
     except Exception:  # whatever an object of the user's raises when it is copied
-        return None
+        return None, []
+    held = [old for old in memo.get(id(memo), ()) if isinstance(old, nn.Module)]  # deepcopy keeps what it has copied
+    return new, held + [memo[id(old)] for old in held]

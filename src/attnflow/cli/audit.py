@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
 from attnflow.cli._arguments import describe, integers, is_file, load, mask_argument, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, print_result, say, working
-
-if TYPE_CHECKING:
-    from attnflow.audit import AuditReport
-    from attnflow.masks import Mask
 
 
 def audit(
@@ -54,39 +51,51 @@ def audit(
     with --ids; what it returns for a token may depend on no later one.
     """
     golden = _golden(against, save, [text, ids, tokens])
-    if ".py:" in model:
-        if text is not None or save is not None or golden is not None:
-            raise BadUsage(
-                "a script's function takes token ids: give --ids, and leave out --text, --save and --against"
-            )
-        report = _of_script(model, ids, tokens, order, passes, cache, double)
-        print_result(report) if json_output else print(f"{model}\n{report}")
-        raise typer.Exit(0 if report.ok else 1)
+    scripted = ".py:" in model
+    if scripted and (text is not None or save is not None or golden is not None):
+        raise BadUsage("a script's function takes token ids: give --ids, and leave out --text, --save and --against")
     target = None if save is None else output_path(save, (".json",))
     if text is not None and ids is not None:
         raise BadUsage("give --text or --ids, not both")
-    require(model)
+    if not scripted:
+        require(model)
     token_ids = None if ids is None else integers(ids, "--ids")
-    declared = _mask(order)
+    declared = None
+    if order not in (None, "causal", "full"):
+        from attnflow._core.plain import close_to
+
+        if not is_file(order):
+            near = close_to(order, ("causal", "full"))
+            raise BadUsage(f"unknown order {order!r}{near} (causal, full, or a JSON file with a mask)")
+        declared = mask_argument(order, None, [])
     with working(f"loading {model}") as spinner:
         import torch
 
-        from attnflow.audit import check
+        from attnflow import masks
+        from attnflow.audit import check, scripts
         from attnflow.audit.measurement import MeasuredOrder, record
         from attnflow.models.loaded import text_inputs
 
-        loaded = load(model, tokenizer=ids is None and golden is None, without="give token ids, as in --ids 5,6,7")
-        if golden is None:
-            limit = tokens or (64 if save is None else 16)  # measuring takes two passes for each token
-            inputs = text_inputs(loaded, token_ids or (sample() if text is None else text), limit)
+        if scripted:
+            audited = scripts.load(model)
+            inputs = scripts.example(audited, tokens or 32, token_ids)
+            title, size = model, inputs.shape[1]
         else:
-            saved = MeasuredOrder.from_dict(golden)
-            saved.require(type(loaded.model).__name__, sum(p.numel() for p in loaded.model.parameters()))
-            inputs = saved.arguments()
-        declared = declared or _named(order, sum(tensor.shape[1] for tensor in inputs.values()))
+            audited = load(model, tokenizer=ids is None and golden is None, without="give token ids, as in --ids 5,6,7")
+            if golden is None:
+                limit = tokens or (64 if save is None else 16)  # measuring takes two passes for each token
+                inputs = text_inputs(audited, token_ids or (sample() if text is None else text), limit)
+            else:
+                saved = MeasuredOrder.from_dict(golden)
+                saved.require(type(audited.model).__name__, sum(p.numel() for p in audited.model.parameters()))
+                inputs = saved.arguments()
+            title, size = describe(model, audited), sum(tensor.shape[1] for tensor in inputs.values())
+        if order in ("causal", "full"):
+            declared = masks.causal(size) if order == "causal" else masks.full(size)
         dtype = torch.float64 if double else None
-        report = check(loaded, inputs, declared, cache=cache, passes=passes, dtype=dtype, progress=spinner)
-        measured = None if save is None and golden is None else record(loaded, inputs, progress=spinner)
+        with scripts.blaming(model) if scripted else nullcontext():
+            report = check(audited, inputs, declared, cache=cache, passes=passes, dtype=dtype, progress=spinner)
+        measured = None if save is None and golden is None else record(cast(Any, audited), inputs, progress=spinner)
     if target is not None and measured is not None:
         measured.save(target)
     difference = None if golden is None or measured is None else measured.difference(MeasuredOrder.from_dict(golden))
@@ -95,52 +104,13 @@ def audit(
     elif json_output:
         print_result(report)
     else:
-        say(console(), describe(model, loaded), "bold")
+        say(console(), title, "bold")
         print(report)
         if difference is not None:
             print(f"{against}: {difference}")
         elif measured is not None:
             print(f"{save}: {measured}")
     raise typer.Exit(0 if report.ok and (difference is None or difference.ok) else 1)
-
-
-def _mask(order: str | None) -> Mask | None:
-    """Reads the mask of a file, before anything is loaded; None for an order by name."""
-    if order in (None, "causal", "full"):
-        return None
-    from attnflow._core.plain import close_to
-
-    if not is_file(order):
-        near = close_to(order, ("causal", "full"))
-        raise BadUsage(f"unknown order {order!r}{near} (causal, full, or a JSON file with a mask)")
-    return mask_argument(order, None, [])
-
-
-def _named(order: str | None, size: int) -> Mask | None:
-    """Returns the order that a name stands for."""
-    from attnflow import masks
-
-    return {"causal": masks.causal, "full": masks.full}[order](size) if order in ("causal", "full") else None
-
-
-def _of_script(
-    target: str, ids: str | None, tokens: int | None, order: str | None, passes: int, cache: bool, double: bool
-) -> AuditReport:
-    """Audits what a name in a script means."""
-    declared = _mask(order)
-    given = None if ids is None else integers(ids, "--ids")[:tokens]
-    with working(f"running {target}") as spinner:
-        import torch
-
-        from attnflow.audit import check
-        from attnflow.audit.scripts import blaming, example, load
-
-        found = load(target)
-        with blaming(target):
-            inputs = example(found, tokens or 32, given)
-            declared = declared or _named(order, inputs.shape[1])
-            dtype = torch.float64 if double else None
-            return check(found, inputs, declared, cache=cache, passes=passes, dtype=dtype, progress=spinner)
 
 
 def _golden(against: Path | None, save: Path | None, given: list[object]) -> dict[str, object] | None:
