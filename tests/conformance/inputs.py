@@ -26,16 +26,17 @@ def ids(length: int = LENGTH, seed: int = 0, batch: int = 1) -> Tensor:
 def is_text(model: PreTrainedModel) -> bool:
     """Whether the class reads token ids."""
     try:
-        return model.main_input_name == "input_ids" and model.get_input_embeddings() is not None
+        named = "input_ids" in inspect.signature(model.forward).parameters  # which a model of images names it, too
+        return named and model.main_input_name == "input_ids" and model.get_input_embeddings() is not None
     except NotImplementedError:
         return False
 
 
-def text(model: PreTrainedModel, length: int = LENGTH) -> Inputs:
-    """One sequence; source and target for a model of two stacks."""
-    inputs = {"input_ids": ids(length)}
+def text(model: PreTrainedModel, length: int = LENGTH, batch: int = 1) -> Inputs:
+    """Sequences of one length; source and target for a model of two stacks."""
+    inputs = {"input_ids": ids(length, batch=batch)}
     if getattr(model.config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids(length - 2, seed=1)
+        inputs["decoder_input_ids"] = ids(length - 2, seed=1, batch=batch)
     return inputs
 
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.conformance.inputs import HIGHEST, LOWEST, Inputs
+from tests.conformance.miniature import NotBuilt
 
 SEEDS = 2  # other tokens that are put into every position
 _WATCHED = "conformance"
@@ -41,7 +43,21 @@ def output(model: nn.Module, inputs: Inputs) -> Tensor:
     for value in result.to_tuple() if hasattr(result, "to_tuple") else result:
         if isinstance(value, Tensor) and value.shape[:2] == shape and value.is_floating_point():
             return value
-    raise TypeError(f"{type(model).__name__} returns no tensor of [batch, positions]")
+    raise NotBuilt(f"{type(model).__name__} returns no tensor of [batch, positions]")
+
+
+def predicts_next(model: PreTrainedModel, inputs: Inputs) -> bool | None:
+    """Whether the loss compares a position's output with the next token, or with its own; None if with neither."""
+    ids = inputs[stream(inputs)]
+    try:
+        with torch.no_grad():
+            result = model(**inputs, labels=ids)
+        logits, loss = result.logits.flatten(2), result.loss
+        following = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        own = cross_entropy(logits.flatten(0, 1), ids.flatten())
+    except Exception:  # no head, no loss, or labels of another kind
+        return None
+    return next((answer for answer, value in ((True, following), (False, own)) if torch.isclose(loss, value)), None)
 
 
 def precise(model: PreTrainedModel, inputs: Inputs) -> tuple[PreTrainedModel, torch.dtype]:

@@ -21,8 +21,7 @@ import torch
 import transformers
 from torch import distributed
 
-import attnflow as af
-from tests.conformance.cells import Cell, words
+from tests.conformance.cells import Cell, refused, words
 from tests.conformance.features import DISTRIBUTED, FEATURES, Feature, quiet
 from tests.conformance.scene import Impossible, Scene, Wrong
 
@@ -32,7 +31,6 @@ COLUMNS = ("feature", "with", "code", "reason")
 SECONDS = 60  # for a pair
 PAIRS = list(combinations(FEATURES, 2))
 Pair = tuple[str, str]
-_PACKAGE = Path(af.__file__).parent
 
 # Pairs that exclude each other, whoever offers them.
 _APART = {
@@ -159,17 +157,6 @@ def _stock_fails(foreign: tuple[str, ...]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {words(error)}"
     return ""
-
-
-def refused(error: BaseException) -> bool:
-    """Whether an error is a sentence of ours: raised by the package itself, not by something below it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    ours = trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE)
-    return ours and isinstance(error, af.AttnflowError | ValueError | TypeError | RuntimeError) and (
-        len(str(error).split()) > 4
-    )  # fmt: skip
 
 
 class _within:

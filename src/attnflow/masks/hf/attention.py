@@ -246,17 +246,13 @@ class MaskedAttention:
             return Positions(MaskRequest(batch, queries, keys))  # vision encoders ask for no mask at all
         if request is None and queries == keys and isinstance(mask, Tensor):
             request = _own_padding(mask, batch, keys)
-        if request is None and torch.compiler.is_compiling():
-            raise ValueError(
-                f"{self.name} is compiled with a mask that the graph only knows as a tensor, as under gradient "
-                "checkpointing or where generate makes the mask of a static cache: do not compile such calls"
-            )
         if request is None:
             what = "None" if mask is None else f"{type(mask).__name__} of shape {tuple(mask.shape)}"
             raise ValueError(
                 f"{self.name} was given the attention mask {what}, which would bypass the mask of attach. Pass a 2D "
                 "attention_mask [batch, keys] for padding or none; put everything else into the mask itself. If you "
-                "passed no such mask, the model makes its own: then this architecture is not supported."
+                "passed no such mask, the model makes its own (then this architecture is not supported), or a compiled "
+                "part of it made one (then do not compile calls with gradient checkpointing or a static cache)."
             )
         if (request.num_queries, request.num_keys) != (queries, keys):
             raise UnsupportedArchitecture(
