@@ -85,7 +85,7 @@ def audit_packed(model: PreTrainedModel) -> str:
     inputs = _taken(model, made.packed())
     if "position_ids" not in inputs:
         raise NotBuilt("takes no position_ids")
-    documents = torch.block_diag(torch.ones(5, 5), torch.ones(7, 7)).bool()
+    documents = torch.block_diag(torch.ones(4, 4), torch.ones(8, 8)).bool()
     return _audit(model, inputs, documents)
 
 
@@ -131,7 +131,9 @@ def _audit(model: PreTrainedModel, inputs: Inputs, within: Tensor | None = None)
         raise NotBuilt(f"does not run on these inputs: {type(error).__name__}: {error}") from error
     moved = oracles.moves(model, inputs)
     report = af.audit.check(model, inputs)
-    order = [af.audit.declared_order(model, inputs, sequence=row).reachability() for row in range(len(moved))]
+    flows = [af.audit.declared_order(model, inputs, sequence=row) for row in range(len(moved))]
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # a window of one layer reaches further
+    order = [flow.reachability(depth if flow.num_layers is None else None) for flow in flows]
     name = oracles.stream(inputs)
     size = inputs[name].shape[1]
     believed = torch.stack([rows[-size:, -size:] for rows in order])

@@ -40,7 +40,7 @@ def text(model: PreTrainedModel, length: int = LENGTH, batch: int = 1) -> Inputs
     return inputs
 
 
-def packed(lengths: tuple[int, ...] = (5, 7)) -> Inputs:
+def packed(lengths: tuple[int, ...] = (4, 8)) -> Inputs:
     """Two documents side by side, as transformers' own collator packs them: positions that restart, no mask."""
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {"input_ids": ids(sum(lengths)), "position_ids": positions}

@@ -60,8 +60,9 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 16),
     # What lies back this far must be seen to lie back too far, in twelve tokens.
     **dict.fromkeys(["sliding_window", "sliding_window_size", "keep_window_size", "attention_window_size"], 4),
-    **dict.fromkeys(["attention_window", "local_attention", "local_attention_window_len", "attention_chunk_size"], 4),
+    **dict.fromkeys(["local_attention", "local_attention_window_len", "attention_chunk_size"], 4),
     **dict.fromkeys(["local_radius", "global_block_size"], 3),
+    "attention_window": 8,  # on both sides together; twelve tokens are padded to sixteen
     "qk_head_dim": 32,
     "mm_tokens_per_image": 4,
     "rotary_dim": 8,

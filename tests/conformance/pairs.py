@@ -35,6 +35,10 @@ Pair = tuple[str, str]
 # Pairs that exclude each other, whoever offers them.
 _APART = {
     ("packed rows", "decodes"): "generate continues one document in each row",
+    (
+        "assisted generation",
+        "FSDP2",
+    ): "each process accepts as many drafts as its rows allow, and shards need all at once",
     ("left padding", "packed rows"): "transformers reads restarting positions only where no attention_mask is given",
     ("gradient checkpointing", "offload"): "offloaded weights are not trained",
     ("NEFTune", "offload"): "noise is for training, and offloaded weights are not trained",
