@@ -43,6 +43,15 @@ def check_unwrapped(model: nn.Module, kind: str) -> None:
             )
 
 
+def check_loaded(added: nn.Module, kind: str, like: Tensor) -> None:
+    """Raise where an add-on was offloaded with its model: its parameters are read outside of a forward pass of it."""
+    if not like.is_meta and next(added.parameters()).is_meta:
+        raise ValueError(
+            f"the parameters of a {kind} were offloaded together with the model; offload the model first, then attach "
+            f"the {kind}"
+        )
+
+
 @dataclass(frozen=True)
 class Addon:
     """A saved add-on, read without its model; the tensors are finite, the values in `config` are unchecked."""

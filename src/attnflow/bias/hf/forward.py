@@ -16,6 +16,7 @@ from attnflow.bias.hf.cache import extend, new_slots
 from attnflow.bias.hf.layers import CHILD, Hooks
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Dense, Term
+from attnflow.models.addons import check_loaded
 from attnflow.models.interception import AttentionCall, Output, Proceed
 
 # What else transformers adds to scores, [batch or 1, heads, queries, keys]: T5's buckets. The rest is refused.
@@ -34,6 +35,7 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
     bias = getattr(call.module, CHILD, None)
     if not isinstance(bias, LayerBias) or not (bias.enabled or bias.observer is not None):
         return proceed(call)
+    check_loaded(bias, "bias", call.query)
     terms: tuple[Term, ...] = ()
     if bias.enabled:  # else it is only observed
         terms = _terms(call, bias, bias.hooks)

@@ -25,7 +25,7 @@ from attnflow.knowledge.layered import SharedReader, reads_entries
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
-from attnflow.models.addons import Addon, check_unwrapped, read_addon, save_addon
+from attnflow.models.addons import Addon, check_loaded, check_unwrapped, read_addon, save_addon
 from attnflow.models.interception import (
     AttentionCall,
     Output,
@@ -82,6 +82,7 @@ class StoreReader(SharedReader):
 
     def read(self, hidden: Float[Tensor, "batch tokens model_dim"]) -> Float[Tensor, "batch tokens model_dim"]:
         """Compute what the store adds to the tokens that leave the layer."""
+        check_loaded(self, "reader", hidden)
         kind = self.gate.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             asked = self.asked(hidden.to(kind), self.pooled.read(self.layer, hidden, kind))
