@@ -74,6 +74,7 @@ def sharing(device: str, group: int = 8, prompt: int = 512, completion: int = 64
     here, task, shots = "benchmarks.shared_prefixes", "hellaswag, 5 shots", 5
     steps = [
         (f"grpo step, {group} x ({prompt} + {completion})", "grpo_step", group, group),
+        (f"grpo step with generation, {group} x ({prompt} + {completion})", "grpo_whole", group, group),
         (f"dpo step, {group // 2} x ({prompt} + 2 x {completion})", "dpo_step", group // 2, group),
         (f"sft step, {group} x ({prompt} + {completion})", "sft_step", group, group),
     ]

@@ -72,6 +72,39 @@ def grpo_step(share: bool, group: int, prompt: int, completion: int, packed: boo
     return _step(trainer, inputs, log_probs, share)
 
 
+def grpo_whole(share: bool, group: int, prompt: int, completion: int) -> Callable[[], object]:
+    """One step of `train`: the group's completions are generated, scored and trained on, and the optimiser steps."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer = af.load_model("smollm2-135m")
+    arguments = GRPOConfig(
+        tempfile.mkdtemp(),
+        num_generations=group,
+        per_device_train_batch_size=group,
+        max_completion_length=completion,
+        generation_kwargs={"min_new_tokens": completion},
+        max_steps=1,
+        learning_rate=0.0,  # each repeat trains the same model
+        **_QUIET,
+    )
+    text = _texts(tokenizer, prompt)(0, 1, prompt)
+    reward = lambda completions, **_: [float(len(set(text))) for text in completions]  # noqa: E731
+    trainer = GRPOTrainer(
+        model.float(),
+        reward,
+        arguments,
+        train_dataset=Dataset.from_dict({"prompt": text * 2}),
+        processing_class=tokenizer,
+    )
+    if not share:
+        return trainer.train
+    handle = af.tasks.share_prefixes(trainer)
+    trainer.train()
+    assert handle.report.shared, handle
+    return Noted(trainer.train, f"{handle.report.last_before} -> {handle.report.last_after} tokens; {_load()}")
+
+
 def _of_one_row(
     model: Any, ids: torch.Tensor, mask: torch.Tensor, length: int, **_: object
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -162,14 +195,16 @@ def _step(
     assert abs(float(shared - loss)) <= rounding * max(1.0, abs(float(loss)))
     report = reports[0].report
     assert not report.stock, report.stock
-    note = f"{report.last_before} -> {report.last_after} tokens, gradients {off:.0e}"
-    if (load := os.getloadavg()[0]) > 2.5:
-        note += f"; a load of {load:.1f} on the machine"
+    note = f"{report.last_before} -> {report.last_after} tokens, gradients {off:.0e}; {_load()}"
     if before is not None and after is not None:
         away = float((before - after).abs().max())
         assert away <= rounding * float(before.abs().max()), away
         note += f", log-probs {away:.0e}"
     return Noted(run, note)
+
+
+def _load() -> str:
+    return f"a load of {os.getloadavg()[0]:.1f} on the machine"
 
 
 def hellaswag(share: bool, questions: int, shots: int) -> Callable[[], object]:

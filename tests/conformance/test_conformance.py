@@ -57,7 +57,7 @@ UNUSUAL = {
     ("ProphetNetForCausalLM", "audit"): ("refused", "unknown; its layers get 36 positions for 12 tokens"),
     ("ProphetNetForConditionalGeneration", "cached"): ("refused", "does not decode in steps of"),
     # a window for each layer in the configuration
-    ("NeoMMEForMaskedLM", "audit"): ("works", "nothing tested: bidirectional"),
+    ("NeoMMEForMaskedLM", "audit"): ("works", "clean: bidirectional; window 5"),
     # a cache that the head hands on without naming it, an encoder's output that is read by name
     ("GraniteMoeForCausalLM", "cached"): ("works", "clean: causal"),
     ("T5GemmaForConditionalGeneration", "cached"): ("works", "clean: encoder-decoder"),
