@@ -16,9 +16,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),  # transformers' own
 ]
 PAD = 3
-REFUSED = {"OPT"}  # counts positions by the padding
 ALONE = "packed rows: the model computes them otherwise than each sequence alone"
-ALONE_OF = {"GptOss"}  # makes its masks without position_ids
+ALONE_OF = {"GptOss", "OPT"}  # they make their masks without position_ids
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +104,7 @@ def assert_same(stock, shared, relative: float) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", sorted(set(CAUSAL) - REFUSED))
+@pytest.mark.parametrize("name", sorted(CAUSAL))
 def test_every_architecture_in_float64(name, implementation):
     model = ZOO[name].build()
     try:
@@ -128,14 +127,15 @@ def test_every_architecture_in_float64(name, implementation):
 
 @pytest.mark.parametrize("kind", ["no labels", "labels", "labels everywhere"])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_every_batch_in_float64(batch, kind):
-    model = ZOO["Llama"].build()
+@pytest.mark.parametrize("name", ["Llama", "OPT"])  # pads take a position, and none
+def test_every_batch_in_float64(name, batch, kind):
+    model = ZOO[name].build()
     given = BATCHES[batch] if kind == "no labels" else labelled(BATCHES[batch], kind == "labels everywhere")
     with precision(model, torch.float64):
         stock = run(model, given)
         with af.tasks.share_prefixes(model) as handle:
             shared = run(model, given)
-    assert handle.report.shared == 1
+    assert handle.report.shared == ((name, batch) != ("OPT", "packed"))
     assert_same(stock, shared, 1e-9)
 
 
@@ -317,7 +317,7 @@ def test_empty_rows_and_empty_completions():
         torch.testing.assert_close(model(**nothing, use_cache=False).logits.isnan().any(), torch.tensor(False))
 
 
-@pytest.mark.parametrize("name", ["Jamba", "Bert", "T5", "OPT"])
+@pytest.mark.parametrize("name", ["Jamba", "Bert", "T5"])
 def test_models_that_are_refused_are_as_before(name):
     model = ZOO[name].make()
     with pytest.raises(af.UnsupportedArchitecture):

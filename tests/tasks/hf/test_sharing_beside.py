@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.neftune import activate_neftune
@@ -140,10 +141,15 @@ def test_every_call_of_a_compiled_model_is_counted():
             assert handle.report.shared == number
 
 
-def test_a_decoder_without_position_ids_says_so():
-    from transformers import BartConfig, BartForCausalLM
-
+@pytest.mark.parametrize("name", ["Bart", "Pegasus"])
+@pytest.mark.parametrize("batch", ["a group", "both sides", "packed"])
+def test_a_decoder_without_position_ids_has_those_of_its_rows(name, batch):
     small = {"vocab_size": 50, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
-    model = BartForCausalLM(BartConfig(**small))
-    with pytest.raises(af.UnsupportedArchitecture, match="BartDecoder, which takes no position_ids, gives rows"):
-        af.tasks.share_prefixes(model)
+    config = getattr(transformers, f"{name}Config")(**small)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+    given = {**labelled(BATCHES[batch]), "position_ids": BATCHES[batch].get("position_ids")}
+    stock = run(model, given)
+    with af.tasks.share_prefixes(model) as handle:
+        assert_same(stock, run(model, given), 1e-9)
+    assert handle.report.shared == (batch != "packed")  # one sequence to a model without position_ids
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -38,8 +38,8 @@ def other_arguments(named: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, value in named.items() if name not in _PLAIN and not nothing(value))
 
 
-def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool) -> Batch:
-    """The sequences of a call; raises `NotShared` if none can be shared."""
+def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool, counted: bool = False) -> Batch:
+    """The sequences of a call (`counted`: pads take no position); raises `NotShared` if none can be shared."""
     if named.get("past_key_values") is not None or flag(named, model, "use_cache"):
         raise NotShared(CACHE)
     ids, mask, positions = (named.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -54,7 +54,8 @@ def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool) -> B
     starts = None
     real = np.ones(tuple(ids.shape), np.bool_) if mask is None else (mask != 0).cpu().numpy()
     if positions is None:
-        placed = np.broadcast_to(np.arange(ids.shape[1]), tuple(ids.shape))
+        places = real.cumsum(axis=1) - 1 if counted else np.arange(ids.shape[1])
+        placed = np.broadcast_to(places, tuple(ids.shape))
     elif isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == ids.shape[1]:
         placed = np.broadcast_to(positions.cpu().numpy().astype(np.int64), tuple(ids.shape))
         if mask is None and (np.diff(placed, axis=1) != 1).any():  # as transformers finds packed sequences
@@ -69,7 +70,7 @@ def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool) -> B
         given = named.get(name)
         if isinstance(given, Tensor) and not np.array_equal(given.cpu().numpy().ravel(), value.ravel()):
             raise NotShared(f"its {name} names other sequences than position_ids that start again")
-    given_columns = by_column and positions is not None
+    given_columns = by_column and (counted or positions is not None)
     return Batch(ids.cpu().numpy().astype(np.int64), real, placed, by_column=given_columns, starts=starts)
 
 

@@ -97,6 +97,7 @@ class _Running:
     outer: Plan | None = None  # of the call of the model around it
     refused: str = ""  # why the call of the model around it must not be shared
     call: tuple[dict[str, Any], list[Tensor]] | None = None  # of the backbone, and the random generators before it
+    positions: Tensor | None = None  # of the slots of the trees that the backbone runs on
 
 
 @dataclass(eq=False)
@@ -106,6 +107,8 @@ class Calls:
     `windows` is how far back attention reads, by name in `config.layer_types` ("" if all layers are alike). With
     `always` calls are shared even where nothing is gained, as the check of a model needs. `unsupported` holds why
     calls with packed rows, or with router logits, are not shared. Calls of who only looks at the model stand aside.
+    `tables` are the tables of positions of a model that takes no `position_ids`, which are given them; None in others.
+    With `counted` pads take no position where a call gives none.
     """
 
     windows: Mapping[str, int | None]
@@ -113,6 +116,8 @@ class Calls:
     attention: Sequence[nn.Module]
     long_positions: bool = False
     with_labels: bool = True
+    tables: Sequence[nn.Module] | None = None
+    counted: bool = False
     always: bool = False
     unsupported: dict[str, str] = field(default_factory=lambda: dict[str, str]())
     report: SharingReport = field(default_factory=SharingReport)
@@ -175,7 +180,7 @@ class Calls:
     def before_backbone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Replace the rows of a call by prefix trees."""
         running = self._running()
-        running.plan = running.call = None
+        running.plan = running.call = running.positions = None
         if examined() and not self.always:
             return None
         named = named_arguments(model, args, kwargs)
@@ -207,6 +212,7 @@ class Calls:
             "position_ids": _tensor(chosen.positions, cast(Tensor, ids)),
             "attention_mask": mask,
         }
+        running.positions = named["position_ids"]
         if model.training and not self.always:
             running.call = named, _generators(cast(Tensor, ids).device)
         return (), named
@@ -215,7 +221,8 @@ class Calls:
     def after_backbone(self, model: nn.Module, args: tuple[Any, ...], output: object) -> object:
         """Read states of trees back to the rows."""
         running = self._running()
-        chosen, call, running.plan, running.call = running.plan, running.call, None, None
+        chosen, call = running.plan, running.call
+        running.plan = running.call = running.positions = None
         if call is not None and output is not None:
             self._refuse_random(model, *call)
         if chosen is None or output is None:
@@ -230,6 +237,19 @@ class Calls:
             values[_ROUTERS] = tuple(_routers(one, chosen) for one in cast(Sequence[Tensor], values[_ROUTERS]))
         read = {name: value if name == _ROUTERS else _replaced(value, chosen) for name, value in values.items()}
         return cast(Any, type(output))(**read)
+
+    @untraced
+    def before_positions(self, table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Give a table the positions of the trees' slots: flat, as some add a dimension."""
+        positions = self._running().positions
+        named = named_arguments(table, args, kwargs)
+        return None if positions is None else ((), {**named, "position_ids": positions.flatten()})
+
+    @untraced
+    def after_positions(self, table: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """The vectors of the trees' slots."""
+        positions = self._running().positions
+        return output if positions is None else output.reshape(*positions.shape, -1)
 
     def _refuse_random(self, model: nn.Module, call: Mapping[str, Any], before: Sequence[Tensor]) -> None:
         """Raise `ValueError` if two runs of a call differ; looked at once, and when hooks or draws change."""
@@ -251,7 +271,8 @@ class Calls:
         """The sequences of a call; raises `NotShared` if none can be shared."""
         if not self.always and self._attention != self._interceptors():
             raise NotShared("a mask or a bias was attached or removed after share_prefixes; do that first")
-        batch = read_batch(named, model, self._by_column)
+        named = named if self.tables is None else {n: v for n, v in named.items() if n != "position_ids"}
+        batch = read_batch(named, model, self._by_column, self.counted)
         asked = {"packed rows": batch.starts is not None, "router logits": flag(named, model, "output_router_logits")}
         for name, reason in self.unsupported.items() if not self.always else ():
             if reason and asked[name]:

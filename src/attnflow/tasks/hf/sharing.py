@@ -32,7 +32,7 @@ from attnflow.models.interception import (
     check_implementation,
     in_force,
 )
-from attnflow.models.loaded import Loaded, accepts, ordinary_tokens, split
+from attnflow.models.loaded import Loaded, accepts, ordinary_tokens, split, takes
 from attnflow.models.mask_request import MaskRequest
 from attnflow.models.offload import device_of
 from attnflow.models.sites import Site, find_sites
@@ -86,8 +86,8 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
 
     - A call with `labels` is replaced as a whole where that is less work, so that its head, too, runs once for a token:
       a token that predicts c labels takes c slots. No label is dropped, not even the first of a completion.
-    - Positions are those of the call; if it gives none, the numbers of the columns, as in transformers. So sequences
-      padded on the left share where their prompts are equally long. Outputs at pads are 0.
+    - Positions are those of the call; if it gives none, the numbers of the columns (in OPT, of the real tokens). So
+      sequences padded on the left share where their prompts are equally long. Outputs at pads are 0.
     - Packed rows, whose `position_ids` start again, share as padded ones do. Share before FSDP2's `fully_shard`.
     - A call is not shared if it uses a cache (generation), if its sequences do not begin alike, if sharing is more
       work, or if it asks for what cannot be read back (attention weights, input embeddings, masks that are not 2D).
@@ -160,7 +160,9 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
     parts = [getattr(owner.config, name, None) for name in ("rope_parameters", "rope_scaling")]
     long_positions = any(kind in str(part) for part in parts for kind in _GROWING)
     modules = [site.module for site in backbone.sites]
-    calls = Calls(backbone.windows(), backbone.cost(head), modules, long_positions, with_labels=head is not None)
+    tables = [m for m in owner.modules() if isinstance(m, nn.Embedding) and takes(m.forward, "position_ids")]
+    hidden = None if accepts(owner, "position_ids") else tables
+    calls = Calls(backbone.windows(), backbone.cost(head), modules, long_positions, head is not None, hidden)
     return outer, backbone, calls, False
 
 
@@ -216,8 +218,9 @@ def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
         return ""
 
     run, name = partial(states, **rows), type(backbone.module).__name__
-    name += "" if accepts(backbone.module, "position_ids") else ", which takes no position_ids,"
+    name += ", which takes no position_ids," if calls.tables == [] else ""
     stock = run()
+    calls.counted = bool(differs(states, real, [name], **rows))  # whether pads take no number, as in OPT
     with _on_trees(model, backbone.module, calls):
         backbone.intercepted(lambda call, go_on: backbone.masked_as_meant(call, go_on, calls.masks), run)
         compare(stock[0], run()[0], real, name)
@@ -250,6 +253,9 @@ def _hooked(model: nn.Module, backbone: nn.Module, calls: Calls) -> list[Removab
         backbone.register_forward_pre_hook(calls.before_backbone, with_kwargs=True),
         backbone.register_forward_hook(calls.after_backbone, always_call=True),
     ]
+    for table in calls.tables or ():
+        hooks.append(table.register_forward_pre_hook(calls.before_positions, with_kwargs=True))
+        hooks.append(table.register_forward_hook(calls.after_positions))
     prompted = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
     if model is not backbone and not prompted:
         hooks.append(model.register_forward_pre_hook(calls.before_model, with_kwargs=True))
