@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nested import nested_tensor
 from torch.nn.functional import cross_entropy
 
 import attnflow as af
@@ -29,6 +30,8 @@ OUTPUTS = {
     "rows of codebooks": lambda y, ids: torch.stack([y, 2 * y, 3 * y], 1).flatten(0, 1),
     "predicted ids": lambda y, ids: y.argmax(-1),
     "words before positions": lambda y, ids: y.mT,
+    "sparse": lambda y, ids: y.to_sparse(),
+    "named like a cache": lambda y, ids: {"cached_scores": y, "last_past": [ids]},
     "beside a loss": lambda y, ids: {"loss": losses(y, ids).mean(), "logits": y[:, :-1]},
 }
 
@@ -87,6 +90,10 @@ UNKNOWN = {
     "the last three": (lambda y, ids: y[:, -3:], "the output has shape [2, 3, 50]"),
     "a list of numbers": (lambda y, ids: losses(y, ids).tolist(), "is a float, which is not looked into"),
     "nothing": (lambda y, ids: None, "Returns returns no tensor"),
+    "sequences of different lengths": (
+        lambda y, ids: nested_tensor([y[0], y[1, 1:]], layout=torch.jagged),
+        "has shape",
+    ),
     "rows that vary": (lambda y, ids: y[y > 0], "the output has shape"),
 }
 
@@ -153,6 +160,7 @@ def test_a_pooled_vector_is_compared_where_only_padding_is_forbidden(reads):
     model.__class__ = Pooled
     report = check(model, given)
     assert report.verdict == ("leak" if reads else "clean"), str(report)
+    assert [violation.module for violation in report.violations[:1]] == ["Pooled"] * reads
 
 
 def test_a_pooled_vector_keeps_sequences_apart():

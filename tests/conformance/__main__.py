@@ -43,7 +43,8 @@ def main() -> int:
     for key in lost:
         print(*key, f"{before[key].cell.code} -> {rows[key].cell.code}: {rows[key].cell.reason}")
     whole = options.name is None and len(options.kind) == len(KINDS)
-    return 1 if lost or (whole and _pairs([], options.resume)) else 0
+    bad = _pairs([], options.resume) if whole else 0
+    return 1 if lost or bad else 0
 
 
 def _pairs(names: list[str], resume: bool) -> int:

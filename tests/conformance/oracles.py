@@ -101,6 +101,24 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     return moved
 
 
+def summaries_move(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether an output without positions, such as a pooled vector, moves with what is at padding."""
+    model, dtype = precise(model, inputs)
+    inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in inputs.items()}
+    rows, size = inputs["attention_mask"].shape
+    for row in range(rows):
+        given = {name: torch.cat([v[row].expand(size + 2, -1), v]) for name, v in inputs.items()}
+        with _other_padding(model, inputs["attention_mask"][row] == 0, 0), torch.no_grad():
+            result = model(**given)
+        for value in result.to_tuple():
+            summary = (
+                isinstance(value, Tensor) and value.shape[:1] == (size + 2 + rows,) and value.shape[1:2] != (size,)
+            )
+            if summary and not torch.allclose(value[: size + 2], value[:1]):
+                return True
+    return False
+
+
 def plain(ids: Tensor) -> Tensor:
     """Which ids are ordinary tokens: neither padding nor a placeholder."""
     return (ids >= LOWEST) & (ids < HIGHEST)

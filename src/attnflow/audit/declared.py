@@ -250,7 +250,7 @@ def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
         return True
     generates = getattr(model, "can_generate", None)
     generates = callable(generates) and generates()
-    if not generates and _asks_both_ways(seen, config):
+    if not generates and _asks_both_ways(seen, config) and not any(map(_triangular, model.buffers())):
         return False
     modules = {getattr(module, "is_causal", None) for module in model.modules() if next(module.children(), None)}
     if modules & {True, False}:
@@ -272,6 +272,12 @@ def _asks_both_ways(seen: Survey, config: Any) -> bool:
     from attnflow.models.mask_request import asks_causal, has_causal_head
 
     return not any(map(asks_causal, requests)) and not has_causal_head(config)
+
+
+def _triangular(buffer: Tensor) -> bool:
+    """Whether a buffer holds the pairs k <= q, by which attention narrows what it asks for (ImageGPT)."""
+    square = buffer.ndim > 1 and buffer.shape[-1] == buffer.shape[-2] > 1
+    return square and bool((buffer != 0).eq(torch.ones_like(buffer, dtype=torch.bool).tril()).all())
 
 
 def _size(config: Any, name: str) -> int | None:

@@ -146,6 +146,7 @@ class Tracer:
             self.layouts[path] = layout
             key = Key(self.step, call.name, call.number, "out", path)
             rows, name = arranged(tensor, layout, self.frame), type(self.model).__name__
+            name = name if layout.aligned else f"{name}{path}"
             self.visit(Event(key, name, None, self.depth, layout.offset, rows, tensor, not layout.aligned))
 
 

@@ -35,7 +35,8 @@ class Violation:
             forward), "state" (an earlier call of the model leaves a trace), "missing" (a pair that the order allows
             and nothing passes; `check(both_sides=True)`) or "sum" (probabilities above one; `check_scores`).
         layer: index of the layer that holds `module`; None before the first layer, after the last and between layers.
-        module: dotted name of the innermost module whose inputs are clean and in which the flow breaks the order.
+        module: dotted name of the innermost module whose inputs are clean and in which the flow breaks the order; the
+            model's class for what the model itself returns, with the name of an output that has no axis of positions.
         source: the position that is changed; None for kinds "cache" and "state".
         target: the position that moves and must not.
         change: largest absolute change of the target's vector there.

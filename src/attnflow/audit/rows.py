@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -34,7 +35,12 @@ def canonical(
     Where width and length agree, only outputs of layers and of the model are read, as [batch, positions, width].
     `within` a layer, an axis as long as the batch behind it is one of heads; elsewhere layers may be stacked before it.
     """
-    if not tensor.is_floating_point() or tensor.ndim < 1 + frame.batched or not tensor.numel():
+    if (
+        not tensor.is_floating_point()
+        or tensor.layout is not torch.strided
+        or tensor.ndim < 1 + frame.batched
+        or not tensor.numel()
+    ):
         return None
     if not frame.batched:
         tensor = tensor[None]
@@ -181,9 +187,15 @@ def settled(layout: Layout, before: Tensor, after: Tensor, frame: Frame) -> Layo
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
-    """The tensor in floating point: predicted ids and flags are compared, too."""
+    """The tensor in floating point, with all its values: predicted ids, flags and sparse tensors are compared, too."""
+    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor if tensor.is_floating_point() else tensor.double()
+
+
+_CACHES: Final = re.compile(
+    r"(.*_)?past_\w+|cache_params|padding_cache|shared_kv_states|state"
+)  # as transformers names them
 
 
 def leaves(root: object, other: Callable[[str, object], None] | None = None) -> list[tuple[str, Tensor]]:
@@ -195,15 +207,14 @@ def leaves(root: object, other: Callable[[str, object], None] | None = None) -> 
     left: list[tuple[str, object]] = [("", root)]
     while left:  # a loop: it runs for every module of every pass
         path, value = left.pop()
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not value.is_nested:
             tensors.append((path, value))
         elif isinstance(value, Mapping):
             items = cast(Mapping[Any, object], value).items()
-            kept = [
-                (f"{path}.{k}", v) for k, v in items if k != "state" and "past" not in str(k) and "cache" not in str(k)
+            left += [(f"{path}.{k}", v) for k, v in items if isinstance(v, Tensor) or not _CACHES.fullmatch(str(k))][
+                ::-1
             ]
-            left += kept[::-1]
-        elif isinstance(value, tuple | list):
+        elif isinstance(value, tuple | list | Tensor):
             left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
         elif other is not None and dataclasses.is_dataclass(value):
             left += [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)][::-1]
