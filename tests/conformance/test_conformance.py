@@ -65,6 +65,8 @@ UNUSUAL = {
     ("GlmForCausalLM", "mask"): ("works", "2 layers"),
     # one attention over a decoder's own keys and its encoder's
     ("T5Gemma2ForConditionalGeneration", "bias"): ("refused", "it attends to another sequence in the same call"),
+    # blocks of tokens beside the tokens
+    ("DeepseekV4ForCausalLM", "bias"): ("refused", "or to blocks of tokens (as in DeepSeek V4)"),
     # under padding, rotations that differ and cancel
     ("MossTranscribeDiarizeForConditionalGeneration", "cached"): ("works", "clean: causal"),
     # no float64

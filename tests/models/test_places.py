@@ -22,6 +22,7 @@ DECODERS = {
     "KimiLinearForCausalLM": "kimi_linear",  # latent, beside recurrent layers
     "DeepseekV32ForCausalLM": "deepseek_v32",  # latent, beside an indexer
     "DeepseekV4ForCausalLM": "deepseek_v4",  # keys that are the values
+    "ZambaForCausalLM": "zamba",  # layers that share their weights
     "LongcatFlashForCausalLM": "longcat_flash",  # a factor on a part of the keys
     "AXK2ForCausalLM": "axk2",  # queries of two copies of a latent
     "T5Gemma2ForConditionalGeneration": "t5gemma2",  # self- and cross-attention in one softmax

@@ -88,8 +88,8 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """
     if not isinstance(cast(object, model), nn.Module):
         raise TypeError(f"expected a torch module, got {type(model).__name__}")
-    parameters = dict(model.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # layers may share their weights
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
         parameter = parameters[tensor] if not parameters[tensor].is_meta else parameter_of(model, tensor)

@@ -58,6 +58,7 @@ class Projections:
     head_dim: int
     query: Columns
     key: Columns
+    hidden_size: int | None  # the width of what the module reads; None if it reads no vectors
 
 
 def projections_in(trace: Trace) -> Projections | str:
@@ -76,7 +77,9 @@ def projections_in(trace: Trace) -> Projections | str:
         if twice is not None:
             return f"its {side} come out of {twice}, which runs several times"
         sides.append(match[0])
-    return Projections(query.shape[1], key.shape[1], query.shape[3], *sides)
+    read = trace.arguments.get("hidden_states", next(iter(trace.arguments.values()), None))
+    width = None if read is None else read.shape[1]
+    return Projections(query.shape[1], key.shape[1], query.shape[3], sides[0], sides[1], width)
 
 
 def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tensor]) -> tuple[Columns, Tensor] | None:

@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 import attnflow as af
 from tests.bias.hf.common import BIASES, GUIDANCE, biased, disabled, disturb, family, handle_of, outputs, tokens
+from tests.conformance.miniature import Architecture, build
 
 
 def pieces(model, ids, sizes, cache, **inputs):
@@ -53,6 +54,31 @@ def test_pieces_through_a_cache_are_the_whole_sequence(name, kind, cache):
     if cache == "static" or (name in ("Llama", "GPT2") and not made.get_seq_length()):  # older releases keep zeros
         again = pieces(model, ids.flip(1), [7, 5], made)
         torch.testing.assert_close(again, whole(model, ids.flip(1)), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("reference", ["unrotated", "rotated", "hidden"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ZambaForCausalLM", "zamba"),  # layers that share their weights, and read twice the width of the model
+        ("Zamba2ForCausalLM", "zamba2"),
+        ("UnlimitedOcrForConditionalGeneration", "unlimited_ocr"),  # a window beside the prompt, which stays
+    ],
+)
+def test_caches_of_unusual_layers(name, kind, reference):
+    model, ids, mask = build(Architecture(kind, name, "decoder")).double(), tokens(2, 12), {}
+    model = model.get_decoder()
+    af.bias.attach(model, af.bias.GuidanceConfig(layers="every", hidden_dim=8, reference=reference))
+    disturb(model)
+    if kind == "unlimited_ocr":
+        query, key = torch.arange(12)[:, None], torch.arange(12)
+        allow = (key <= query) & ((key < 5) | (key > query - model.config.sliding_window))
+        mask = {"attention_mask": {"reference_sliding_attention": allow.expand(2, 1, 12, 12)}}
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache, use_cache=True)[0] for part in ids.split([5, *[1] * 7], dim=1)]
+        full = model(ids, use_cache=False, **mask)[0]
+    torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", BIASES)

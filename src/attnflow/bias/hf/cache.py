@@ -55,7 +55,7 @@ def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: 
     """Where the new tokens lie among the keys of this call, int64[new]; call it after the cache took them.
 
     Raises:
-        UnsupportedArchitecture: there are more keys than tokens: those of an encoder beside the layer's own.
+        UnsupportedArchitecture: there are more keys than tokens: those of an encoder, or of blocks of tokens.
     """
     step = torch.arange(new, device=device)
     main = None if cache is None else cache.layers[layer]
@@ -63,9 +63,9 @@ def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: 
         tokens = new if main is None else int(cast(Any, main).get_seq_length())
         if num_keys > tokens:
             raise UnsupportedArchitecture(
-                f"attention layer {layer} reads {num_keys} keys of {tokens} tokens: it attends to another sequence in "
-                "the same call (as the decoder of T5Gemma 2 does to its encoder), of which a bias would see nothing; "
-                "leave it out of layers=[...]"
+                f"attention layer {layer} reads {num_keys} keys of {tokens} tokens: the others belong to another "
+                "sequence (as in T5Gemma 2) or to blocks of tokens (as in DeepSeek V4), of which a bias would see "
+                "nothing; leave the layer out of layers=[...]"
             )
     full = isinstance(main, StaticSlidingWindowLayer) and main.cumulative_length_int > main.max_cache_len
     if isinstance(main, StaticLayer) and not full:
@@ -115,12 +115,21 @@ def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, colu
 
 def _like(main: CacheLayerMixin) -> CacheLayerMixin:
     """An empty cache layer that treats tokens as `main` does; quantised ones have an exact companion."""
+    prompt = getattr(main, "prefill_length", None)  # tokens that stay while the window moves on (Unlimited-OCR)
     if isinstance(main, StaticSlidingWindowLayer):
+        if prompt is not None:
+            raise UnsupportedArchitecture(
+                f"a {type(main).__name__} keeps its prompt beside its window, for which a bias has no place; "
+                "use the model's dynamic cache"
+            )
         return StaticSlidingWindowLayer(max_cache_len=main.max_cache_len, sliding_window=main.max_cache_len)
     if isinstance(main, StaticLayer):
         return StaticLayer(max_cache_len=main.max_cache_len)
     if isinstance(main, DynamicSlidingWindowLayer):
-        fresh = DynamicSlidingWindowLayer(sliding_window=main.sliding_window)
+        kind = DynamicSlidingWindowLayer if prompt is None else type(main)
+        fresh = kind(sliding_window=main.sliding_window)
+        if prompt is not None:
+            cast(Any, fresh).set_prefill_length(prompt)
         fresh.record_past = getattr(main, "record_past", False)
         return fresh
     if isinstance(main, DynamicLayer):

@@ -79,8 +79,7 @@ def _terms(call: AttentionCall, bias: LayerBias, hooks: Hooks) -> tuple[Term, ..
 
     Models that keep position ids to themselves get positions by the count of tokens after the leading pads.
     """
-    module, query, key, shown = call.module, call.query, call.key, hooks.shown
-    layer = cast(int, getattr(module, "layer_idx", 0) or 0)
+    query, key, shown, layer = call.query, call.key, hooks.shown, hooks.shown.layer
     new, num_keys, device = query.shape[2], key.shape[2], query.device
     where = new_slots(shown.cache, layer, new, num_keys, device)
     positions = shown.positions

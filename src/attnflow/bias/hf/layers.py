@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,10 @@ def layers_of(model: nn.Module) -> list[Layer]:
     layers: list[Layer] = []
     for index, site in enumerate(stack.sites):
         config, found = site.owner.config, seen[site.name]
-        query, key, missing = None, None, ""
+        query, key, missing, hidden_size = None, None, "", getattr(config, "hidden_size", None)
         if isinstance(found, Projections):
             sizes, query, key = (found.num_heads, found.num_kv_heads, found.head_dim), found.query, found.key
+            hidden_size = found.hidden_size or hidden_size
         else:
             missing = found  # why the probe cannot tell; the config has to
             try:
@@ -62,7 +63,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
                 raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}") from error
         causal = getattr(site.module, "is_causal", None)
         causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)
-        if not isinstance(hidden_size := getattr(config, "hidden_size", None), int):
+        if not isinstance(hidden_size, int):
             raise UnsupportedArchitecture(f"{type(config).__name__} does not say its hidden_size")
         layers.append(
             Layer(site, LayerShape(index, *sizes, hidden_size, causal), len(stack.layers), query, key, missing)
@@ -78,6 +79,7 @@ class Shown:
     hidden: Tensor | None = None  # input of the module
     positions: Tensor | None = None  # position ids, if the model passes them
     cache: Cache | None = None
+    layer: int = 0  # its index in the cache
     waiting: bool = False  # whether the module runs, and its attention has not asked yet
 
     def clear(self) -> None:
@@ -170,8 +172,10 @@ class Hooks:
             )
         shown = self._begun(module)
         shown.clear()
+        # Layers that share their weights (Zamba) hear their number in each call.
+        shown.layer = cast(int, kwargs.get("layer_idx", getattr(module, "layer_idx", None)) or 0)
         if not bias.enabled:
-            refuse_biased(cache, getattr(module, "layer_idx", 0) or 0)
+            refuse_biased(cache, shown.layer)
             return None
         self._hook(module)
         shown.waiting, shown.cache = True, cache

@@ -82,10 +82,10 @@ def _module_weights(model: nn.Module) -> Weights:
     """Open the parameters of a torch module; shared ones appear once."""
     config = config_of(model)
     name = config.get("_name_or_path")
-    parameters = dict(model.named_parameters())
+    parameters, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        parameter = (parameter_of(model, tensor) if parameters[tensor].is_meta else parameters[tensor]).detach()
+        parameter = (parameter_of(model, tensor) if every[tensor].is_meta else every[tensor]).detach()
         if parameter.is_meta:
             raise BadCheckpoint(f"{tensor} is on the meta device, which holds no numbers: load the weights first")
         if hasattr(parameter, "full_tensor"):  # a DTensor
