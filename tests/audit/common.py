@@ -17,7 +17,7 @@ from tests.models import deep as tiny
 LENGTH = 13
 ATTENTION = ["Llama", "Mistral", "GPT2", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "GPTNeo", "Llama4", "BertDecoder"]
 ENCODERS = ["Bert", "Albert", "ModernBert", "Gemma3Encoder"]
-SEQUENCE_TO_SEQUENCE = ["T5", "Bart"]
+SEQUENCE_TO_SEQUENCE = ["T5", "Bart", "SeamlessM4T"]
 EXPERTS = ["Qwen3Moe"]
 RECURRENT = ["Mamba2", "FalconMamba", "Jamba", "Bamba", "NemotronH", "Qwen3Next", "MiniMax", "Lfm2"]
 REPAIRED = ["RoFormer", "BigBird", "RemBert", "MegatronBert"]

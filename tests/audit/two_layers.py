@@ -105,6 +105,10 @@ _MODELS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
+_MODELS["ColPali"] = (
+    "ColPaliForRetrieval",
+    {"vlm_config": {**_MODELS["PaliGemma"][1], "model_type": "paligemma"}, "embedding_dim": 8},
+)
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 _TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 16}
 _DELTA = {
@@ -178,7 +182,7 @@ def call(name: str, batch: int = 1) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": ids, "pixel_values": torch.randn(batch, 3, size, size, generator=generator)}
     if name == "Gemma3":
         inputs["token_type_ids"] = types
-    if name == "PaliGemma":
+    if name in ("PaliGemma", "ColPali"):
         inputs["token_type_ids"] = (torch.arange(11) >= 9).long().expand(batch, -1).clone()
     if name == "Gemma4":
         inputs["mm_token_type_ids"] = types

@@ -29,7 +29,12 @@ from tests.models.table import (
 
 DEEP_VOCABULARY = 61
 _TEXT = {**CAUSAL, **BIDIRECTIONAL, **WITHOUT_INTERFACE, **HYBRID, **MORE_DECODERS, **ENCODER_DECODERS, **OWN_MASKS}
-_NO_FORM = {"Mamba2", "MBartDecoder", *OWN_MASKS}  # no products of queries and keys, or an entry of its own
+_NO_FORM = {
+    "Mamba2",
+    "MBartDecoder",
+    "SeamlessM4T",
+    *OWN_MASKS,
+}  # no products of queries and keys, or an entry of its own
 ZOO: dict[str, TinyModel] = {**{name: _TEXT[name] for name in _TEXT if name not in _NO_FORM}, **REGISTERED}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _THREE_LAYERS: dict[str, dict[str, object]] = {

@@ -189,6 +189,9 @@ MORE_DECODERS = {
 ENCODER_DECODERS = {
     "T5": TinyModel("T5ForConditionalGeneration", T5, run.token_pair),
     "Bart": TinyModel("BartForConditionalGeneration", ENCODER_DECODER, run.token_pair),
+    "SeamlessM4T": TinyModel(
+        "SeamlessM4TForTextToText", {**ENCODER_DECODER, "hidden_size": WIDTH, "initializer_range": 0.3}, run.token_pair
+    ),
 }
 # Models that make, change or read their attention mask themselves.
 OWN_MASKS = {

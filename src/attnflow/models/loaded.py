@@ -52,11 +52,14 @@ def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> obje
 
 
 def special_ids(configs: Iterable[object], suffixes: tuple[str, ...]) -> set[int]:
-    """Collect the ids that configurations hold under names with these endings."""
+    """Collect the ids that configurations, and those inside them, hold under names with these endings."""
     ids: set[int] = set()
-    for config in configs:
+    pending = list(configs)
+    for config in pending:
         for name, value in vars(config).items() if config is not None else ():
-            if name.endswith(suffixes):
+            if hasattr(value, "get_text_config"):
+                pending.append(value)
+            elif name.endswith(suffixes):
                 values = cast("list[object]", value) if isinstance(value, list | tuple) else [value]
                 ids.update(one for one in values if isinstance(one, int))
     return ids

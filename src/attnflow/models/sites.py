@@ -63,14 +63,15 @@ def find_sites(model: object) -> tuple[Site, ...]:
             f"{INTERFACE} (its attention: {', '.join(attention) or 'none'}), so that no mask can be given to it from "
             "outside; af.audit still measures its order"
         )
-    parts = {_part(name) for name, _ in callers}
-    two = {"encoder", "decoder"} <= parts
+    parts = {name: _part(name) for name, _ in callers}
+    if not {"encoder", "decoder"} <= set(parts.values()):
+        parts = {name: half(model, name) for name in parts}
     sites = tuple(
         Site(
             name,
             module,
             "cross" if CROSS.search(name) or getattr(module, "is_cross_attention", False) is True else "self",
-            _part(name) if two else "",
+            parts[name],
             tuple(owner for path, owner in owners.items() if inside(name, path)) or (next(iter(owners.values())),),
         )
         for name, module in callers
@@ -191,3 +192,14 @@ def _part(name: str) -> Part:
         if word in ("encoder", "decoder"):
             return word
     return ""
+
+
+def half(model: nn.Module, path: str) -> Part:
+    """The half of an encoder-decoder model that a path lies in, by the getters of the model's class."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return ""
+    encoder, decoder = (getattr(model, f"get_{part}", lambda: None)() for part in ("encoder", "decoder"))
+    names = {module: name for name, module in model.named_modules()}
+    if encoder is decoder or names.get(encoder, "") == "" or names.get(decoder, "") == "":
+        return ""
+    return "encoder" if inside(path, names[encoder]) else "decoder" if inside(path, names[decoder]) else ""

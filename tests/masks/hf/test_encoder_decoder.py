@@ -15,6 +15,7 @@ SOURCE, TARGET = 7, 6
 T5_TAKES_THE_INTERFACE = "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(T5Attention)
 MODELS = [
     "Bart",
+    "SeamlessM4T",  # whose halves are named text_encoder and text_decoder
     pytest.param("T5", marks=pytest.mark.skipif(not T5_TAKES_THE_INTERFACE, reason="T5 of this version does not")),
 ]
 

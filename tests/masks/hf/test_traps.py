@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import AttentionMaskInterface, DynamicCache
+from transformers import AttentionMaskInterface, DynamicCache, LightGlueConfig, LightGlueForKeypointMatching
 
 import attnflow as af
 from attnflow.models import interception
@@ -123,3 +123,20 @@ def test_sdpa_does_not_stand_in_where_it_would_drop_a_soft_cap():
         pytest.raises(ValueError, match="passes softcap, which sdpa cannot apply"),
     ):
         model(tokens(1, 4))
+
+
+def test_padding_that_is_asked_for_once_for_all_queries():
+    """LightGlue asks transformers for the mask of one query, and adds it to all of them."""
+    torch.manual_seed(0)
+    model = LightGlueForKeypointMatching(LightGlueConfig(num_hidden_layers=2, descriptor_dim=64, num_attention_heads=4))
+    attention, seen = model.transformer_layers[0].self_attention, list[tuple[torch.Tensor, torch.Tensor]]()
+    attention.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
+    pixels = torch.rand(1, 2, 3, 64, 64)
+    with torch.no_grad():
+        model.eval()(pixel_values=pixels)
+        size = seen[0][0].shape[1]
+        with af.masks.attach(model, af.masks.from_dense(torch.eye(size, dtype=torch.bool))):
+            model(pixel_values=pixels)
+        states, output = seen[-1]
+        torch.testing.assert_close(output, attention.o_proj(attention.v_proj(states)))
+    assert size > 1

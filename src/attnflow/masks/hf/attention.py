@@ -246,6 +246,8 @@ class MaskedAttention:
             return Positions(MaskRequest(batch, queries, keys))  # vision encoders ask for no mask at all
         if request is None and queries == keys and isinstance(mask, Tensor):
             request = _own_padding(mask, batch, keys)
+        elif request is not None and request.num_queries == 1 < queries == keys == request.num_keys:
+            request = MaskRequest(batch, keys, keys, padding=request.padding)  # one row for every query: padding alone
         if request is None:
             what = "None" if mask is None else f"{type(mask).__name__} of shape {tuple(mask.shape)}"
             raise ValueError(
