@@ -285,7 +285,7 @@ def _text(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-_OTHER_SENSES = ("vision_config", "audio_config")
+_OTHER_SENSES = ("vision_config", "audio_config", "protein_encoder_config")
 
 
 def _stack(model: PreTrainedModel) -> PreTrainedModel:

@@ -65,6 +65,13 @@ UNUSUAL = {
     ("GlmForCausalLM", "mask"): ("works", "2 layers"),
     # one attention over a decoder's own keys and its encoder's
     ("T5Gemma2ForConditionalGeneration", "bias"): ("refused", "it attends to another sequence in the same call"),
+    # stacks inside a model that has one of its own, and two lists in one model
+    ("EvollaForProteinText2Text", "bias"): ("works", ""),
+    ("Phi4MultimodalForCausalLM", "bias"): ("works", ""),
+    ("Phi4MultimodalForCausalLM", "mask"): ("works", "2 layers"),
+    ("HrmTextForCausalLM", "bias"): ("refused", "in several lists of layers (model.L_module.layers, model.H_"),
+    # a sink for each query
+    ("Inkling2ForCausalLM", "bias"): ("refused", "has a sink for each query, [1, 4, 12, 1]"),
     # blocks of tokens beside the tokens
     ("DeepseekV4ForCausalLM", "bias"): ("refused", "or to blocks of tokens (as in DeepSeek V4)"),
     # under padding, rotations that differ and cancel

@@ -91,6 +91,16 @@ def _refuse_other_modality(model: PreTrainedModel, sites: Sequence[Site]) -> Non
         )
 
 
+def one_owner(sites: Sequence[Site]) -> list[Site]:
+    """Return the sites of one model: of several, those that the outermost model holds itself; else `ValueError`."""
+    owners = {site.owner: site for site in sites}
+    own = [site for site in sites if len(owners) == 1 or site.owner is site.around[0]]
+    if not own:
+        names = ", ".join(f"{type(owner).__name__} ({site.layers})" for owner, site in owners.items())
+        raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
+    return own
+
+
 def models_around(sites: Sequence[Site]) -> list[PreTrainedModel]:
     """List the transformers models that contain `sites`, outermost first; each may request masks.
 
@@ -162,15 +172,17 @@ def stack_of(model: nn.Module) -> Stack:
     """Find the one list of layers whose self-attention calls the attention interface.
 
     `ValueError` for no transformers model or several stacks (encoder and decoder, an image tower);
-    `UnsupportedArchitecture` for attention that bypasses the interface.
+    `UnsupportedArchitecture` for attention that bypasses the interface, or lies in several lists of one model.
     """
     sites = [site for site in find_sites(model) if site.kind == "self"]
     if not sites:
         raise UnsupportedArchitecture(f"{type(model).__name__} has no self-attention on the attention interface")
-    stacks = {site.layers: type(site.owner).__name__ for site in sites}
-    if len(stacks) > 1:
-        names = ", ".join(f"{owner} ({path})" for path, owner in stacks.items())
-        raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
+    sites = one_owner(sites)
+    if len(paths := dict.fromkeys(site.layers for site in sites)) > 1:
+        raise UnsupportedArchitecture(
+            f"{type(sites[0].owner).__name__} has self-attention in several lists of layers ({', '.join(paths)}); "
+            "expected one list. No part of it can be passed instead"
+        )
     path, first = sites[0].layers, sites[0]
     inside = model.get_submodule(path)._modules.values()  # a layer that is there twice counts twice
     return Stack(sites, [first.module] if first.name == path else [one for one in inside if one is not None])

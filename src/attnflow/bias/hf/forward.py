@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.bias.attention import compute
 from attnflow.bias.call import Allow, Call, make_call
 from attnflow.bias.config import Vectors
@@ -111,6 +112,12 @@ def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
         raise ValueError(
             f"{type(call.module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join"
         )
+    sinks = kwargs.get("s_aux", kwargs.get("sinks"))
+    if sinks is not None and sinks.ndim != 1:
+        raise UnsupportedArchitecture(
+            f"{type(call.module).__name__} has a sink for each query, {list(sinks.shape)}; a bias joins one for each "
+            "head. Leave its layers out of layers=[...]"
+        )
     allow, additive = _relation_of(call)
     added = kwargs.get(_ADDED)
     own = [additive, None if added is None else Dense(added)]
@@ -122,7 +129,7 @@ def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
         allow,
         kwargs.get("scaling"),
         kwargs.get("softcap"),
-        kwargs.get("s_aux", kwargs.get("sinks")),
+        sinks,
         float(kwargs.get("dropout") or 0.0),
     )
 

@@ -20,7 +20,7 @@ from attnflow.masks.hf.selfcheck import Check, check_stack
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
 from attnflow.models.loaded import Loaded, split
-from attnflow.models.sites import Site, find_sites, mixers_beside, models_around
+from attnflow.models.sites import Site, find_sites, mixers_beside, models_around, one_owner
 
 AnyMask = Mask | MaskGrid
 OtherMixers = Literal["error", "keep"]
@@ -230,10 +230,7 @@ def _assign(
         here = by_part.get(part, [])
         if not here:
             raise UnsupportedArchitecture(f"the model has no {part or 'self'}-attention on the attention interface")
-        owners = {id(site.owner): site for site in here}
-        if len(owners) > 1 and part != "cross":
-            names = ", ".join(f"{type(s.owner).__name__} ({s.layers})" for s in owners.values())
-            raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
+        here = here if part == "cross" else one_owner(here)
         if layers is not None:
             numbers = [integer("layers", layer, 0, len(here) - 1) for layer in layers]
             if not numbers or len(set(numbers)) < len(numbers):
