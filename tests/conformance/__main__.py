@@ -33,8 +33,8 @@ def main() -> int:
         ]
     start = time.monotonic()
     for count, new in enumerate(matrix.run(chosen, options.feature, options.workers), 1):
-        for row in new:
-            rows[row.architecture.key, row.feature] = row
+        rows = {key: row for key, row in rows.items() if key[0] != new[0].architecture.key or _still_holds(key[1], new)}
+        rows |= {(row.architecture.key, row.feature): row for row in new}
         matrix.write(rows)
         left = (time.monotonic() - start) / count * (len(chosen) - count)
         print(f"{count}/{len(chosen)}  {left / 60:4.0f} min left  {new[0].architecture.name}", file=sys.stderr)
@@ -45,6 +45,11 @@ def main() -> int:
     whole = options.name is None and len(options.kind) == len(KINDS)
     bad = _pairs([], options.resume) if whole else 0
     return 1 if lost or bad else 0
+
+
+def _still_holds(feature: str, new: list[matrix.Row]) -> bool:
+    """Whether a row of a class may stand beside its new ones: it is about features, as they are."""
+    return feature != "build" and new[0].feature != "build"
 
 
 def _pairs(names: list[str], resume: bool) -> int:

@@ -271,7 +271,7 @@ def attention_calls(model: PreTrainedModel, inputs: Inputs) -> list[str]:
 
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_forward|expert|moe|block_sparse|intermediate|fc[12]|dense_h_to|dense_4h")
 _BESIDE = re.compile(
-    r"norm|gate\.(weight|bias|wg|down_proj|router_mlp)|router|_hc\.|attn|attention|embed|correction|scale|pooler|projector|merger|vision|visual|audio"
+    r"norm|gate\.(weight|bias|wg|down_proj|router_mlp)|router|_hc\.|attn|attention|embed|correction|scale|pooler|projector|merger|vision|visual|audio|convolution"
 )
 
 
