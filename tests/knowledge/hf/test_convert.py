@@ -260,11 +260,21 @@ def test_the_check_leaves_no_trace():
     assert torch.equal(opened.knowledge.entries, af.knowledge.from_ffn(model, check=False).knowledge.entries)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("ViTModel", "vit"), ("Dinov2Model", "dinov2"), ("VivitModel", "vivit")])
+def test_an_image_tower_is_checked_on_an_image(name, kind):
+    model = build(Architecture(kind, name, "base"))
+    opened = af.knowledge.from_ffn(model)
+    assert opened.knowledge.num_layers == 2
+    assert same_state(model, af.knowledge.to_ffn(opened))
+
+
 def test_a_model_that_does_not_run_says_how_to_go_on():
     model = tiny("Llama", torch.float32)
     model.forward = lambda pixels: pixels
     with pytest.raises(ValueError, match=r"does not run on input_ids of the check .* pass check= named inputs"):
         af.knowledge.from_ffn(model)
+    with pytest.raises(ValueError, match=r"that it takes, such as pixel_values, or check=False"):
+        af.knowledge.from_ffn(build(Architecture("segformer", "SegformerModel", "base")))
     model = tiny("Llama", torch.float32)
     assert af.knowledge.from_ffn(model, check={"inputs_embeds": torch.randn(1, 3, 32)}).knowledge.num_layers == 2
     model.lm_head.weight.data.fill_(torch.nan)

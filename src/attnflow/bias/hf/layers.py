@@ -59,7 +59,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
                 heads: int = config.num_attention_heads
                 kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
                 sizes = heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-            except (AttributeError, RuntimeError) as error:  # of configs whose layers differ
+            except (AttributeError, RuntimeError, TypeError) as error:  # of configs whose layers differ
                 raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}") from error
         causal = getattr(site.module, "is_causal", None)
         causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)

@@ -29,14 +29,16 @@ def verify(
     paths: Sequence[str],
     inputs: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Compare a converted copy with its model on `inputs` or a few tokens; neither is changed.
+    """Compare a converted copy with its model on `inputs`, a few tokens or an image; neither is changed.
 
     The tolerance is the larger of two: sqrt(eps) times what negating all values moves the outputs by, or one rounding
     per layer of the largest output. Layers that these inputs do not reach are compared alone, on random tokens. The
     copy's experts get the choices of the model's routers, which rounding could flip.
     """
     named = _tokens(model) if inputs is None else dict(inputs)
-    hint = "pass check= named inputs that it takes, or check=False"
+    main = getattr(model, "main_input_name", "input_ids")
+    such = "" if main in named else f", such as {main}"
+    hint = f"pass check= named inputs that it takes{such}, or check=False"
     experts = {path: reader for path in paths if isinstance(reader := opened.get_submodule(path), ExpertEntries)}
     given: dict[tuple[str, int], tuple[Any, ...]] = {}
 
@@ -127,8 +129,14 @@ def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Te
 
 
 def _tokens(model: nn.Module) -> dict[str, Tensor]:
-    """Choose a few ordinary token ids that end with the end-of-text token, for encoder and decoder."""
+    """Choose ordinary token ids that end with the end-of-text token, for encoder and decoder; or noise as an image."""
     config: Any = getattr(model, "config", None)
+    side = getattr(config, "image_size", None)
+    if getattr(model, "main_input_name", "") == "pixel_values" and side:
+        draw, frames = torch.Generator().manual_seed(0), getattr(config, "num_frames", None)
+        sizes = (getattr(config, "num_channels", 3), *((side, side) if isinstance(side, int) else side))
+        pixels = torch.rand(1, *([] if frames is None else [frames]), *sizes, generator=draw)
+        return {"pixel_values": pixels.to(device_of(model), getattr(model, "dtype", None))}
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(config, "vocab_size", None)
     size = size if isinstance(size, int) else 2 * _TOKENS

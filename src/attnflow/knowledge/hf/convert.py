@@ -69,9 +69,8 @@ def from_ffn(
         partial: convert what can be, and leave the rest of a layer, such as adapters, to the model's own code. Without
             it nothing of a layer is left out: a matrix that is neither attention (or another mixer of positions), norm,
             embedding, residual connection nor the choice of experts is in the base, or the model is refused.
-        check: run the model and the copy on a few tokens: the same outputs, and others once the values of all entries
-            have the other sign. Named inputs are taken in place of tokens, such as those with pixels, without which
-            an image tower does not run; False: no check.
+        check: run the model and the copy on a few tokens, or an image of noise: the same outputs, and others once the
+            values of all entries have the other sign. Named inputs are taken in place of those; False: no check.
 
     Returns:
         The converted copy, with `model.knowledge`, a `LayeredKnowledge`, to be searched and edited.
