@@ -63,7 +63,7 @@ def find_sites(model: object) -> tuple[Site, ...]:
             f"{INTERFACE} (its attention: {', '.join(attention) or 'none'}), so that no mask can be given to it from "
             "outside; af.audit still measures its order"
         )
-    parts = {name: _part(name) for name, _ in callers}
+    parts: dict[str, Part] = {name: _part(name) for name, _ in callers}
     if not {"encoder", "decoder"} <= set(parts.values()):
         parts = {name: half(model, name) for name in parts}
     sites = tuple(

@@ -275,8 +275,10 @@ class Backbone:
         """The one stack of a model; refuses several stacks, and stacks without the attention interface."""
         sites = find_sites(model)
         owners = list({id(site.owner): site.owner for site in sites}.values())
-        if len(owners) != 1:
+        both = model not in owners and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        if len(owners) != 1 or both:
             names = ", ".join(type(owner).__name__ for owner in owners)
+            names = f"the encoder-decoder {type(model).__name__}" if both else names
             raise UnsupportedArchitecture(
                 f"share_prefixes takes a model of one causal stack, got {names}; pass a part that is a decoder alone"
             )
