@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -66,7 +67,7 @@ def refused(error: BaseException) -> bool:
 
 
 def words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    return re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(error).split()))[:200]
 
 
 # -------- audit

@@ -229,6 +229,7 @@ DECODING = [
     (lambda: fill([3], [4], 63), "64 positions, but the text would take 65"),
     (lambda: fill([3], [4], name="Jamba"), "beside its attention"),
     (lambda: score([([5], [6]), ([], [6])]), "request 1: the context has no token"),
+    (lambda: score([[5, 6, 7]]), "request 0 must be a pair"),
     (lambda: score([([5], [])]), "request 0: the continuation has no token"),
     (lambda: score([("w1", "w2")]), "request 0: texts need a tokenizer"),
     (lambda: score([("w1", [5])]), "request 0: context and continuation must both be texts or both token ids"),

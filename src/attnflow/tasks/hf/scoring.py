@@ -106,7 +106,10 @@ def score(
         return _family_scores(inner, requests if isinstance(requests, MergedTask) else merge(cast(Any, requests)))
     tokenizer = own if tokenizer is None else tokenizer
     pairs: list[Request] = []
-    for number, (context, continuation) in enumerate(cast("Sequence[tuple[Text, Text]]", requests)):
+    for number, request in enumerate(cast("Sequence[Any]", requests)):
+        if not isinstance(request, tuple | list) or len(request) != 2:
+            raise TypeError(f"request {number} must be a pair (context, continuation), got {request!r}"[:200])
+        context, continuation = request
         try:
             pairs.append(_encoded(context, continuation, tokenizer))
         except (ValueError, TypeError) as error:
