@@ -74,6 +74,9 @@ def test_caches_of_unusual_layers(name, kind, reference):
         query, key = torch.arange(12)[:, None], torch.arange(12)
         allow = (key <= query) & ((key < 5) | (key > query - model.config.sliding_window))
         mask = {"attention_mask": {"reference_sliding_attention": allow.expand(2, 1, 12, 12)}}
+        fixed = StaticCache(config=model.config, max_cache_len=20)
+        with pytest.raises(af.UnsupportedArchitecture, match=r"beside its window.*use the model's dynamic cache"):
+            model(ids, past_key_values=fixed, use_cache=True)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         parts = [model(part, past_key_values=cache, use_cache=True)[0] for part in ids.split([5, *[1] * 7], dim=1)]

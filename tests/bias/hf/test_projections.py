@@ -55,10 +55,36 @@ def test_layers_of_different_widths_have_networks_of_different_widths():
         assert bias.shape.num_kv_heads * attention.head_dim == attention.k_proj.out_features
 
 
-def test_queries_that_come_from_experts_say_what_to_do():
-    model = made("jetmoe", "JetMoeForCausalLM")
-    with pytest.raises(af.UnsupportedArchitecture, match=r"queries are more than components.*'rotated' or 'hidden'"):
+@pytest.mark.parametrize(
+    ("model_type", "name", "words"),
+    [
+        ("jetmoe", "JetMoeForCausalLM", r"queries are more than components.*'rotated' or 'hidden'"),
+        ("swin", "SwinModel", "does not say how many heads it has"),  # its config has a list of them
+        ("hrm_text", "HrmTextForCausalLM", r"in several lists of layers \(model.L_module.layers, model.H_module"),
+    ],
+)
+def test_attention_that_cannot_be_read_says_what_to_do(model_type, name, words):
+    model = made(model_type, name)
+    with pytest.raises(af.UnsupportedArchitecture, match=words):
         af.bias.attach(model)
+
+
+def test_a_model_that_holds_other_stacks_takes_a_bias_on_its_own():
+    model, text = made("phi4_multimodal", "Phi4MultimodalForCausalLM"), ids(10)
+    with pytest.raises(ValueError, match=r"Phi4MultimodalModel \(model.layers\).*pass the one that you mean"):
+        af.bias.attach(model)
+    plain = outputs(model, input_ids=text)
+    handle = af.bias.attach(model.model, WIDE)
+    assert set(handle.layers) == {"layers.0.self_attn", "layers.1.self_attn"}
+    disturb(model)
+    assert not torch.allclose(outputs(model, input_ids=text), plain)
+
+
+def test_a_sink_for_each_query_is_refused():
+    model, text = made("inkling2_text", "Inkling2ForCausalLM"), ids(10)
+    config, message = af.bias.GuidanceConfig(reference="rotated"), r"has a sink for each query, \[1, 4, 10, 1\]"
+    with af.bias.attach(model, config), pytest.raises(af.UnsupportedArchitecture, match=message):
+        model(text)
 
 
 def test_a_cache_without_a_place_for_the_bias_says_so():
