@@ -150,29 +150,6 @@ def test_threads_answer_as_one_call_after_another(name, way, learns):
             assert handle.report.calls == handle.report.shared == calls
 
 
-def test_a_call_of_a_converted_model_sees_its_store_at_one_moment():
-    model = af.knowledge.from_ffn(tiny("Llama"))
-    base = model.knowledge
-    store = af.knowledge.Store.open("memory", dim=base.entry_dim, num_thresholds=base.num_thresholds)
-    handle = af.knowledge.attach(model.float(), store, write=True)
-    ids, rows = store.ids(), torch.as_tensor(store.vectors(store.ids()))
-    given, answers = batch(0), []
-    for factor in (0.5, 2.0, 1.0):
-        handle.upsert(ids=ids, embeddings=rows * factor)
-        answers.append(model(**given).logits.detach())
-    slowed(model)
-
-    def serve(thread):
-        if thread == 0:
-            for factor in (0.5, 2.0, 1.0) * 3:
-                handle.upsert(ids=ids, embeddings=rows * factor)
-        return [model(**given).logits.detach() for _ in range(12)]
-
-    with torch.no_grad(), ThreadPoolExecutor(THREADS) as threads:
-        for found in threads.map(serve, range(THREADS)):
-            assert all(any(torch.allclose(one, answer) for answer in answers) for one in found)
-
-
 def test_a_monitor_counts_the_steps_of_all_threads(tmp_path, monkeypatch):
     def slowly(*given):
         time.sleep(1e-3)

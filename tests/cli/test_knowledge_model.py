@@ -1,16 +1,13 @@
-"""`attnflow knowledge trace` and `edit` on a tiny model, with its own entries and with those of a store."""
+"""`attnflow knowledge trace` and `edit` on a tiny model."""
 
 import csv
 import json
 
-import pytest
 import torch
 
 import attnflow as af
 from attnflow.knowledge import Trace
 from attnflow.knowledge.facts import EditReport
-from attnflow.knowledge.hf.stored_layers import save_entries
-from attnflow.models import load_model
 
 TEXT = "I the of thou with thy"
 
@@ -54,27 +51,6 @@ def test_files(run, tiny_model, tmp_path):
     rows = list(csv.DictReader((tmp_path / "trace.csv").read_text().splitlines()))
     assert len(rows) == 6 * 5 * 2
     assert "Entries of the last token" in (tmp_path / "trace.html").read_text()
-
-
-def test_entries_and_texts_of_a_store(run, tiny_model, tmp_path):
-    model = af.knowledge.from_ffn(load_model(tiny_model).model)
-    base = model.knowledge
-    before = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--json").out)
-    strongest = before.fired(-1)[0].entry
-    uri = str(tmp_path / "store")
-    with af.knowledge.Store.open(uri, dim=base.entry_dim, num_thresholds=base.num_layers) as store:
-        save_entries(model, store)
-        store.upsert(ids=[strongest], embeddings=store.vectors([strongest]), texts=["the strongest"])
-    same = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--store", uri, "--json").out)
-    assert float(same.logits[-1]) == pytest.approx(float(before.logits[-1]), rel=1e-5)
-    assert same.fired(-1)[0].text == "the strongest"
-    with af.knowledge.Store.open(uri) as store:
-        row = store.vectors([strongest])
-        row[:, base.layout.value] = 0
-        store.upsert(ids=[strongest], embeddings=row)
-    edited = Trace.from_json(run("knowledge", "trace", tiny_model, TEXT, "--store", uri, "--json").out)
-    assert strongest not in [one.entry for one in edited.fired(-1, count=12)]
-    assert float(edited.logits[-1]) != pytest.approx(float(before.logits[-1]), rel=1e-4)
 
 
 def test_a_model_is_edited_and_saved(run, tiny_model, tmp_path):

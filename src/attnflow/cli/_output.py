@@ -98,15 +98,15 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
     return target
 
 
-def write(subject: Mask | Result, path: Path, details: Mapping[str, str] | None = None, **options: Any) -> None:
-    """Writes the file whole or not at all; `options` go to the picture, `details` to the page."""
+def write(subject: Mask | Result, path: Path, **options: Any) -> None:
+    """Writes the file whole or not at all; `options` go to the picture."""
     from attnflow._core.files import write_atomically
     from attnflow.report import figure, page
     from attnflow.report.svg import encode
 
     suffix = path.suffix.lower()
     if suffix == ".html":
-        page(subject, details=details).save(path)
+        page(subject).save(path)
     elif suffix in (".csv", ".json"):
         cast("Result", subject).save(path)
     else:

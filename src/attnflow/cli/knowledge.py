@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
@@ -26,13 +26,10 @@ def build(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A short name, a folder, a GGUF file or a hub id.")],
     json_output: JsonFlag = False,
 ) -> None:
-    """Build a store of the feed-forward entries of a model.
-
-    The converted model reads them from the store: `knowledge.attach(converted, store)`.
-    """
+    """Build a store of the feed-forward entries of a model."""
     require(model)
     from attnflow.knowledge.hf.convert import from_ffn
-    from attnflow.knowledge.hf.stored_layers import save_entries
+    from attnflow.knowledge.hf.stored_entries import save_entries
     from attnflow.knowledge.store import Store
     from attnflow.knowledge.store.table import check_uri
     from attnflow.models.loader import load_model
@@ -42,7 +39,7 @@ def build(
     with working(f"reading {model}") as spinner:
         converted = from_ffn(load_model(model, tokenizer=False))
         base = cast(Any, converted).knowledge
-        with Store.open(store, dim=base.entry_dim, num_thresholds=base.num_thresholds) as held:
+        with Store.open(store, dim=base.entry_dim, num_thresholds=base.num_layers) as held:
             if len(held):
                 raise BadUsage(f"{store} holds {plural(len(held), 'entry', 'entries')} already: name a new store")
             save_entries(converted, held, name=model, progress=spinner)
@@ -154,9 +151,6 @@ def knowledge_trace(
     ids: Annotated[
         str | None, typer.Option("--ids", metavar="LIST", help="Token ids such as 5,6,7, in place of TEXT.")
     ] = None,
-    store: Annotated[
-        str | None, typer.Option("--store", metavar="STORE", help="Read the entries, and their texts, from a store.")
-    ] = None,
     layer: Annotated[int | None, typer.Option("--layer", metavar="N", min=0, help="One layer (default: all).")] = None,
     position: Annotated[
         int, typer.Option("--position", metavar="N", help="The token whose entries are listed (default: the last).")
@@ -181,7 +175,7 @@ def knowledge_trace(
     suppress (-).
     """
     require(model)
-    from attnflow.knowledge import attach, from_ffn, trace
+    from attnflow.knowledge import from_ffn, trace
     from attnflow.knowledge.layered import reads_entries
 
     inputs = _inputs(text, ids)
@@ -191,16 +185,12 @@ def knowledge_trace(
         raise BadUsage(f"--position {position} is no position of {'this text' if ids is None else '--ids'}")
     if not json_output and path is None and top is not None and top < count:
         raise BadUsage(f"--count {count} lists more than the --top {top} entries that are kept for each layer")
-    with ExitStack() as stack:
-        held = None if store is None else stack.enter_context(opened(store))
-        spinner = stack.enter_context(working(f"loading {model}"))
+    with working(f"loading {model}") as spinner:
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
         loaded = load(model, ids is None, _WITHOUT)
         if not reads_entries(loaded.model):
             spinner.stage("opening its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
-        if held is not None:
-            attach(loaded, held)
         spinner.stage("tracing")
         wanted = max(16, count) if top is None else top
         result = replace(trace(loaded, inputs, top=wanted, targets=targets), model=model)
@@ -209,12 +199,12 @@ def knowledge_trace(
             result.layer(layer)
         if path is not None:
             spinner.stage(f"writing {output}")
-            write(result, path, {} if store is None else {"Store": store}, position=position)
+            write(result, path, position=position)
     if json_output:
         print_result(result)
         return
     screen = console()
-    say(screen, model if store is None else f"{model} on {store}", "bold")
+    say(screen, model, "bold")
     say(screen, f"{result.summary(position)}\n")
     say(screen, result.table(position, layer, min(count, result.top)))
     if output is not None:

@@ -156,31 +156,9 @@ class LayeredKnowledge(KnowledgeBase):
             raise ValueError("layers differ in their layout: read .layouts[layer]")
         return self.layouts[0]
 
-    @property
-    def num_thresholds(self) -> int:
-        """Threshold columns of a store that holds these entries: one for each layer, and one for experts, if any."""
-        return self.num_layers + (self.experts is not None)
-
     def num_experts(self, layer: int) -> int:
         """Number of experts of a layer; 0 for a layer without experts."""
         return self._num_experts[layer]
-
-    def checked_experts(
-        self, layers: Sequence[int], experts: Sequence[int | None] | None
-    ) -> Sequence[int | None] | None:
-        """Check the experts given for entries of these layers, and return them; a ValueError for one that cannot be."""
-        experts = [None] * len(layers) if experts is None else experts
-        if len(experts) != len(layers):
-            raise ValueError(f"{len(layers)} entries were given {len(experts)} experts: one for each, None without")
-        for layer, expert in zip(layers, experts, strict=True):
-            number = self.num_experts(integer("layer", layer, 0, self.num_layers - 1))
-            if number and expert is None:
-                raise ValueError(f"layer {layer} has {number} experts: which one reads it, 0 to {number - 1}?")
-            if number:
-                integer("expert", expert, 0, number - 1)
-            elif expert is not None:
-                raise ValueError(f"layer {layer} has no experts to choose from: leave the expert out, got {expert}")
-        return None if self.experts is None else experts
 
     def rows(self, layer: int, expert: int | None = None) -> slice:
         """Rows of a layer, or of one of its experts."""
@@ -215,7 +193,13 @@ class LayeredKnowledge(KnowledgeBase):
         Raises:
             ValueError: a layer or an expert that does not exist, another width, NaN or infinity. The base is as it was.
         """
-        self.checked_experts([layer], [expert])
+        number = self.num_experts(integer("layer", layer, 0, self.num_layers - 1))
+        if number and expert is None:
+            raise ValueError(f"layer {layer} has {number} experts: which one reads it, 0 to {number - 1}?")
+        if number:
+            integer("expert", expert, 0, number - 1)
+        elif expert is not None:
+            raise ValueError(f"layer {layer} has no experts to choose from: leave the expert out, got {expert}")
         self._check(entries, [layer] * len(entries))
         where, old, counts = self.rows(layer, expert).stop, self.entries.detach(), self.counts.clone()
         ids = torch.arange(len(entries), device=self.ids.device) + self._next_id

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from attnflow.knowledge import ModularConfig, ModularForCausalLM, Store, attach, edit, from_ffn, to_ffn
+from attnflow.knowledge import ModularConfig, ModularForCausalLM, edit, from_ffn, to_ffn
 from attnflow.knowledge.facts import EditReport, Fact, read_facts
 from tests.models import tiny
 from tests.models.saved import word_tokenizer
@@ -170,13 +170,6 @@ def test_what_else_is_refused(tokenizer):
     refused(LlamaForCausalLM(LlamaConfig(intermediate_size=48, **SIZES)), FRANCE, "from_ffn", tokenizer)
     refused(ModularForCausalLM(ModularConfig(num_entries=9, **SIZES)), FRANCE, "was not converted", tokenizer)
     refused(from_ffn(tiny("Mixtral")), FRANCE, "was not converted|experts", tokenizer)
-
-
-def test_a_model_that_reads_a_store_is_refused(tokenizer):
-    model = converted()
-    store = Store.open("memory", dim=model.knowledge.entry_dim, num_thresholds=model.knowledge.num_thresholds)
-    with attach(model, store, write=True):
-        refused(model, FRANCE, "reads a store", tokenizer)
 
 
 def test_facts_are_read_from_lines(tmp_path):

@@ -8,7 +8,6 @@ from torch import nn
 
 import attnflow as af
 from attnflow.knowledge.hf.conversion_check import verify
-from attnflow.knowledge.hf.stored_layers import layer_thresholds, save_entries
 from attnflow.knowledge.layered import ExpertEntries, readers
 from attnflow.models.evaluation import precision
 from tests.models import deep, outputs, tiny
@@ -215,41 +214,6 @@ def test_activity_counts_what_the_router_chose():
     there.scatter_(1, readings[0].ids[:, 0], positive.to(there))
     fired = there[real.flatten().bool()].sum(dim=0).long()
     assert torch.equal(seen.fired(0)[1], fired)
-
-
-def test_a_store_holds_experts_and_what_is_edited_there_acts():
-    model = made("DeepseekV3").float()
-    opened = af.knowledge.from_ffn(model)
-    base = opened.knowledge
-    with torch.no_grad():
-        expected = opened(input_ids=IDS).logits
-    with pytest.raises(ValueError, match=f"num_thresholds={base.num_layers + 1}"):
-        save_entries(opened, af.knowledge.Store.open("memory", base.entry_dim, num_thresholds=base.num_layers))
-    store = af.knowledge.Store.open("memory", base.entry_dim, num_thresholds=base.num_thresholds)
-    save_entries(opened, store)
-    layer = expert_readers(opened)[0].layer
-    key = int(base.ids[base.rows(layer, 3)][0])
-    assert store.get([key])[0].source == f"layer {layer}, expert 3"
-    before = base.entries.detach().clone()
-    with torch.no_grad():
-        base.entries.normal_()
-    with af.knowledge.attach(opened, store) as handle, torch.no_grad():
-        assert torch.equal(base.entries, before)
-        torch.testing.assert_close(opened(input_ids=IDS).logits, expected, rtol=0, atol=1e-5)
-        with pytest.raises(ValueError, match=f"layer {layer} has 4 experts"):
-            handle.insert(embeddings=torch.zeros(1, base.entry_dim), layers=[layer])
-        new = handle.insert(embeddings=torch.randn(1, base.entry_dim), layers=[layer], experts=[1])
-        changed = opened(input_ids=IDS).logits
-        assert not torch.equal(changed, expected)
-        assert base.expert_of(new) == [1]
-        store.delete(new)
-        # In memory of its own, whose alignment decides by how products are rounded.
-        torch.testing.assert_close(opened(input_ids=IDS).logits, expected, rtol=0, atol=1e-5)
-        assert torch.equal(base.entries, before)
-    row = torch.zeros(1, base.entry_dim)
-    store.insert(embeddings=row, thresholds=layer_thresholds([layer], base.num_layers, experts=[9]))
-    with pytest.raises(ValueError, match=f"belongs to expert 9 of layer {layer}, which has 4 experts"):
-        af.knowledge.attach(opened, store)
 
 
 def test_experts_of_one_layer_that_cannot_be_read_refuse_the_model():

@@ -191,8 +191,6 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
     handle = af.knowledge.attach(model, store_of())
     with pytest.raises(ValueError, match="reads entries"):
         af.knowledge.attach(model, store_of(), layers=[0])
-    with pytest.raises(ValueError, match="leave layers and experts out"):
-        handle.insert(embeddings=torch.ones(1, DIM), layers=[1])
     handle.readers[0].gate.data.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"NaN or infinity in layers\.1\.gate"):
         handle.save(tmp_path / "bad")

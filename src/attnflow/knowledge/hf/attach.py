@@ -1,4 +1,4 @@
-"""`attach`: let a model read a store, beside what it knows or instead of its own entries."""
+"""`attach`: let a model read a store, beside what it knows or instead of its own base."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.hf.modular import ModularModel, ModularReader
-from attnflow.knowledge.hf.store_reader import AddedReaders, StoreReader
-from attnflow.knowledge.hf.stored_layers import StoredLayers
-from attnflow.knowledge.layered import reads_entries
+from attnflow.knowledge.hf.store_reader import AddedReaders
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
@@ -38,7 +36,6 @@ def attach(
     What reads it depends on the model:
 
     - A modular model reads the store instead of its own entries.
-    - A model that `from_ffn` converted takes its entries from the store, anew before the pass that follows an edit.
     - Any other decoder gets readers after some of its layers: cross-attention from the layer's tokens to the entries,
       added behind a gate. The gate is 0 at first, and the model is as it was, bit for bit. The readers are parameters
       to train; `handle.save` keeps them, and `reader=` brings them back, for any store of the same encoder.
@@ -48,12 +45,9 @@ def attach(
     Args:
         model: a transformers model, one stack of it (`model.get_decoder()`), or what `af.load_model` gave.
         store: for readers, one of texts. For a modular model, one of width entry_dim with
-            `config.threshold_columns` threshold columns. For a converted model, one of width
-            `model.knowledge.entry_dim` with `model.knowledge.num_thresholds` columns.
-        retrieval: which entries each layer reads, found by the store's own search; by default all, or as before. Of a
-            converted model they are always all.
-        write: write to the store what it lacks of this model. For a converted model these are its entries, in place
-            of what the store holds; for a modular one the thresholds that are not its own.
+            `config.threshold_columns` threshold columns.
+        retrieval: which entries each layer reads, found by the store's own search; by default all, or as before.
+        write: write to the store the thresholds of a modular model that are not its own.
         reader: the folder of a saved reader; by default a new one, which has learned nothing yet.
         layers: after which layers a new reader reads; by default every second one of the last third.
         key_dim: of a new reader, the width of queries and keys.
@@ -65,11 +59,12 @@ def attach(
     Raises:
         FileNotFoundError: no saved reader there.
         ValueError: an empty store, one of another encoder or width than the reader's; a reader for another model;
-            several stacks of layers; thresholds that are not this model's; a model that reads a store already.
+            several stacks of layers; thresholds that are not this model's; a model that reads a store already, or
+            that `from_ffn` converted, whose entries are edited in its own base.
         UnsupportedArchitecture: no layers that are known. The model is as it was.
 
     Cost: the entries once more in memory, read anew after an edit, and for each token, layer and head all of them, or a
-        search. Of a modular model the thresholds of all entries, once; of a converted one all entries, twice in memory.
+        search. Of a modular model the thresholds of all entries, once.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -83,15 +78,10 @@ def attach(
     module, _ = split(model)
     if not isinstance(cast(object, store), Store):
         raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
-    added = any(isinstance(one, StoreReader) for one in module.modules())
-    if reader is not None or layers is not None or added or not reads_entries(module):
-        return AddedReaders(module, store, retrieval, reader, layers, key_dim, num_heads)
     modular = next((one for one in module.modules() if isinstance(one, ModularModel)), None)
-    if modular is not None:
-        return _modular(module, modular, store, retrieval, write)
-    if retrieval is not None:
-        raise ValueError("a model that from_ffn converted reads all its entries: leave the retrieval out")
-    return StoredLayers(module, store, write)
+    if modular is None or reader is not None or layers is not None:
+        return AddedReaders(module, store, retrieval, reader, layers, key_dim, num_heads)
+    return _modular(module, modular, store, retrieval, write)
 
 
 def _modular(

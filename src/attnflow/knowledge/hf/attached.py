@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ class Attached(Handle):
         model: nn.Module,
         store: Store,
         retrieval: Retrieval | None,
-        source: EntrySource | None,  # None where each layer reads entries of its own
+        source: EntrySource,
         undo: ExitStack,  # takes the store away again when it is closed
     ) -> None:
         super().__init__(model)
@@ -46,34 +45,24 @@ class Attached(Handle):
             undo.callback(setattr, reader, "retrieval", reader.retrieval)
             reader.retrieval = retrieval or reader.retrieval
 
-    def insert(
-        self,
-        *,
-        embeddings: Vectors,
-        layers: Sequence[int] | None = None,
-        experts: Sequence[int | None] | None = None,
-        **columns: Any,
-    ) -> Int64[Tensor, " n"]:
+    def insert(self, *, embeddings: Vectors, **columns: Any) -> Int64[Tensor, " n"]:
         """`Store.insert` with the thresholds that the model's layers give the entries.
 
         Args:
             embeddings: [n, dim], finite.
-            layers: of a converted model, the layer that each entry belongs to.
-            experts: of a converted model with experts, the one in that layer, None in layers without.
             **columns: what else `Store.insert` takes: ids, texts, sources, encoder.
 
         Raises:
-            ValueError: layers or experts missing or out of place, or as `Store.insert`.
+            ValueError: as `Store.insert`.
         """
         rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
         named: dict[str, Any] = {"encoder": self.encoder or None, **columns}
-        return self.store.insert(embeddings=rows, thresholds=self._thresholds(rows, layers, experts), **named)
+        return self.store.insert(embeddings=rows, thresholds=self.source.thresholds(rows), **named)
 
     def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        """`Store.upsert`, likewise; entries of a converted model stay in their layers."""
+        """`Store.upsert`, likewise."""
         rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
-        thresholds = None if self.source is None else self.source.thresholds(rows)
-        self.store.upsert(ids=ids, embeddings=rows, thresholds=thresholds, **columns)
+        self.store.upsert(ids=ids, embeddings=rows, thresholds=self.source.thresholds(rows), **columns)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
@@ -84,14 +73,6 @@ class Attached(Handle):
             ValueError: a model whose own layers read the store, or NaN or infinity in a reader. Nothing is written.
         """
         raise ValueError(f"{type(self.model).__name__} has no reader that `attach` put into it to save")
-
-    def _thresholds(
-        self, rows: Tensor, layers: Sequence[int] | None, experts: Sequence[int | None] | None
-    ) -> Tensor | None:
-        """Compute the thresholds of new entries."""
-        if layers is not None or experts is not None:
-            raise ValueError("all layers of this model read all entries: leave layers and experts out")
-        return None if self.source is None else self.source.thresholds(rows)
 
     def _restore(self) -> None:
         self._undo.close()

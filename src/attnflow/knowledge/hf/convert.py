@@ -19,7 +19,6 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conditions import conditions
 from attnflow.knowledge.hf.conversion_check import verify
-from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
 from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, stored, uncovered
 from attnflow.models.loaded import Loaded, split
@@ -140,8 +139,6 @@ def to_ffn(model: Model | Loaded) -> Model:
     base = cast(LayeredKnowledge, plain.get_submodule(KNOWLEDGE))
     for layer, form in enumerate(forms):
         form.close(plain, base, layer)
-    if (link := followed(base)) is not None:
-        link.stop()
     delattr(plain, KNOWLEDGE)
     delattr(plain, _SITES)
     config = getattr(plain, "config", None)

@@ -31,7 +31,6 @@ from attnflow.knowledge.hf.edit_targets import (
     token_ids,
     weights_everywhere,
 )
-from attnflow.knowledge.hf.stored_layers import followed
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
@@ -82,8 +81,8 @@ def edit(
 
     Raises:
         ValueError: no text in a prompt or an answer; a subject that is not in its prompt; a prompt longer than the
-            model reads; layers that do not exist, or hold experts; a model that is not converted, reads a store, or
-            has NaN; a text that must not change at a place that must. The model is then as it was.
+            model reads; layers that do not exist, or hold experts; a model that is not converted, or has NaN; a text
+            that must not change at a place that must. The model is then as it was.
 
     Cost: the text once (a forward pass), and for each fact about 25 passes forward and backward over some ten short
         prompts: ten seconds for 135M parameters on one core. Memory: entries^2 float64 a layer, and a copy of the
@@ -193,8 +192,6 @@ def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict
     missing = [layer for layer in wanted if layer not in own]
     if missing or not wanted:
         raise ValueError(f"layers must be some of {sorted(own)}, those of entries without experts; got {list(layers)}")
-    if followed(base) is not None:
-        raise ValueError("the model reads a store, which would undo the edit: remove the store first, or change it")
     if not bool(torch.isfinite(base.entries).all()):
         raise ValueError("the model's entries hold NaN or infinity")
     return {layer: own[layer] for layer in wanted}

@@ -242,7 +242,8 @@ class AddedReaders(Attached):
         self.encoder = next(iter(encoders), "")
         if reads_entries(model):
             raise ValueError(
-                f"{type(model).__name__} reads entries: remove what was attached, or leave out reader and layers"
+                f"{type(model).__name__} reads entries already: remove what was attached, and edit the entries of a "
+                "converted model in its own base, model.knowledge"
             )
         check_unwrapped(model, "reader")
         stack = stack_of(model)

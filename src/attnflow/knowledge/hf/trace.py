@@ -15,10 +15,10 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, directions, wide
-from attnflow.knowledge.hf.stored_layers import followed
-from attnflow.knowledge.layered import LayerEntries, LayerReader, SharedReader, observed, readers, reads_entries
+from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.source import EntrySource
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
 from attnflow.models.offload import refuse_offloaded
@@ -191,8 +191,8 @@ def _promoted(
 
 def _texts(reader: LayerReader, layers: Sequence[LayerTrace]) -> dict[int, str]:
     """Return the texts of traced entries, where a reader's model reads a store."""
-    source = followed(reader.base) if isinstance(reader, LayerEntries) else cast(SharedReader, reader).current()
-    if source is None or isinstance(source, Tensor):
+    source = reader.current() if isinstance(reader, SharedReader) else None
+    if not isinstance(source, EntrySource):
         return {}
     ids = torch.cat([one.ids[one.ids >= 0] for one in layers]).unique().tolist()
     return {one.id: one.text for one in source.store.get([entry for entry in ids if entry in source.store]) if one.text}
