@@ -23,6 +23,7 @@ from attnflow.models.probe import Columns, Projections
 from attnflow.models.sites import Site, stack_of
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
+_THREADS: Final = "; if several threads run this compiled model with other handles beside its bias, give each a copy"
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +145,7 @@ class Hooks:
             raise UnsupportedArchitecture(
                 "this attention module calls the attention interface more than once in a forward (as differential "
                 "attention does), and a bias cannot tell its calls apart; leave its layers out of layers"
+                + (_THREADS if self.shown is self._traced else "")
             )
         outputs: dict[str, Tensor] = {}
         for path in source.paths:
@@ -198,6 +200,7 @@ class Hooks:
             raise RuntimeError(
                 f"{type(module).__name__} has a bias, but ran without it: the model's attention implementation was set "
                 f"to {now!r} after af.bias.attach. Remove the bias, choose the implementation, and attach it again"
+                + (_THREADS if shown is self._traced else "")
             )
 
     def _read(self, bias: LayerBias, path: str, module: nn.Module, args: object, output: Tensor) -> None:
