@@ -45,7 +45,7 @@ def check_unwrapped(model: nn.Module, kind: str) -> None:
 
 def check_loaded(added: nn.Module, kind: str, like: Tensor) -> None:
     """Raise where an add-on was offloaded with its model: its parameters are read outside of a forward pass of it."""
-    if not like.is_meta and next(added.parameters()).is_meta:
+    if not like.is_meta and next(added.parameters(), like).is_meta:
         raise ValueError(
             f"the parameters of a {kind} were offloaded together with the model; offload the model first, then attach "
             f"the {kind}"
