@@ -41,10 +41,10 @@ def score(
 ) -> GeometryScores:
     """Symmetry and directionality of M = W_q^T W_k in every layer of a model, and in every head (geometry, sec. 3).
 
-    Only the queries and keys are read, one layer at a time: slices of safetensors files, ranges of files on the hub,
-    dequantised GGUF tensors. No code of a checkpoint is run and no pickle is opened. Biases, rotations by
-    position, gains of norms and 1/sqrt(head_dim) have no part in M. With latent attention (DeepSeek), queries and keys
-    are the products of their low-rank factors, without the norm between them.
+    Only the queries and keys are read, one layer at a time: slices of safetensors files (those of a model on the hub
+    are downloaded first), dequantised GGUF tensors. No code of a checkpoint is run and no pickle is opened. Biases,
+    rotations by position, gains of norms and 1/sqrt(head_dim) have no part in M. With latent attention
+    (DeepSeek), queries and keys are the products of their low-rank factors, without the norm between them.
 
     A model in memory is probed: noise in place of what the submodules of an attention module put out shows of which
     rows of which weights its queries and keys consist. A layer that attends to the keys of an earlier one is scored

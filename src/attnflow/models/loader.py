@@ -27,7 +27,7 @@ from attnflow._core.checks import boolean
 from attnflow._core.errors import AttnflowError, MissingExtra, UnsupportedArchitecture
 from attnflow._core.files import write_folder
 from attnflow.models.checkpoints import open_weights
-from attnflow.models.checkpoints.files import BadCheckpoint, LocalFolder, check_sizes, first_line, shards
+from attnflow.models.checkpoints.files import BadCheckpoint, Folder, check_sizes, first_line, shards
 from attnflow.models.loaded import Loaded
 from attnflow.models.names import REGISTRATIONS, resolve, short_names
 
@@ -148,7 +148,7 @@ def _config(folder: str) -> Config:
 def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
     config = _config(folder)
     if (Path(folder) / _INDEX).is_file():
-        shards(LocalFolder(Path(folder)), _INDEX)
+        shards(Folder(Path(folder)), _INDEX)
     make = _class_of(config, folder)
     try:
         model, report = make.from_pretrained(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final, cast
 
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from attnflow.models.checkpoints.files import (
     SAFETENSORS,
     BadCheckpoint,
     Folder,
-    LocalFolder,
     Weights,
     as_float,
     model_files,
@@ -46,14 +44,12 @@ def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
     place = resolve(os.fspath(source))
     if isinstance(place, str):
         try:
-            from attnflow.models.hub import find_model
+            from attnflow.models.hub import downloaded
         except ImportError as error:
             raise MissingExtra("huggingface_hub", "hf", "a model of the hub") from error
-        place = cast(Folder | Path, find_model(place))
-    if not isinstance(place, Path):
-        return _from_folder(place)
+        place = downloaded(place)
     alone = None if place.is_dir() else place.name
-    return _from_folder(LocalFolder(place if alone is None else place.parent, only=alone), alone)
+    return _from_folder(Folder(place if alone is None else place.parent, only=alone), alone)
 
 
 def _from_folder(folder: Folder, only: str | None = None) -> Weights:
@@ -63,7 +59,7 @@ def _from_folder(folder: Folder, only: str | None = None) -> Weights:
         shard = _SHARD.search(files[0]) if len(files) == 1 else None
         if shard and int(shard[1]) > 1:  # it would give the scores of a part of the model as if they were of all of it
             raise BadCheckpoint(
-                f"{folder.title(files[0])} is one of {shard[1]} shards: pass the folder that holds all of them and "
+                f"{folder.path / files[0]} is one of {shard[1]} shards: pass the folder that holds all of them and "
                 "their index (GGUF: merge them with llama-gguf-split)"
             )
         if files:

@@ -1,18 +1,17 @@
-"""Files of a checkpoint, on disk or elsewhere, read by byte ranges; safetensors, in one file or in shards.
-
-Of safetensors the header is read, then only the byte ranges of requested tensors.
-"""
+"""Files of a checkpoint; safetensors, in one file or in shards, of which only requested rows are read."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from attnflow._core.errors import AttnflowError
@@ -45,51 +44,13 @@ class Weights:
 
 
 class Folder:
-    """The top-level files of one checkpoint, with their sizes in bytes; results and messages call it by its name."""
-
-    def __init__(self, path: str, name: str, sizes: Mapping[str, int]) -> None:
-        self.path, self.name, self.sizes = path, name, sizes
-
-    def title(self, file: str) -> str:
-        """Name a file for messages."""
-        return f"{self.path}/{file}"
-
-    def local(self, file: str) -> Path | None:
-        """Return a file's path on this machine, or None."""
-        return None
-
-    def read(self, file: str, start: int, stop: int) -> bytearray:
-        """Return exactly the bytes from `start` to before `stop`, or raise."""
-        raise NotImplementedError
-
-
-class LocalFolder(Folder):
-    """A folder on disk, or one file in it with its config beside it."""
+    """The top-level files of one checkpoint, with their sizes in bytes; or one file, with the JSON files beside it."""
 
     def __init__(self, path: Path, only: str | None = None) -> None:
         there = sorted(entry for entry in path.iterdir() if entry.is_file())
         mine = [entry for entry in there if only in (None, entry.name) or entry.suffix == ".json"]
-        sizes = {entry.name: entry.stat().st_size for entry in mine}
-        super().__init__(str(path), str(path / only) if only else str(path), sizes)
-
-    def local(self, file: str) -> Path:
-        """Return a file's path."""
-        return Path(self.path) / file
-
-    def read(self, file: str, start: int, stop: int) -> bytearray:
-        """Return a byte range; `BadCheckpoint` if the file ends before it."""
-        # Read, not mapped: the pages of a map would stay in memory and count as this process's.
-        if not 0 <= start <= stop <= self.sizes[file]:  # before memory is taken for it
-            raise BadCheckpoint(
-                f"{self.title(file)} is truncated or damaged: bytes {start} to {stop} of {self.sizes[file]}"
-            )
-        buffer = bytearray(stop - start)
-        with self.local(file).open("rb") as opened:
-            opened.seek(start)
-            count = opened.readinto(buffer)
-        if count < len(buffer):
-            raise BadCheckpoint(f"{self.title(file)} is truncated: it ends at byte {start + count}, not {stop}")
-        return buffer
+        self.path, self.name = path, str(path / only) if only else str(path)
+        self.sizes = {entry.name: entry.stat().st_size for entry in mine}
 
 
 def model_files(folder: Folder, suffix: str) -> list[str]:
@@ -114,11 +75,11 @@ def model_files(folder: Folder, suffix: str) -> list[str]:
 
 def read_json(folder: Folder, file: str) -> Mapping[str, object]:
     """Read a JSON file of the folder; `BadCheckpoint` unless it holds an object."""
-    title, size = folder.title(file), folder.sizes[file]
+    title, size = folder.path / file, folder.sizes[file]
     if size > _LARGEST_JSON:
         raise BadCheckpoint(f"{title} has {size} bytes; no config or index is longer than {_LARGEST_JSON}")
     try:
-        content = json.loads(folder.read(file, 0, size))
+        content = json.loads(title.read_bytes())
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{title} is no JSON: {error}") from error
     if not isinstance(content, dict):
@@ -172,99 +133,46 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
-_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_LARGEST_HEADER: Final = 100_000_000  # the limit of the format
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    folder: Folder
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    def read(self, rows: tuple[int, int] | None) -> Tensor:
-        shape, start, stop = self.shape, self.start, self.stop
-        if self.dtype not in _DTYPES:
-            raise BadCheckpoint(f"{self.folder.title(self.file)} holds {self.dtype} where numbers are expected")
-        if rows is not None:
-            width = (stop - start) // max(shape[0], 1)
-            shape = (rows[1] - rows[0], *shape[1:])
-            start, stop = start + rows[0] * width, start + rows[1] * width
-        if start == stop:
-            return torch.zeros(shape)
-        return as_float(
-            torch.frombuffer(self.folder.read(self.file, start, stop), dtype=_DTYPES[self.dtype]).view(shape)
-        )
+_NUMBERS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 
 def safetensors_weights(folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> Weights:
     """Open a model stored as safetensors; 8-bit floats are multiplied by their scales when read."""
-    entries: dict[str, _Entry] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    stored: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and its dtype
     for name in files:
-        entries |= _header(folder, name)
+        with _opened(folder.path / name) as held:
+            for tensor in held.keys():  # noqa: SIM118
+                piece = held.get_slice(tensor)
+                shapes[tensor], stored[tensor] = tuple(piece.get_shape()), (folder.path / name, piece.get_dtype())
+
+    def plain(tensor: str, rows: tuple[int, int] | None) -> Tensor:
+        path, dtype = stored[tensor]
+        if dtype not in _NUMBERS:
+            raise BadCheckpoint(f"{path} holds {dtype} where numbers are expected")
+        with _opened(path) as held:  # anew: the pages of a map would stay in memory and count as this process's
+            value = held.get_tensor(tensor) if rows is None else held.get_slice(tensor)[slice(*rows)]
+            return as_float(value.clone())
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        entry = entries[tensor]
         scales = (f"{tensor}_scale_inv", f"{tensor}_scale")  # both are factors, whatever the first is called
-        scale = next((entries[name] for name in scales if name in entries), None)
-        if scale is None or not entry.dtype.startswith("F8"):
-            return entry.read(rows)
-        value = _scaled(entry.read(None), scale.read(None), config)
+        scale = next((name for name in scales if name in stored), None)
+        if scale is None or not stored[tensor][1].startswith("F8"):
+            return plain(tensor, rows)
+        value = _scaled(plain(tensor, None), plain(scale, None), config)
         return value if rows is None else value[slice(*rows)]
 
-    return Weights(
-        folder.name,
-        config,
-        {name: entry.shape for name, entry in entries.items()},
-        frozenset(name for name, entry in entries.items() if entry.dtype not in _DTYPES),
-        read,
-    )
+    packed = frozenset(name for name, (_, dtype) in stored.items() if dtype not in _NUMBERS)
+    return Weights(folder.name, config, shapes, packed, read)
 
 
-def _header(folder: Folder, file: str) -> dict[str, _Entry]:
-    """Read every tensor's entry, checked against the file's length."""
-    title, size = folder.title(file), folder.sizes[file]
-    if size < 8:
-        raise BadCheckpoint(f"{title} is no safetensors file: it has {size} bytes")
-    length = int.from_bytes(folder.read(file, 0, 8), "little")
-    if length > min(_LARGEST_HEADER, size - 8):
-        raise BadCheckpoint(f"{title} is truncated or no safetensors file: a header of {length} bytes in {size}")
+@contextmanager
+def _opened(path: Path) -> Generator[Any]:
     try:
-        header = cast(dict[str, Any], json.loads(folder.read(file, 8, 8 + length)))
-        entries = {
-            name: _Entry(
-                folder,
-                file,
-                str(item["dtype"]),
-                _counts(item["shape"]),
-                *(8 + length + at for at in _counts(item["data_offsets"])),
-            )
-            for name, item in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadCheckpoint(f"{title} has a damaged header: {error}") from error
-    for name, entry in entries.items():
-        if entry.stop > size or entry.start > entry.stop:
-            raise BadCheckpoint(f"{title} is truncated: {name} ends at byte {entry.stop} of {size}")
-        if entry.dtype in _DTYPES:
-            expected = math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize
-            if entry.stop - entry.start != expected:
-                raise BadCheckpoint(
-                    f"{title} has a damaged header: {name} of shape {list(entry.shape)} takes {expected} bytes, "
-                    f"not {entry.stop - entry.start}"
-                )
-    return entries
+        with cast(Any, safe_open(path, "pt")) as held:
+            yield held
+    except SafetensorError as error:
+        raise BadCheckpoint(f"{path} is no safetensors file, truncated or damaged: {error}") from error
 
 
 def _counts(values: object) -> tuple[int, ...]:

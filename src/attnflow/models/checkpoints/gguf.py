@@ -37,11 +37,7 @@ def gguf_weights(folder: Folder, files: Sequence[str], _: Mapping[str, object]) 
         from gguf import quants
     except ImportError as error:
         raise MissingExtra("gguf", "hf", "reading a GGUF file") from error
-    path = folder.local(files[0])
-    if path is None:
-        raise BadCheckpoint(
-            f"{folder.name} has its weights in {files[0]}, which is not read by ranges: download it and pass the file"
-        )
+    path = folder.path / files[0]
     reader = _open(path)
     tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
