@@ -1,4 +1,4 @@
-"""Sessions for the tests of what pages and widgets work on."""
+"""Sessions for the tests of what a page works on."""
 
 from __future__ import annotations
 

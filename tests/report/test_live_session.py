@@ -1,4 +1,4 @@
-"""The operations of pages and widgets: each changes what it says, is undone, and comes back from plain data."""
+"""The operations of a page: each changes what it says, is undone, and comes back from plain data."""
 
 import json
 import re

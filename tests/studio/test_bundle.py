@@ -46,11 +46,10 @@ def test_the_page_asks_nothing_of_a_network_and_runs_no_text():
     assert "@import" not in style
 
 
-def test_one_module_serves_the_page_the_widget_and_the_report():
-    """It stands in a page as it is, so that nothing in it may end a script; notebooks take its default export."""
+def test_one_module_serves_the_page_and_the_report():
+    """It stands in a page as it is, so that nothing in it may end a script."""
     text = BUNDLE.read_text()
     assert not re.search(r"</script|<!--", text, re.IGNORECASE)
-    assert re.search(r"export\s*\{\s*\w+ as default\s*\}", text)
 
 
 def test_the_sources_compute_nothing_about_masks_and_set_no_markup():

@@ -10,7 +10,7 @@ import typer
 
 from attnflow.cli._output import JsonFlag, console, print_json, say, style, working
 
-_EXTRAS: Final = ("hf", "report", "knowledge", "studio", "widget")
+_EXTRAS: Final = ("hf", "report", "knowledge", "studio")
 
 
 def doctor(json_output: JsonFlag = False) -> None:

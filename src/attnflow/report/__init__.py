@@ -1,10 +1,10 @@
 """Results as pictures and pages: one drawing for each kind of result, registered in `registry`."""
 
 from attnflow.report.registry import encode as encode
-from attnflow.report.registry import figure, model_page, page, widget
+from attnflow.report.registry import figure, model_page, page
 from attnflow.report.registry import notebook as notebook  # by which, and by `encode`, results show and save themselves
 
-__all__ = ["figure", "model_page", "page", "widget"]
+__all__ = ["figure", "model_page", "page"]
 
 
 def __dir__() -> list[str]:

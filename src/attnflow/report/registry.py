@@ -42,9 +42,6 @@ from attnflow.tasks.task import Task
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from attnflow.report.live.design import Subject
-    from attnflow.report.live.notebook import Widget
-
 
 def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str | Figure:
     """Draws the order of a mask ("hasse"), or its receptive fields by layer ("growth")."""
@@ -286,42 +283,6 @@ def model_page(
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
         labels = [text for row in rows for text in token_texts(row, tokenizer)]
     return page(*results, title=name, labels=labels, details=details, problems=problems)
-
-
-def widget(subject: Subject, *, labels: Sequence[str] | None = None) -> Widget:
-    """The studio in a notebook: the page of `attnflow studio`, in Jupyter, marimo and VS Code.
-
-    What a reader picks and paints is computed by the kernel, which takes structured operations and never code, with
-    the limits of the studio but for time: what takes long is stopped by interrupting the kernel. Afterwards `.mask` is
-    what was drawn, and `.task` has the labels that were set; assigning `.mask` shows another one.
-
-    Args:
-        subject: a mask, a mask per layer, first layer first, a flow, a task or a merged family.
-        labels: a text for each position, such as its token.
-
-    Returns:
-        The widget, which a notebook shows as the last value of a cell: its traits are those of ipywidgets, and
-        `revision`, the number of changes so far, which can be observed.
-
-    Raises:
-        MissingExtra: anywidget is not installed: pip install 'attnflow[widget]'.
-        ValueError: more than 131,072 positions or 64 layers, a mask that is not square, or labels are not as many as
-            positions.
-
-    Cost: O(intervals); each answer costs what the same function costs, such as `af.order.analyze`.
-
-    >>> import attnflow as af
-    >>> drawn = af.report.widget(af.masks.sliding_window(16, 4))
-    >>> drawn.mask == af.masks.sliding_window(16, 4)
-    True
-    """
-    try:
-        from attnflow.report.live.notebook import Widget
-    except ImportError as error:
-        raise MissingExtra("anywidget", "widget", "the studio in a notebook") from error
-    from attnflow.report.live.design import design_for
-
-    return Widget(design_for(subject, labels))
 
 
 def encode(result: object, suffix: str) -> bytes:

@@ -1,1 +1,1 @@
-"""Interactive masks: the state that pages and widgets show, the operations on it, and the answers about it."""
+"""Interactive masks: the state that a page shows, the operations on it, and the answers about it."""

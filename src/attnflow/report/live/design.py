@@ -19,7 +19,6 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
 from attnflow.tasks.leaks import LeakReport, survey
-from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Labels, Task
 from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
 
@@ -30,7 +29,6 @@ _MAX_TEXT: Final = 400  # characters of one token
 _VERSION: Final = 1
 
 Spec = Mapping[str, object]
-Subject = Mask | Sequence[Mask] | Flow | Task | MergedTask
 
 
 class Stroke(NamedTuple):
@@ -239,27 +237,18 @@ class Design:
         return cls.from_dict({"layers": layers, "stacked": stacked, "sources": sources, "labels": labels}, "task")
 
 
-def design_for(subject: Subject, labels: Sequence[str] | None = None) -> Design:
-    """Returns the initial design of a subject; raises as `widget`, and TypeError for other subjects."""
-    if isinstance(subject, Task | MergedTask):
-        design = Design.of_task(subject if isinstance(subject, Task) else subject.task)
-    elif isinstance(subject, Flow):
-        design = _of_masks(subject.masks, stacked=subject.num_layers is not None)
-    elif isinstance(subject, Mask):
-        design = _of_masks([subject], stacked=False)
-    elif isinstance(subject, Sequence) and all(isinstance(each, Mask) for each in subject):  # pyright: ignore[reportUnnecessaryIsInstance]
-        design = _of_masks(subject, stacked=True)
+def design_for(subject: Flow | Task, labels: Sequence[str] | None = None) -> Design:
+    """Returns the initial design of a flow or a task, with a text for each position."""
+    if isinstance(subject, Task):
+        design = Design.of_task(subject)
     else:
-        raise TypeError(f"expected a mask, a mask per layer, a flow or a task, got {type(subject).__name__}")
+        layers = [{"mask": mask.to_dict()} for mask in subject.masks]
+        design = Design.from_dict({"layers": layers, "stacked": subject.num_layers is not None}, "the masks")
     if labels is None:
         return design
     if len(labels) != design.size:
         raise ValueError(f"expected a label for each of {design.size} positions, got {len(labels)}")
     return Design.from_dict({**design.to_dict(), "tokens": [str(label) for label in labels]})
-
-
-def _of_masks(masks: Sequence[Mask], stacked: bool) -> Design:
-    return Design.from_dict({"layers": [{"mask": mask.to_dict()} for mask in masks], "stacked": stacked}, "the masks")
 
 
 @lru_cache(8)

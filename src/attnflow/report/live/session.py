@@ -29,7 +29,7 @@ _COARSE: Final = 128  # cells along a side of a mask that compresses badly
 
 
 class Session:
-    """The state of one page or widget; `handle` takes a message and gives a reply, both plain data.
+    """The state of one page; `handle` takes a message and gives a reply, both plain data.
 
     - `{"op": "pick", "layer": 0, "name": "sliding_window", "settings": {"n": "64", "window": "8"}}` and the other
       operations of `attnflow.report.live.operations` change the design; the reply describes it. With a "tile" it also
