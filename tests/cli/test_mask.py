@@ -115,17 +115,15 @@ def test_masks_without_an_order_say_why(run: Callable, monkeypatch: pytest.Monke
     assert found["no_order"] == "the order is not computed above 8 positions"
 
 
-def test_svg_png_and_html(run: Callable, tmp_path: Path) -> None:
-    svg, png, html = (tmp_path / f"mask.{kind}" for kind in ("svg", "png", "html"))
+def test_svg_and_html(run: Callable, tmp_path: Path) -> None:
+    svg, html = (tmp_path / f"mask.{kind}" for kind in ("svg", "html"))
     code, out, _ = run("mask", "show", "causal", "-o", str(svg))
     assert code == 0
     assert f"written         {svg}" in out
     assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-    assert json.loads(run("mask", "show", "causal", "-o", str(png), "--json").out)["name"] == "causal"
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert run("mask", "show", "causal", "-o", str(html)).code == 0
+    assert json.loads(run("mask", "show", "causal", "-o", str(html), "--json").out)["name"] == "causal"
     assert html.read_text().startswith("<!doctype html>")
-    assert {path.name for path in tmp_path.iterdir()} == {"mask.svg", "mask.png", "mask.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {"mask.svg", "mask.html"}
 
 
 def write_task(folder: Path, spec: object) -> str:

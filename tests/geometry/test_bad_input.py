@@ -46,7 +46,7 @@ CASES = {
     "mode of a monitor": (lambda: geometry.monitor(bert(), mode="sum"), ValueError, "mode must be"),
     "attention": (lambda: geometry.monitor(bert(), attention="both"), ValueError, "attention must be"),
     "attention of a survey": (lambda: survey(["minilm"], attention="both"), ValueError, "attention must be"),
-    "log": (lambda: geometry.monitor(bert(), log=3), TypeError, "log must be a TensorBoard SummaryWriter"),
+    "log": (lambda: geometry.monitor(bert(), log=3), TypeError, "log must be a function of values and step"),
     "monitor of no attention": (lambda: geometry.monitor(NONE), af.UnsupportedArchitecture, "no queries and keys"),
     "monitor of no cross-attention": (
         lambda: geometry.monitor(bert(), attention="cross"),

@@ -1,7 +1,6 @@
 """The monitor in a loop, in a Trainer, through crashes and resumed runs."""
 
 import csv
-import sys
 import types
 
 import pytest
@@ -143,40 +142,6 @@ def test_values_for_a_log_have_names_by_tower_and_kind():
         assert values[stem] == pytest.approx((values[f"{stem}/layer_0"] + values[f"{stem}/layer_1"]) / 2)
 
 
-class Writer:
-    def __init__(self):
-        self.scalars = []
-        self.flushed = 0
-
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, value, step))
-
-    def flush(self):
-        self.flushed = len(self.scalars)
-
-
-class Run:
-    def __init__(self):
-        self.logged = []
-
-    def log(self, values, step=None):
-        self.logged.append((values, step))
-
-
-def test_logs_to_a_summary_writer_or_a_run(model):
-    writer, run = Writer(), Run()
-    for target in (writer, run):
-        monitor = af.geometry.monitor(model, every=2, log=target)
-        monitor.start()
-        monitor.step()
-        monitor.step()
-    names = [name for name, _, step in writer.scalars if step == 2]
-    assert [step for _, step in run.logged] == [0, 2]
-    assert writer.flushed == len(writer.scalars)
-    assert names == list(run.logged[1][0])
-    assert names[:3] == ["geometry/symmetry", "geometry/symmetry/layer_0", "geometry/symmetry/layer_1"]
-
-
 def test_a_block_starts_records_its_end_and_leaves_the_model_alone(model, tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with af.geometry.monitor(af.models.Loaded(model, None), tmp_path / "geometry.csv", every=2) as monitor:
@@ -292,37 +257,3 @@ def test_trainer_records_and_resumes_where_its_checkpoint_is(tmp_path):
     train(tmp_path / "out", {"path": path, "every": 3}, resume=str(tmp_path / "out" / "checkpoint-4"))
     assert path.read_bytes() == whole  # the Trainer resumes exactly, so the record is that of one run
     assert (tmp_path / "geometry.csv.old").read_bytes() == whole
-
-
-@pytest.mark.slow
-def test_trainer_with_the_real_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    _, monitor = train(tmp_path / "out", {"every": 4}, report_to="tensorboard")
-    events = EventAccumulator(str(tmp_path / "out" / "runs" / "geometry")).Reload()
-    found = events.Scalars("geometry/symmetry")
-    assert [event.step for event in found] == [0, 4, 7]
-    assert found[-1].value == pytest.approx(monitor.scores.summaries[0].symmetry.median)
-
-
-def test_trainer_reports_to_tensorboard_and_wandb(model, tmp_path, monkeypatch):
-    writers, logged, wandb = {}, [], types.ModuleType("wandb")
-    wandb.log = logged.append
-    made = lambda: lambda log_dir: writers.setdefault(log_dir, Writer())  # noqa: E731
-    monkeypatch.setattr(sys.modules["attnflow.geometry.monitor"], "_summary_writer", made)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-
-    args = types.SimpleNamespace(report_to=["tensorboard", "wandb", "mlflow"], output_dir=str(tmp_path / "out"))
-    state = types.SimpleNamespace(global_step=0)
-    monitor = af.geometry.monitor(model, every=2)
-    monitor.on_train_begin(args, state, None, model=model, optimizer=None)
-    for state.global_step in (1, 2, 3):
-        monitor.on_step_end(args, state, None, model=model)
-    monitor.on_train_end(args, state, None, model=model)
-
-    assert list(writers) == [str(tmp_path / "out" / "runs" / "geometry")]
-    (writer,) = writers.values()
-    assert sorted({step for _, _, step in writer.scalars}) == [0, 2, 3]
-    assert [values["train/global_step"] for values in logged] == [0, 2, 3]
-    assert ("geometry/symmetry", logged[1]["geometry/symmetry"], 2) in writer.scalars

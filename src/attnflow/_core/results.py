@@ -118,7 +118,7 @@ class Result:
         return pandas.DataFrame(list(self.rows()))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the file whole or not at all: `.json`, `.csv`, `.html`, or a picture: `.svg`, `.png`, `.pdf`.
+        """Write the file whole or not at all: `.json`, `.csv`, `.html`, or a picture: `.svg`, of charts `.png`, `.pdf`.
 
         Raises:
             ValueError: another suffix.

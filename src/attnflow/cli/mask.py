@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at masks, check and merge tasks, export and debug.", rich_markup_mode=None)
 
-_SUFFIXES: Final = (".svg", ".png", ".html")
+_SUFFIXES: Final = (".svg", ".html")
 _Name = Annotated[
     str, typer.Argument(metavar="NAME", help="A mask of the catalogue, or a JSON file with a mask or a task.")
 ]
@@ -69,7 +69,7 @@ def mask_show(
     """Show a mask as a picture and in numbers.
 
     In the picture a row is a query, a column a key. The numbers: depth (layers until all information has flowed),
-    density, classes and Hasse diagram of the order, block sparsity. -o writes .svg, .png or .html.
+    density, classes and Hasse diagram of the order, block sparsity. -o writes .svg or .html.
     """
     target = None if output is None else output_path(output, _SUFFIXES)
     mask = mask_argument(name, n, settings or [])
@@ -120,7 +120,7 @@ def mask_merge(
     """Merge a family of tasks and prove the result.
 
     Derives the smallest sequence and mask that train every task of the family in one forward pass, compares the mask
-    with its closed form, and proves that no label leaks (otherwise exits with 1). -o writes .svg, .png or .html.
+    with its closed form, and proves that no label leaks (otherwise exits with 1). -o writes .svg or .html.
     """
     from attnflow._core.parameters import find
     from attnflow.tasks.derivation import derive, named_families

@@ -1,4 +1,4 @@
-"""`monitor`: the scores of a model while it trains, to a CSV file and to TensorBoard, W&B or a function."""
+"""`monitor`: the scores of a model while it trains, to a CSV file and to a function."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from torch import distributed, nn
 
 from attnflow._core import checks
-from attnflow._core.errors import MissingExtra
 from attnflow._core.files import write_atomically
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
@@ -44,14 +42,13 @@ def monitor(
     gamma: float = 2.0,
     mode: Mode = "excess",
     attention: Attention = "self",
-    log: object = None,
+    log: Log | None = None,
 ) -> Monitor:
     """Score a model at the start of its training, every so many steps, and at the end.
 
     With transformers the handle is a callback, `Trainer(model, ..., callbacks=[monitor(model)])`: the file then starts
-    at the step of the checkpoint that training resumes from, and the scores also go where `report_to` sends the losses,
-    if that is TensorBoard (as a run "geometry" beside the Trainer's) or Weights & Biases. In a loop of your own use it
-    in a `with` block and call `step` after every step of the optimiser. With several processes the first one records.
+    at the step of the checkpoint that training resumes from. In a loop of your own use it in a `with` block and call
+    `step` after every step of the optimiser. With several processes the first one records.
 
     Args:
         model: any model that `score` reads.
@@ -62,9 +59,8 @@ def monitor(
         gamma: threshold of directionality.
         mode: reading of directionality.
         attention: which kinds of attention.
-        log: where the values go besides the file: a TensorBoard `SummaryWriter`, a W&B run, or a function of a dict of
-            values by name and the step. Names are such as "geometry/symmetry" (the median over layers) and
-            "geometry/symmetry/layer_3". Under a Trainer, in place of its `report_to`.
+        log: a function of a dict of values by name and the step, called at every record. Names are such as
+            "geometry/symmetry" (the median over layers) and "geometry/symmetry/layer_3".
 
     Raises:
         UnsupportedArchitecture: the model has no attention of the kind.
@@ -80,9 +76,10 @@ def monitor(
     """
     check_reading(gamma, mode)
     module, _ = split(model)
-    logs = None if log is None else [log_to(log)]
+    if log is not None and not callable(log):
+        raise TypeError(f"log must be a function of values and step, got {type(log).__name__}")
     every = checks.integer("every", every, 1)
-    return Monitor(module, None if path is None else Path(path), every, per_head, (gamma, mode), attention, logs)
+    return Monitor(module, None if path is None else Path(path), every, per_head, (gamma, mode), attention, log)
 
 
 class Monitor(Handle):
@@ -100,14 +97,14 @@ class Monitor(Handle):
         per_head: bool,
         reading: tuple[float, Mode],
         attention: Attention,
-        logs: list[Log] | None,
+        log: Log | None,
     ) -> None:
         super().__init__(model)
         self.scores: GeometryScores | None = None
         self._path, self._every, self._per_head = path, every, per_head
         self._reading = reading
         self._attention: Attention = attention
-        self._own_logs, self._logs = logs is not None, logs or []
+        self._log = log
         self._layers = layers_in_memory(model, attention)
         self._read = self._parameters()
         self._file: RecordFile | None = None
@@ -176,10 +173,8 @@ class Monitor(Handle):
         self.scores = GeometryScores(f"step {step}", tuple(rows), *self._reading)
         if self._file is not None:
             self._file.append(step, rows)
-        if self._logs:
-            values = values_of(rows)
-            for log in self._logs:
-                log(values, step)
+        if self._log is not None:
+            self._log(values_of(rows), step)
         self._last = step
         return self.scores
 
@@ -196,17 +191,8 @@ class Monitor(Handle):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: object) -> None:
         """Event of a Trainer: training starts or resumes."""
-        del control, others
+        del args, control, others
         if self.active:
-            if not self._own_logs:  # those that the Trainer reports to, of those that we support
-                self._logs = []
-                reports = cast(Sequence[str], args.report_to or ()) if _first_process() else ()
-                if "tensorboard" in reports:
-                    folder = os.getenv("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir, "runs")
-                    # A run of its own: of two files that grow in one run, TensorBoard may read the newer one only.
-                    self._logs.append(log_to(_summary_writer()(log_dir=str(Path(folder).expanduser() / "geometry"))))
-                if "wandb" in reports:
-                    self._logs.append(_log_to_wandb)
             self.model, self._layers = model, layers_in_memory(model, self._attention)
             self._read = self._parameters()
             self.start(state.global_step)
@@ -238,7 +224,7 @@ class Monitor(Handle):
         self._file = None  # nothing of the model was changed
 
     def _summary(self) -> str:
-        where = ", ".join(filter(None, (str(self._path or ""), "a log" if self._logs else ""))) or "memory"
+        where = ", ".join(filter(None, (str(self._path or ""), "a log" if self._log else ""))) or "memory"
         state = "not started" if self._step is None else f"at step {self._step}"
         layers = plural(len(self._layers), "attention layer")
         return f"scores of {layers} of {type(self.model).__name__} every {self._every} steps to {where}; {state}"
@@ -310,19 +296,6 @@ class RecordFile:
         return int(step)
 
 
-def log_to(target: object) -> Log:
-    """Return a function of values by name and their step, from a `SummaryWriter`, a W&B run, or such a function."""
-    if hasattr(target, "add_scalar"):
-        return partial(_log_to_tensorboard, target)
-    log = getattr(target, "log", None)
-    if callable(log):
-        return cast(Log, log)
-    if callable(target):
-        return cast(Log, target)
-    got = type(target).__name__
-    raise TypeError(f"log must be a TensorBoard SummaryWriter, a W&B run or a function of values and step, got {got}")
-
-
 def values_of(rows: Sequence[MatrixScores]) -> dict[str, float]:
     """Name the values: every layer's full matrix, and their median over layers."""
     values: dict[str, float] = {}
@@ -335,27 +308,3 @@ def values_of(rows: Sequence[MatrixScores]) -> dict[str, float]:
         for stem, named in layers.items():
             values |= {stem: Quartiles.of(list(named.values())).median, **named}
     return values
-
-
-def _summary_writer() -> Callable[..., object]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        try:
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingExtra("tensorboard", "study", 'report_to="tensorboard"') from error
-    return SummaryWriter
-
-
-def _log_to_tensorboard(writer: Any, values: Mapping[str, float], step: int) -> None:
-    for name, value in values.items():
-        writer.add_scalar(name, value, step)
-    writer.flush()  # records are rare, and a crash should not take the last ones
-
-
-def _log_to_wandb(values: Mapping[str, float], step: int) -> None:
-    # The Trainer's own values have this axis; W&B refuses a step below one that it has seen.
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    wandb.log({**values, "train/global_step": step})

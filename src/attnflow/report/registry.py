@@ -106,7 +106,7 @@ def kind_of(result: object) -> Kind:
 def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
     """A result as a picture: a matplotlib figure of a chart, or our own SVG of a mask or a diagram.
 
-    Both are saved by `savefig(path)` as .svg, .png or .pdf, and notebooks show them.
+    Both are saved by `savefig(path)`, as .svg, a chart also as .png or .pdf, and notebooks show them.
 
     Args:
         result: a mask, or any result that has a picture.
