@@ -51,10 +51,6 @@ CASES = [
     ("bias show nope", "nope"),
     ("bias show smollm2-135m --bias nodir", "nodir holds no saved bias"),
     ("bias show smollm2-135m --bias nodir -o map.gif", "must end in"),
-    (
-        "bias show smollm2-135m --bias nodir --top-k 2 -o map.png",
-        "a graph, which is written as .svg, .html, .csv, .json, .dot; got .png",
-    ),
     ("knowledge build store ./none", "no file or folder"),
     ("knowledge build store smolm2-135m", "did you mean smollm2-135m?"),
     ("knowledge stats nostore", "there is no store at nostore: `attnflow knowledge build nostore MODEL` makes one"),

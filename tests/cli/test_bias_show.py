@@ -8,7 +8,6 @@ import torch
 
 import attnflow as af
 from attnflow.bias import BiasMap
-from attnflow.bias.graph import BiasGraph
 from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import QueryBias
 from attnflow.models import load_model
@@ -52,13 +51,10 @@ def test_json(run, tiny_model, saved):
     assert sum(view.weights) == pytest.approx(1.0)
     assert sum(view.weights_base) == pytest.approx(1.0)
     assert set(view.layers[0].energy) == {1, 8}
-    graph = BiasGraph.from_json(run(*command, "--top-k", "2").out)
-    assert graph.edges
-    assert all(edge.key < edge.query and edge.bias > 0 for edge in graph.edges)
 
 
 def test_files(run, tiny_model, saved, tmp_path):
-    for suffix in ("svg", "png", "html", "csv", "json", "dot"):
+    for suffix in ("svg", "png", "html", "csv", "json"):
         file = tmp_path / f"map.{suffix}"
         code, out, err = run("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "-o", str(file))
         assert (code, err) == (0, "")
@@ -68,17 +64,6 @@ def test_files(run, tiny_model, saved, tmp_path):
     assert found.to_csv() == (tmp_path / "map.csv").read_text()
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     assert "The bias, layer by layer" in (tmp_path / "map.html").read_text()
-    assert (tmp_path / "map.dot").read_text().startswith("digraph bias {")
-
-
-def test_graphs(run, tiny_model, saved, tmp_path):
-    base = ("bias", "show", tiny_model, "--bias", saved, "--text", TEXT, "--layer", "1")
-    out = run(*base, "--top-k", "1", "-o", str(tmp_path / "graph.svg")).out
-    assert "graph (layer 1; the strongest key of each query): " in out
-    assert "->" in out
-    assert 'class="af-edge"' in (tmp_path / "graph.svg").read_text()
-    run(*base, "--threshold", "0.1", "-o", str(tmp_path / "graph.html"))
-    assert (tmp_path / "graph.html").read_text().startswith("<!doctype html>")
 
 
 def test_generation_and_choices(run, tiny_model, saved):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from attnflow._core.markup import plural, token_label, visible
+from attnflow._core.markup import plural, token_label
 from attnflow._core.results import Result
 
 if TYPE_CHECKING:
@@ -92,15 +92,3 @@ class BiasGraph(Result):
         graph.add_nodes_from((node, {"token": self.tokens[node]}) for node in self.nodes)
         graph.add_edges_from((edge.key, edge.query, {"bias": edge.bias}) for edge in self.edges)
         return graph
-
-    def to_dot(self) -> str:
-        """Graphviz source, information flowing upwards; the stronger an edge, the thicker."""
-        top = max((edge.bias for edge in self.edges), default=1.0)
-        lines = ["digraph bias {", "  rankdir=BT;", "  node [shape=box, style=rounded];"]
-        for node in self.nodes:
-            token = visible(self.tokens[node]).replace("\\", "\\\\").replace('"', '\\"')
-            lines.append(f'  {node} [label="{token}\\n{node}"];')
-        for edge in self.edges:
-            width = 0.5 + 2.5 * edge.bias / top
-            lines.append(f'  {edge.key} -> {edge.query} [label="{edge.bias:.2f}", penwidth={width:.2f}];')
-        return "\n".join([*lines, "}", ""])

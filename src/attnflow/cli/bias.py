@@ -8,15 +8,13 @@ from typing import Annotated, Final
 
 import typer
 
-from attnflow._core.files import write_atomically
 from attnflow.cli._arguments import load
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
 app = typer.Typer(help="Look at what a learned bias does.", rich_markup_mode=None)
 
 _PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
-_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json", ".dot")
-_GRAPHS: Final = (".svg", ".html", ".csv", ".json", ".dot")
+_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 
 
 @app.command("show")
@@ -38,28 +36,17 @@ def bias_show(
     head: Annotated[
         int | None, typer.Option("--head", metavar="N", min=0, help="One head (default: the mean).")
     ] = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="N", min=1, help="Graph: the N strongest keys of each query.")
-    ] = None,
-    threshold: Annotated[
-        float | None, typer.Option("--threshold", metavar="B", help="Graph: keys with a bias of at least B.")
-    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help=".svg .png figure, .html, .csv, .json, .dot.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help=".svg .png figure, .html, .csv, .json.")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Show what a bias does.
 
     Runs a model with and without its bias on one text, and shows which keys each layer draws a query to (+) and turns
-    it away from (-): the row-centred bias, which is all that softmax sees. With --top-k or --threshold, a graph.
+    it away from (-): the row-centred bias, which is all that softmax sees.
     """
-    is_graph = top_k is not None or threshold is not None
-    target = None if output is None else output_path(output, _SUFFIXES, "" if is_graph else "a bias as a figure")
-    if is_graph and target is not None and target.suffix.lower() not in _GRAPHS:
-        raise BadUsage(
-            f"--top-k and --threshold make a graph, which is written as {', '.join(_GRAPHS)}; got {target.suffix}"
-        )
+    target = None if output is None else output_path(output, _SUFFIXES, "a bias as a figure")
     with working(f"loading {model}") as spinner:
         from attnflow import bias as biases
         from attnflow.bias.hf.saving import read
@@ -81,27 +68,20 @@ def bias_show(
             loaded,
             _PROMPT if text is None else text,
             layers=None if layer is None else [layer],
-            queries=None if query is None or query < 0 or is_graph else [query],
+            queries=None if query is None or query < 0 else [query],
             heads=None if head is None else [head],
             generate=generate,
         )
         bias_map = replace(captured, model=name)
         view = bias_map.at(-1 if query is None else query, head)
-        graph = bias_map.graph(top_k=top_k, threshold=threshold, layer=layer, head=head)
         if target is not None:
             spinner.stage(f"writing {output}")
-            if target.suffix.lower() == ".dot":
-                with write_atomically(target) as file:
-                    file.write(graph.to_dot().encode())
-            elif is_graph:
-                write(graph, target)
-            else:
-                write(bias_map, target, layer=layer, query=query, head=head)
+            write(bias_map, target, layer=layer, query=query, head=head)
     if json_output:
-        print_result(graph if is_graph else view)
+        print_result(view)
         return
     screen = console()
     say(screen, f"{name} with the bias {folder}", "bold")
-    say(screen, f"{view}\n\n{graph}" if is_graph else str(view))
+    say(screen, str(view))
     if output is not None:
         say(screen, f"written: {output}")

@@ -63,13 +63,6 @@ class Hasse(Result):
         graph.add_edges_from(self.edges)
         return graph
 
-    def to_dot(self) -> str:
-        """Graphviz source, information flowing upwards."""
-        lines = ["digraph hasse {", "  rankdir=BT;", "  node [shape=box, style=rounded];"]
-        lines += [f'  {i} [label="{label(node)}"];' for i, node in enumerate(self.nodes)]
-        lines += [f"  {lower} -> {upper};" for lower, upper in self.edges]
-        return "\n".join([*lines, "}", ""])
-
 
 def label(positions: tuple[int, ...], limit: int = 6) -> str:
     """Positions as text, runs shortened: `0-3, 7`."""
