@@ -104,7 +104,6 @@ OF_A_MODEL = [
     ),
     ("bias show TINY --bias BIAS --text 'I the of' --head 9", "heads must hold positions in [0, 4), got 9"),
     ("bias show TINY --bias BIAS --text 'I the of' --query -4", "query must be one of the captured positions"),
-    ("bias show TINY --bias BIAS --text 'I the of' --threshold 0", "threshold must be positive"),
     ("bias show TINY", "has no bias: give --bias DIR"),
     ("bias show no-such-model --bias empty", "holds no saved bias"),
     ("knowledge build memory TINY", "a store in memory is gone when the command ends"),

@@ -46,8 +46,7 @@ def test_the_page_asks_nothing_of_a_network_and_runs_no_text():
     assert "@import" not in style
 
 
-def test_one_module_serves_the_page_and_the_report():
-    """It stands in a page as it is, so that nothing in it may end a script."""
+def test_nothing_in_it_may_end_a_script():
     text = BUNDLE.read_text()
     assert not re.search(r"</script|<!--", text, re.IGNORECASE)
 

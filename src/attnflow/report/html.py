@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from attnflow._core.markup import element, escape, grouped
 
@@ -21,7 +20,6 @@ class Html:
 
 
 Content = Html | str | int
-LIVE: Final = "data-attnflow-studio"  # the attribute of an element in which the studio's module mounts itself
 
 
 def raw(content: Content) -> str:
@@ -84,16 +82,6 @@ def figure(picture: str | Html, caption: Content | None = None, *, read_out: boo
     if caption is not None:
         parts.append(tag("figcaption", caption))
     return tag("figure", *parts, class_=kind or None)
-
-
-def live(record: str | None) -> Html:
-    """Marks where the script shows an interactive record; empty without one."""
-    return Html("") if record is None else tag("div", **{LIVE: "record", "data-record": record, "hidden": ""})
-
-
-def still(picture: Content) -> Html:
-    """Builds the picture shown in place of the record above it on paper and without scripts."""
-    return tag("div", picture, data_attnflow_still="")
 
 
 def note(kind: str, *content: Content) -> Html:

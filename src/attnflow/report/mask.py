@@ -97,8 +97,8 @@ def _picture(masks: Sequence[Mask], layers: Layers, context: Context) -> Section
         small = labels if labels is not None and len(labels) <= 32 else None
         svg = mask_svg(mask, labels=small, size=520)
         left = html.figure(svg, _caption(mask), read_out=True)
-        beside = tag("div", html.still(left), html.facts(_facts(mask)), class_="pair")
-        return Section("mask", "Mask", html.live(context.record) + beside)
+        beside = tag("div", left, html.facts(_facts(mask)), class_="pair")
+        return Section("mask", "Mask", beside)
     figures: list[Html] = []
     for mask, numbers in layers[:_SHOWN]:
         allowed = _name(mask) + Html(f", {percent(mask.density)} allowed")
@@ -109,8 +109,7 @@ def _picture(masks: Sequence[Mask], layers: Layers, context: Context) -> Section
         lead += f" The first {_SHOWN} are shown."
     lead += " Row = query, column = key; filled is allowed."
     rows = [[_layers(numbers), _name(mask), percent(mask.density)] for mask, numbers in layers]
-    pictures = html.live(context.record) + html.still(tag("div", *figures, class_="many"))
-    body = html.paragraph(lead, kind="lead") + pictures
+    body = html.paragraph(lead, kind="lead") + tag("div", *figures, class_="many")
     return Section("mask", "Masks by layer", body + html.table(["layers", "mask", "allowed"], rows, text_columns=2))
 
 

@@ -56,11 +56,10 @@ class Part:
 class Context:
     """What a page knows besides a result.
 
-    Leaks are drawn on `flow`; `record` is made by `live.session.record`, and None shows still pictures only.
+    Leaks are drawn on `flow`.
     """
 
     flow: Flow | None = None
-    record: str | None = None
     labels: tuple[str, ...] | None = None
 
 
@@ -122,11 +121,9 @@ def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], 
 
 
 def _document(title: str, parts: Sequence[Part], sections: Sequence[Section], details: Mapping[str, str]) -> str:
-    style, scripts = _asset("report.css"), {"": _asset("report.js")}
-    if any(f'{html.LIVE}="' in section.body.markup for section in sections):
-        scripts[' type="module"'] = _asset("studio.js")
+    style, script = _asset("report.css"), _asset("report.js")
     policy = (
-        f"default-src 'none'; style-src {_digest(style)}; script-src {' '.join(map(_digest, scripts.values()))}; "
+        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     head = (
@@ -140,8 +137,8 @@ def _document(title: str, parts: Sequence[Part], sections: Sequence[Section], de
     )
     main = [tag("section", tag("h2", section.title), section.body, id=section.name) for section in sections]
     body = (_header(title, parts, sections) + tag("main", *main) + _footer(parts, details)).markup
-    code = "".join(f"<script{kind}>{script}</script>" for kind, script in scripts.items())
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}{code}</body></html>\n'
+    body += f"<script>{script}</script>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
 def _header(title: str, parts: Sequence[Part], sections: Sequence[Section]) -> Html:

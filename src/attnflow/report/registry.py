@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError, MissingExtra
-from attnflow._core.markup import shorten
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.audit.report import AuditReport
@@ -74,7 +73,6 @@ class Kind:
     together: bool = False
 
 
-_MAX_TOKEN: Final = 40  # characters of a label that a record holds
 _ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
 TABLE: Final = Kind()
 KINDS: Final[dict[type, Kind]] = {
@@ -183,8 +181,7 @@ def page(
     if labels is not None and size is not None and len(labels) != size:
         raise ValueError(f"expected a label for each of {size} positions, got {len(labels)}")
     flow = first if isinstance(first, Flow) else None
-    names = None if labels is None else tuple(labels)
-    context = Context(flow, None if flow is None else _record(flow, results, names), names)
+    context = Context(flow, None if labels is None else tuple(labels))
     parts: list[Part] = []
     gathered: set[Kind] = set()
     for subject in subjects:
@@ -194,28 +191,12 @@ def page(
         kind = kind_of(subject)
         if not kind.together:
             other = isinstance(subject, Mask | Flow) and subject is not first
-            parts.append(kind.part(subject, replace(context, labels=None, record=None) if other else context))
+            parts.append(kind.part(subject, replace(context, labels=None) if other else context))
         elif kind not in gathered:
             gathered.add(kind)
             alike = [one for one in subjects if not isinstance(one, Section) and kind_of(one) is kind]
             parts.append(kind.part(alike, context))
     return build(parts, title, dict(details or {}), problems)
-
-
-def _record(flow: Flow, results: Sequence[object], labels: Sequence[str] | None) -> str | None:
-    """Returns the record of an order for the interactive page, with the labels of its task; None if it is large."""
-    from attnflow.report.live.design import MAX_LAYERS, design_for
-    from attnflow.report.live.session import MAX_RECORDED, record
-
-    if not 0 < flow.size <= MAX_RECORDED or len(flow.masks) > MAX_LAYERS:
-        return None
-    tokens = None if labels is None else [shorten(label, _MAX_TOKEN) for label in labels]
-    task = next((result for result in results if isinstance(result, Task) and result.flow is flow), flow)
-    try:
-        design = design_for(task, tokens)
-    except ValueError:  # a task may predict what none of its positions is; the page lists its leaks below
-        design = design_for(flow, tokens)
-    return record(design)
 
 
 def _subjects(result: object) -> list[object]:

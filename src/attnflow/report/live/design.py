@@ -237,18 +237,13 @@ class Design:
         return cls.from_dict({"layers": layers, "stacked": stacked, "sources": sources, "labels": labels}, "task")
 
 
-def design_for(subject: Flow | Task, labels: Sequence[str] | None = None) -> Design:
-    """Returns the initial design of a flow or a task, with a text for each position."""
-    if isinstance(subject, Task):
-        design = Design.of_task(subject)
-    else:
-        layers = [{"mask": mask.to_dict()} for mask in subject.masks]
-        design = Design.from_dict({"layers": layers, "stacked": subject.num_layers is not None}, "the masks")
-    if labels is None:
-        return design
-    if len(labels) != design.size:
-        raise ValueError(f"expected a label for each of {design.size} positions, got {len(labels)}")
-    return Design.from_dict({**design.to_dict(), "tokens": [str(label) for label in labels]})
+def design_for(flow: Flow, tokens: Sequence[str]) -> Design:
+    """Returns the initial design of a flow, with a text for each position."""
+    if len(tokens) != flow.size:
+        raise ValueError(f"expected a label for each of {flow.size} positions, got {len(tokens)}")
+    layers = [{"mask": mask.to_dict()} for mask in flow.masks]
+    content = {"layers": layers, "stacked": flow.num_layers is not None, "tokens": list(tokens)}
+    return Design.from_dict(content, "the masks")
 
 
 @lru_cache(8)

@@ -1,15 +1,10 @@
-"""`Session`: one design with its history and answers about it; and a record of all answers for static pages."""
+"""`Session`: one design with its history, and answers about it."""
 
 from __future__ import annotations
 
-import base64
-import json
-import zlib
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Final, cast
-
-import numpy as np
+from typing import Final
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.plain import as_integer
@@ -21,11 +16,6 @@ _HISTORY: Final = 200
 _LISTED: Final = 4000  # positions and labels
 _MAX_LINK: Final = 6000  # characters of a design that a URL holds
 _LARGEST: Final = 1 << 22  # integers of a message
-MAX_RECORDED: Final = 1024  # positions up to which every pair is drawn
-_FOLLOWED: Final = 512  # positions up to which each one's receptive field is recorded
-_MAX_BYTES: Final = 160_000  # of a record
-_NEVER: Final = 255
-_COARSE: Final = 128  # cells along a side of a mask that compresses badly
 
 
 class Session:
@@ -159,52 +149,3 @@ def _require_small(value: object) -> None:
             waiting += here
         elif isinstance(here, int) and abs(here) > _LARGEST:
             raise ValueError(f"integers are at most {_LARGEST:,}, got {here}")
-
-
-def record(design: Design) -> str | None:
-    """Returns the answers about a design, deflated, in base64; None if they would be too large.
-
-    It drops whole parts to fit: first the arrivals, which exist up to 512 positions, then pairs in favour of squares.
-    Cost: that of the answers, and O(n) for each position and layer.
-    """
-    session = Session(design)
-    distinct: list[int] = []
-    for i, layer in enumerate(design.layers):
-        same = (j for j in distinct if design.layers[j].mask == layer.mask)
-        distinct.append(next(same, i))
-    numbers = sorted(set(distinct))
-
-    def ask(op: str, **message: object) -> dict[str, object] | None:
-        reply = session.handle({"op": op, **message})
-        return reply if reply["ok"] else None
-
-    leaks = ask("leaks")
-    for number, leak in enumerate([] if leaks is None else cast("list[dict[str, object]]", leaks["leaks"])):
-        if "witness" not in leak:
-            leak |= ask("witness", number=number) or {}
-    answers: dict[str, object] = {
-        "state": {**(ask("state") or {}), "design": None},
-        **{op: ask(op) for op in ("flow", "diagram", "code")},
-        "leaks": leaks,
-        "catalogue": {"masks": []},
-        "distinct": [numbers.index(i) for i in distinct],
-        "cost": [ask("cost", layer=i) for i in numbers],
-    }
-    window = {"first_query": 0, "first_key": 0, "span": design.size}
-    tiles, coarse = ([ask("tile", layer=i, **window, cells=cells) for i in numbers] for cells in (design.size, _COARSE))
-    arrivals = {"arrivals": _arrivals(design)} if design.size <= _FOLLOWED else {}
-    for content in ({"tile": tiles, **arrivals}, {"tile": tiles}, {"tile": coarse}):
-        plain = json.dumps(answers | content, separators=(",", ":"))
-        text = base64.urlsafe_b64encode(zlib.compress(plain.encode(), 9)).decode()
-        if len(text) <= _MAX_BYTES:
-            return text
-    return None
-
-
-def _arrivals(design: Design) -> str:
-    """Returns uint8[n, n] in base64: at [i, j], after how many layers position i first has j's information.
-
-    255 means never, or more layers than the page's slider reaches.
-    """
-    first = np.stack([design.flow.arrivals(i, _NEVER - 1) for i in range(design.size)])
-    return base64.b64encode(np.where(first < 0, _NEVER, np.minimum(first, _NEVER)).astype(np.uint8).tobytes()).decode()
