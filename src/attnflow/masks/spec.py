@@ -97,9 +97,12 @@ def _exported(spec: dict[str, object], where: str) -> Mask:
     if not isinstance(spec["attnflow"], str):
         raise ValueError(f"{where}: attnflow must be text, got {kind_of(spec['attnflow'])}")
     try:
-        return find(spec["attnflow"], kinds, "form of a mask").from_dict(spec).to_mask()
+        mask = find(spec["attnflow"], kinds, "form of a mask").from_dict(spec).to_mask()
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{where}: {error}") from error
+    if not isinstance(mask, Mask):
+        raise ValueError(f"{where}: expected one mask, got {mask!r}")
+    return mask
 
 
 def _intervals(spec: dict[str, object], where: str) -> Mask:

@@ -1,4 +1,4 @@
-"""What the formats share: refusals, and packed documents with one window (`Bands`)."""
+"""What the formats share: refusals, sequences end to end, and packed documents with one window (`Bands`)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,31 @@ class NotExpressible(AttnflowError, ValueError):
         super().__init__(f"{format} cannot say {mask!r}: it {verb} query {query}, key {key}, but {reason}")
 
 
-def one_mask(value: object) -> Mask:
-    """The mask to export; raises if it is something else, such as the masks of a batch."""
-    if isinstance(value, MaskGrid):
-        raise TypeError(f"a format says one mask: export {value!r} by sequence and head, grid[b, h]")
-    if not isinstance(value, Mask):
-        raise not_a_mask(value)
-    return value
+def sequences(mask: Mask | MaskGrid, format: str) -> list[Mask]:
+    """The unpadded mask of each sequence; raises NotExpressible if the heads of a sequence differ."""
+    if isinstance(mask, Mask):
+        return [mask]
+    if not isinstance(mask, MaskGrid):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise not_a_mask(mask)
+    for number, row in enumerate(mask.masks):
+        for head in row[1:]:
+            if differing := head.difference(row[0], limit=1):
+                reason = f"another head of sequence {number} does not agree, and heads share one mask"
+                raise NotExpressible(format, head, differing[0], reason)
+    return [row[0] for row in mask.masks]
+
+
+def end_to_end(masks: list[Mask]) -> Mask:
+    """Joins the sequences of a batch into one, in which no query sees another sequence."""
+    if len(masks) == 1:
+        return masks[0]
+    total, first = sum(mask.num_keys for mask in masks), 0
+    parts: list[IntervalRows] = []
+    for mask in masks:
+        rows = mask.intervals()
+        parts.append(IntervalRows(rows.indptr, rows.starts + np.int32(first), rows.ends + np.int32(first), total))
+        first += mask.num_keys
+    return Mask(IntervalRows.stack(parts, total), f"{len(masks)} sequences end to end")
 
 
 @dataclass(frozen=True)
@@ -103,6 +121,20 @@ def bands_of(mask: Mask, format: str) -> Bands:
     cuts = np.concatenate([[0], 1 + np.flatnonzero(free), [n]])
     lengths = tuple(np.diff(cuts).tolist())
     return _same(mask, _with_window(lengths, lengths, first, last), first, last, format)
+
+
+def bands_of_batch(masks: list[Mask], format: str) -> Bands:
+    """`bands_of` for sequences end to end; one that is not square is one document."""
+    whole = end_to_end(masks)
+    if len(masks) == 1 or all(mask.num_queries == mask.num_keys for mask in masks):
+        return bands_of(whole, format)
+    parts = [bands_of(mask, format) for mask in masks]
+    queries, keys = (tuple(size for part in parts for size in getattr(part, side)) for side in ("queries", "keys"))
+    left, right = (
+        max((getattr(part, side) for part in parts if getattr(part, side) is not None), default=None)
+        for side in ("left", "right")
+    )
+    return _same(whole, Bands(queries, keys, left, right), *_one_interval(whole, format), format)
 
 
 def _one_interval(mask: Mask, format: str) -> tuple[IntArray, IntArray]:

@@ -13,8 +13,9 @@ from jaxtyping import Bool, Int32, UInt8
 from torch import Tensor
 
 from attnflow._core.results import Result
+from attnflow.masks.batches import MaskGrid, batch, per_head
 from attnflow.masks.build import from_dense
-from attnflow.masks.export.bands import Bands, NotExpressible, bands_of, one_mask
+from attnflow.masks.export.bands import Bands, NotExpressible, bands_of, bands_of_batch, sequences
 from attnflow.masks.mask import Mask
 
 _PAIRS: Final = 1 << 30  # of a table: 1 GB, and as much while it is made
@@ -65,8 +66,10 @@ class Varlen(Result):
     __repr__ = __str__
 
 
-def varlen(mask: Mask) -> Varlen:
+def varlen(mask: Mask | MaskGrid) -> Varlen:
     """The arguments of flash-attn's `flash_attn_varlen_func` for packed documents and windows.
+
+    The sequences of a batch are laid end to end, without padding.
 
     Raises:
         NotExpressible: it is something else; the error names a pair.
@@ -76,7 +79,7 @@ def varlen(mask: Mask) -> Varlen:
     >>> form.cu_seqlens_q.tolist(), form.causal, form.window_size
     ([0, 2, 5], True, (-1, -1))
     """
-    bands = bands_of(one_mask(mask), "varlen")
+    bands = bands_of_batch(sequences(mask, "varlen"), "varlen")
     left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
     if bands.causal:
         right = _OPEN if bands.left is None else 0
@@ -89,45 +92,58 @@ class FlashInferMask(Result):
     """A mask as FlashInfer's prefill wrappers take it; the fields have the names of arguments of `plan`.
 
     Attributes:
-        packed_custom_mask: uint8[bytes], rows end to end, the lowest bit first.
-        qo_length: queries of the request.
-        kv_length: its keys.
+        packed_custom_mask: uint8[bytes], rows end to end, the lowest bit first; each request begins a byte of its own.
+        qo_lengths: queries of each request.
+        kv_lengths: keys of each request.
     """
 
     packed_custom_mask: UInt8[Tensor, "bytes"]
-    qo_length: int
-    kv_length: int
+    qo_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
 
     @property
-    def qo_indptr(self) -> Int32[Tensor, "2"]:
-        """The first query of the request and the end."""
-        return _cumulative((self.qo_length,))
+    def qo_indptr(self) -> Int32[Tensor, "requests_and_1"]:
+        """The first query of each request and the end."""
+        return _cumulative(self.qo_lengths)
 
     @property
-    def kv_indptr(self) -> Int32[Tensor, "2"]:
-        """The first key of the request and the end."""
-        return _cumulative((self.kv_length,))
+    def kv_indptr(self) -> Int32[Tensor, "requests_and_1"]:
+        """The first key of each request and the end."""
+        return _cumulative(self.kv_lengths)
 
-    def to_mask(self) -> Mask:
-        """The relation of the request.
+    def rows(self) -> list[dict[str, object]]:
+        """One row a request."""
+        return [{"queries": q, "keys": k} for q, k in zip(self.qo_lengths, self.kv_lengths, strict=True)]
+
+    def to_mask(self) -> Mask | MaskGrid:
+        """The relation of the request; of several, the batch of them.
 
         Raises:
-            ValueError: the bytes are not as many as its pairs need.
+            ValueError: the bytes are not as many as the requests need, or there is none.
         """
-        (queries, keys), part = (self.qo_length, self.kv_length), self.packed_custom_mask.numpy()
-        if len(part) != (size := -(-queries * keys // 8)):
-            raise ValueError(f"expected {size} bytes for {queries} x {keys} pairs, got {len(part)}")
-        bits = np.unpackbits(part, count=queries * keys, bitorder="little")
-        return from_dense(torch.from_numpy(bits.astype(np.bool_).reshape(queries, keys)), "flashinfer")
+        masks: list[Mask] = []
+        place = 0
+        for queries, keys in zip(self.qo_lengths, self.kv_lengths, strict=True):
+            size = -(-queries * keys // 8)
+            part = self.packed_custom_mask[place : place + size].numpy()
+            if len(part) != size:
+                raise ValueError(f"expected {size} bytes for {queries} x {keys} pairs, got {len(part)}")
+            bits = np.unpackbits(part, count=queries * keys, bitorder="little")
+            masks.append(from_dense(torch.from_numpy(bits.astype(np.bool_).reshape(queries, keys)), "flashinfer"))
+            place += size
+        return masks[0] if len(masks) == 1 else batch(masks)
 
     def __str__(self) -> str:
-        return f"FlashInferMask: {self.qo_length} x {self.kv_length}, {len(self.packed_custom_mask):,} bytes"
+        return f"FlashInferMask: {len(self.qo_lengths)} requests, {len(self.packed_custom_mask):,} bytes"
 
     __repr__ = __str__
 
 
-def flashinfer(mask: Mask) -> FlashInferMask:
-    """The `packed_custom_mask` of FlashInfer's prefill wrappers, for one request; any mask can be said.
+def flashinfer(mask: Mask | MaskGrid) -> FlashInferMask:
+    """The `packed_custom_mask` of FlashInfer's prefill wrappers; any mask can be said, a batch as a request each.
+
+    Raises:
+        NotExpressible: the heads of a sequence differ.
 
     Cost: one byte per pair while it is packed, one bit per pair after that.
 
@@ -135,8 +151,10 @@ def flashinfer(mask: Mask) -> FlashInferMask:
     >>> flashinfer(masks.causal(3)).packed_custom_mask.tolist()
     [217, 1]
     """
-    bits = np.packbits(_table(one_mask(mask), "flashinfer").numpy(), axis=None, bitorder="little")
-    return FlashInferMask(torch.from_numpy(bits), *mask.shape)
+    masks = sequences(mask, "flashinfer")
+    bits = [np.packbits(_table(each, "flashinfer").numpy(), axis=None, bitorder="little") for each in masks]
+    lengths = (tuple(each.shape[axis] for each in masks) for axis in (0, 1))
+    return FlashInferMask(torch.from_numpy(np.concatenate(bits)), *lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +164,8 @@ class EngineMask(Result):
     Attributes:
         attn_mask_type: a preset, or "arbitrary" with a table. "padding..." is for packed documents, in "thd".
         window_size: keys (before, after) the diagonal; -1 for all.
-        attention_mask: bool[1, 1, queries, keys], **True where attention is forbidden**; None with a preset.
+        attention_mask: bool[batch or 1, heads or 1, queries, keys], **True where attention is forbidden**; None with a
+            preset.
         cu_seqlens_q: int32[documents + 1], the first query of each document and the end; None but for "padding...".
         cu_seqlens_kv: int32[documents + 1], the same of its keys.
         num_queries: rows of the mask.
@@ -161,10 +180,11 @@ class EngineMask(Result):
     num_queries: int
     num_keys: int
 
-    def to_mask(self) -> Mask:
-        """The relation that the engine computes; a ValueError for a table of sequences or heads that differ."""
+    def to_mask(self) -> Mask | MaskGrid:
+        """The relation that the engine computes."""
         if self.attention_mask is not None:
-            return from_dense(~self.attention_mask, "te")
+            rows = [[from_dense(~table, "te") for table in row] for row in self.attention_mask]
+            return rows[0][0] if self.attention_mask.shape[:2] == (1, 1) else batch(map(per_head, rows))
         queries, keys = (self.num_queries,), (self.num_keys,)
         if self.cu_seqlens_q is not None and self.cu_seqlens_kv is not None:
             queries, keys = _lengths("cu_seqlens_q", self.cu_seqlens_q), _lengths("cu_seqlens_kv", self.cu_seqlens_kv)
@@ -177,8 +197,10 @@ class EngineMask(Result):
     __repr__ = __str__
 
 
-def te(mask: Mask) -> EngineMask:
+def te(mask: Mask | MaskGrid) -> EngineMask:
     """The arguments of Transformer Engine's `DotProductAttention`; what is no preset is a table, True = forbidden.
+
+    Masks by sequence and by head are tables, with the padding of `MaskGrid.dense()`.
 
     Cost: O(intervals) for a preset, one byte per pair for a table.
 
@@ -188,8 +210,13 @@ def te(mask: Mask) -> EngineMask:
     >>> te(masks.butterfly(2)).attention_mask[0, 0].int().tolist()[0]
     [0, 1, 1, 1]
     """
+    if isinstance(mask, MaskGrid):
+        if mask.shape[:2] != (1, 1):
+            return EngineMask("arbitrary", (_OPEN, _OPEN), ~_table(mask, "te"), None, None, *mask.shape[2:])
+        mask = mask[0, 0]
+    [mask] = sequences(mask, "te")
     try:
-        bands = bands_of(one_mask(mask), "te")
+        bands = bands_of(mask, "te")
     except NotExpressible:
         bands = None
     kind = None if bands is None else _preset(bands)
@@ -202,7 +229,7 @@ def te(mask: Mask) -> EngineMask:
     return EngineMask(kind, (left, right), None, *lengths, *mask.shape)
 
 
-def _table(mask: Mask, name: str) -> Tensor:
+def _table(mask: Mask | MaskGrid, name: str) -> Tensor:
     """The dense mask; raises ValueError if it is too large to be what somebody wants."""
     pairs = math.prod(mask.shape)
     if pairs > _PAIRS:

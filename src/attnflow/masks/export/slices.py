@@ -13,7 +13,8 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
-from attnflow.masks.export.bands import NotExpressible, one_mask
+from attnflow.masks.batches import MaskGrid
+from attnflow.masks.export.bands import NotExpressible, end_to_end, sequences
 from attnflow.masks.intervals import IntervalRows, ragged
 from attnflow.masks.mask import Mask
 
@@ -29,27 +30,32 @@ class FlashMask(Result):
     and all before the key; not causal [LTS, UTE], from LTS on and before UTE, or [LTS, LTE, UTS, UTE].
 
     Attributes:
-        startend_row_indices: int32[1, 1, keys, 1 or 2 or 4].
+        startend_row_indices: int32[sequences, heads, keys, 1 or 2 or 4].
         causal: the argument of that name.
         num_queries: rows of the mask.
     """
 
-    startend_row_indices: Int32[Tensor, "1 1 keys bounds"]
+    startend_row_indices: Int32[Tensor, "batch heads keys bounds"]
     causal: bool
     num_queries: int
 
-    def to_mask(self) -> Mask:
-        """The relation that FlashMask computes (its own `flashmask_to_densemask`).
+    def to_mask(self) -> Mask | MaskGrid:
+        """The relation that FlashMask computes (its own `flashmask_to_densemask`); of several, the grid of them.
 
         Raises:
-            ValueError: a number of bounds that does not go with `causal`, or not one sequence and head.
+            ValueError: a number of bounds that does not go with `causal`, or no sequence.
         """
-        batch, heads, num_keys, width = self.startend_row_indices.shape
-        if batch * heads != 1:
-            raise ValueError(f"expected one sequence and one head, got {tuple(self.startend_row_indices.shape)}")
+        batch, heads, num_keys, _ = self.startend_row_indices.shape
+        if not batch * heads:
+            raise ValueError(f"expected a sequence and a head, got {tuple(self.startend_row_indices.shape)}")
+        rows = [tuple(self._mask(self.startend_row_indices[b, h]) for h in range(heads)) for b in range(batch)]
+        return rows[0][0] if batch * heads == 1 else MaskGrid(tuple(rows), self.num_queries, num_keys)
+
+    def _mask(self, table: Tensor) -> Mask:
+        num_keys, width = table.shape
         if width not in ((1, 2) if self.causal else (2, 4)):
             raise ValueError(f"causal={self.causal} takes {'1 or 2' if self.causal else '2 or 4'} bounds, got {width}")
-        bounds = self.startend_row_indices[0, 0].numpy().astype(np.int64)
+        bounds = table.numpy().astype(np.int64)
         key, n = np.arange(num_keys), checks.size("num_queries", self.num_queries)
         if self.causal:
             stretches = [(key, bounds[:, 0], bounds[:, 1] if width == 2 else n), (key, 0, key)]
@@ -67,8 +73,10 @@ class FlashMask(Result):
     __repr__ = __str__
 
 
-def flashmask(mask: Mask) -> FlashMask:
+def flashmask(mask: Mask | MaskGrid) -> FlashMask:
     """The `startend_row_indices` of FlashMask, in the form with the fewest bounds.
+
+    Masks by sequence and by head are said with the padding of `MaskGrid.dense()`.
 
     Raises:
         NotExpressible: the queries that may not attend to some key are more than two stretches.
@@ -80,7 +88,10 @@ def flashmask(mask: Mask) -> FlashMask:
     >>> form.startend_row_indices.squeeze().tolist(), form.causal
     ([2, 2, 3], True)
     """
-    lower, upper, causal = _forbidden(one_mask(mask))
+    rows = list(mask.padded()) if isinstance(mask, MaskGrid) else [sequences(mask, "flashmask")]
+    found = [[_forbidden(each) for each in row] for row in rows]
+    lower, upper = (np.array([[each[side] for each in row] for row in found]) for side in (0, 1))
+    causal = all(each[2] for row in found for each in row)
     whole = bool((lower[..., 1] == mask.num_queries).all())  # the lower stretches go on to the last query
     if causal:
         bounds = lower[..., :1] if whole else lower
@@ -88,7 +99,7 @@ def flashmask(mask: Mask) -> FlashMask:
         bounds = np.stack([lower[..., 0], upper[..., 1]], axis=-1)
     else:
         bounds = np.concatenate([lower, upper], axis=-1)
-    return FlashMask(torch.from_numpy(bounds.astype(np.int32))[None, None], causal, mask.num_queries)
+    return FlashMask(torch.from_numpy(bounds.astype(np.int32)), causal, mask.num_queries)
 
 
 def _forbidden(mask: Mask) -> tuple[IntArray, IntArray, bool]:
@@ -188,8 +199,10 @@ class MagiRanges(Result):
     __repr__ = __str__
 
 
-def magi(mask: Mask) -> MagiRanges:
+def magi(mask: Mask | MaskGrid) -> MagiRanges:
     """The slices of MagiAttention's `flex_flash_attn_func`: any mask can be said, the regular ones with few slices.
+
+    The sequences of a batch are laid end to end, without padding; heads share one mask.
 
     Each interval of keys continues the slice of the query before whose next row it is, or begins one.
 
@@ -200,7 +213,7 @@ def magi(mask: Mask) -> MagiRanges:
     >>> form.q_ranges.tolist(), form.k_ranges.tolist(), form.attn_type_map.tolist()
     ([[0, 2], [2, 4]], [[0, 2], [0, 4]], [0, 1])
     """
-    mask = one_mask(mask)
+    mask = end_to_end(sequences(mask, "magi"))
     slices: list[_Slice] = []
     running: dict[tuple[int, int], list[_Slice]] = {}  # by the keys of the next query that would continue them
     for query in range(mask.num_queries):
