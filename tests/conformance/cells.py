@@ -219,6 +219,8 @@ def bias_attached(model: PreTrainedModel) -> str:
     after = oracles.output(model, inputs)
     if float((after - before).abs().amax()) < 1e-6 * float(before.abs().amax()):
         raise Wrong("a random bias moves nothing")
+    if any(hasattr(model.config.get_text_config(), name) for name in ("index_topk", "index_topk_blocks")):
+        free |= torch.ones_like(free[0]).tril()  # an indexer chooses other keys once the states are others
     if extra := int((oracles.moves(model, inputs) & ~free).sum()):
         raise Wrong(f"{extra} pairs move that did not move without the bias")
     if equal and _cached_equals_full(model, inputs) is False:
@@ -256,11 +258,12 @@ def geometry_scored(model: PreTrainedModel) -> str:
 def feed_forward_opened(model: PreTrainedModel) -> str:
     """The logits, the effect of an edit, the way back, and every parameter accounted for."""
     inputs = made.text(_text(model))
-    stack = _stack(model) if any(hasattr(model.config, name) for name in _OTHER_SENSES) else model
+    check = inputs if made.beside(model) else None
+    stack = _stack(model) if check is None and any(hasattr(model.config, n) for n in _OTHER_SENSES) else model
     if oracles.stream(inputs) in inspect.signature(stack.forward).parameters:
         model = stack
     before = oracles.output(model, inputs)
-    opened = af.knowledge.from_ffn(model)
+    opened = af.knowledge.from_ffn(model, check=check)
     after = oracles.output(opened, inputs)
     if not torch.allclose(after, before, rtol=1e-3, atol=1e-4 * float(before.abs().amax())):
         raise Wrong(f"the logits differ by {(after - before).abs().amax():.2g}")
@@ -270,7 +273,7 @@ def feed_forward_opened(model: PreTrainedModel) -> str:
         next(opened.knowledge.parameters()).mul_(1.5)
     if torch.allclose(oracles.output(opened, inputs), before, rtol=1e-5, atol=1e-6 * float(before.abs().amax())):
         raise Wrong("the base is another, and nothing moves")
-    opened = af.knowledge.from_ffn(model)
+    opened = af.knowledge.from_ffn(model, check=check)
     back = af.knowledge.to_ffn(opened)
     for name, value in model.state_dict().items():
         if not torch.equal(value, back.state_dict()[name]):
@@ -293,6 +296,8 @@ _OTHER_SENSES = ("vision_config", "audio_config", "protein_encoder_config")
 def _stack(model: PreTrainedModel) -> PreTrainedModel:
     """The stack that answers in text: what the errors of models with several stacks advise to pass."""
     config = model.config
+    if made.beside(model) and not model.can_generate():  # every stack answers
+        return model
     if getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _OTHER_SENSES):
         return model.get_decoder()
     return model
@@ -300,7 +305,8 @@ def _stack(model: PreTrainedModel) -> PreTrainedModel:
 
 def _taken(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     names = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in names}
+    inputs = {name: value for name, value in inputs.items() if name in names}
+    return inputs | made.beside(model, len(inputs["input_ids"]))
 
 
 _HALF = (LENGTH // 2, *[1] * (LENGTH // 2))
@@ -337,7 +343,11 @@ def _cached_equals_full(
             break
         try:
             with torch.no_grad():
-                result = model(**step, use_cache=True, **({"past_key_values": past} if past is not None else {}))
+                result = model(
+                    **oracles.fitting(model, step),
+                    use_cache=True,
+                    **({"past_key_values": past} if past is not None else {}),
+                )
         except Exception:
             return None
         past = getattr(result, "past_key_values", None)

@@ -33,11 +33,41 @@ def is_text(model: PreTrainedModel) -> bool:
 
 
 def text(model: PreTrainedModel, length: int = LENGTH, batch: int = 1) -> Inputs:
-    """Sequences of one length; source and target for a model of two stacks."""
+    """Sequences of one length; source and target for a model of two stacks; beside them what the model asks for."""
     inputs = {"input_ids": ids(length, batch=batch)}
+    inputs |= beside(model, batch)
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids(length - 2, seed=1, batch=batch)
     return inputs
+
+
+def beside(model: PreTrainedModel, batch: int = 1) -> Inputs:
+    """What the model asks for beside its ids."""
+    found: Inputs = model.__dict__.get("beside", {})
+    return {name: value.repeat(batch, *[1] * (value.dim() - 1)) for name, value in found.items()}
+
+
+def others(model: PreTrainedModel) -> Iterator[Inputs]:
+    """What a model may ask for beside its ids, for one sequence: nothing, boxes, an image, features."""
+    taken = set(inspect.signature(model.forward).parameters)
+    generator = torch.Generator().manual_seed(0)
+    corners = torch.rand(1, LENGTH, 2, generator=generator) / 2
+    images = [pixels for pixels in _pixels(model) if all(len(value) == 1 for value in pixels.values())]
+    audio = getattr(model.config, "audio_config", None)
+    features = (1, getattr(audio, "num_mel_bins", 1), 8 * LENGTH)
+    for inputs in (
+        {},
+        {"bbox": torch.cat([corners, corners + 0.5], dim=-1)},
+        *images,
+        *({**pixels, "image_attention_mask": torch.ones(1, LENGTH, 1)} for pixels in images),
+        {
+            "visual_feats": torch.rand(1, 4, getattr(model.config, "visual_feat_dim", 4)),
+            "visual_pos": torch.rand(1, 4, 4),
+        },
+        {"input_features": torch.rand(features, generator=generator)},
+    ):
+        if set(inputs) <= taken:
+            yield inputs
 
 
 def packed(lengths: tuple[int, ...] = (4, 8)) -> Inputs:
@@ -132,6 +162,11 @@ def _pixels(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     yield {"pixel_values": square[None], "pixel_attention_mask": torch.ones(1, 1, size, size, dtype=torch.bool)}
     yield {"pixel_values": torch.cat([square, square])[None], "image_sizes": sizes}
     yield {"pixel_values": torch.cat([square] * 5)[None], "image_sizes": sizes}
+    yield {
+        "pixel_values": flat[None],
+        "pixel_attention_mask": torch.ones(1, side * side, dtype=torch.long),
+        "spatial_shapes": grid[:, 1:],
+    }
     yield {
         "pixel_values": flat[None],
         "image_position_ids": torch.cartesian_prod(torch.arange(side), torch.arange(side))[None],

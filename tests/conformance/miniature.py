@@ -52,7 +52,11 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(["encoder_num_attention_heads", "swa_num_attention_heads"], 4),
     **dict.fromkeys(["head_dim", "kv_channels", "d_kv", "swa_head_dim", "attention_head_dim"], HEAD),
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
-    **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k", "topk_group", "n_group"], 2),
+    **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "topk_group"], 2),
+    **dict.fromkeys(["n_group", "num_expert_group"], 2),
+    **dict.fromkeys(["upsample_groups", "hidden_size_global", "adapter_in_dim", "adapter_out_dim"], WIDTH),
+    **dict.fromkeys(["adapter_input_size", "downsample_hidden_size"], WIDTH),
+    "base_channels": 32,
     **dict.fromkeys(["q_lora_rank", "kv_lora_rank"], 16),
     **dict.fromkeys(["qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"], 16),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"], 128),
@@ -62,6 +66,8 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(["sliding_window", "sliding_window_size", "keep_window_size", "attention_window_size"], 4),
     **dict.fromkeys(["local_attention", "local_attention_window_len", "attention_chunk_size"], 4),
     **dict.fromkeys(["local_radius", "global_block_size"], 3),
+    **dict.fromkeys(["index_topk", "index_n_heads"], 4),
+    **dict.fromkeys(["index_block_size", "index_topk_blocks", "index_kpool"], 2),
     "attention_window": 8,  # on both sides together; twelve tokens are padded to sixteen
     "qk_head_dim": 32,
     "mm_tokens_per_image": 4,
@@ -89,6 +95,11 @@ _REQUIRED: dict[str, dict[str, Any]] = {
         n_group=1,
         topk_group=1,
     ),
+    **_each("dbrx", attn_config={"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}),
+    **_each("blt", num_hidden_layers=2),
+    **_each("moonshine_streaming", num_key_value_heads=4),
+    **_each("t5gemma2_text", dropout_rate=0.0),
+    **_each("granite4_vision", deepstack_layer_map=[[-1, 0]], spatial_target_layers=[1] * 4, downsample_rate="1/2"),
     **_each("chameleon emu3", vocabulary_map={"<image>": VOCABULARY - 1}),
     **_each("lfm2_moe", layer_types=["conv", "full_attention"], num_hidden_layers=2),
     **_each("gpt_neo", attention_types=[[["global", "local"], 1]], num_layers=2),
@@ -99,7 +110,6 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     **_each("xmod", default_language="en_XX"),
     **_each("qwen2_5_omni_thinker qwen3_omni_moe_thinker", vision_start_token_id=5),
     **_each("aria", projector_patch_to_query_dict={16: 4}),
-    **_each("dots3_note", per_layer_config={}),
     **_each("diffusion_gemma_text", num_experts=4, top_k_experts=2, moe_intermediate_size=32),
     "qwen4_exp_text": dict.fromkeys(["indexer_n_heads", "indexer_compress_ratio"], 2)
     | {"indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8},
@@ -144,10 +154,30 @@ _AGREEING: dict[str, dict[str, Any]] = {
     **_each("inkling_text inkling2_text", swa_num_key_value_heads=2, num_key_value_heads=2, rel_extent=16),
     **_each("diffusion_gemma", canvas_length=8),
     **_each("mistral4", qk_rope_head_dim=8),
-    **_each("dots3_note", swa_head_dim=32),
+    "dots3_note_text": dict.fromkeys(["swa_q_lora_rank", "swa_kv_lora_rank", "swa_qk_nope_head_dim"], 16)
+    | dict.fromkeys(["swa_num_attention_heads", "swa_num_key_value_heads"], 4)
+    | {"swa_head_dim": 32, "swa_v_head_dim": 16, "index_head_dim": 32},
     **_each("deepseek_ocr2_text", mlp_layer_types=["dense", "sparse"], num_experts_per_tok=2),
     **_each("ernie4_5_vl_moe_text", rope_parameters=_sections() | {"mrope_section": [3, 3, 2]}),
     **_each("gpt_neo", window_size=4),
+    **_each("xlstm", hidden_size=128),
+    **_each("molmo2_adapter", vision_feature_layer=[-1, -2]),
+    **_each("fun_asr_nano", adaptor_config={"hidden_size": WIDTH, "intermediate_size": WIDTH // 4}),
+    **_each("florence_vision", embed_dim=[WIDTH] * 4),
+    **_each("muse_spark_audio", patch_sizes=[16, 8], hidden_sizes=[WIDTH] * 2, depths=[1, 1]),
+    **_each("tvp", max_img_size=64, image_size=64, visual_prompt_size=4),
+    **_each("radio", video_temporal_patch_size=2),
+    **_each(
+        "cohere_compass_text",
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"sliding_attention": _sections() | {"mrope_section": [4, 2, 2]}, "full_attention": None},
+    ),
+    **_each(
+        "vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_encoder vibevoice_acoustic_tokenizer_decoder",
+        num_filters=2,
+        depths=[1] * 7,
+    ),
+    **_each("efficientnet align_vision_model", width_coefficient=0.5),
 }
 
 
@@ -193,6 +223,8 @@ def build(architecture: Architecture) -> PreTrainedModel:
     for narrow in (True, False):
         try:
             config = shrink(_config(cls, architecture), narrow)
+            if architecture.kind == "encoder" and getattr(config, "is_decoder", False):
+                config.is_decoder = False
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in cls(deepcopy(config)).parameters())
             if size > LARGEST:
@@ -205,7 +237,8 @@ def build(architecture: Architecture) -> PreTrainedModel:
             _runs(model)
             return model
         except Exception as error:
-            reasons.append(f"{type(error).__name__}: {error}".splitlines()[0][:160])
+            cause = error.__cause__ or error  # what a validator says, not that one has spoken
+            reasons.append(" ".join(f"{type(cause).__name__}: {cause}".split())[:160])
     raise NotBuilt(" | ".join(reasons))
 
 
@@ -217,12 +250,20 @@ def _wake(model: PreTrainedModel) -> None:
 
 
 def _runs(model: PreTrainedModel) -> None:
-    """A miniature that reads text must answer some."""
-    from tests.conformance.inputs import is_text, text
+    """A miniature that reads text must answer some: with boxes, an image or sounds beside it where it asks for them."""
+    from tests.conformance.inputs import is_text, others, text
 
-    if is_text(model):
-        with torch.no_grad():
-            model(**text(model))
+    asks: list[Exception] = []
+    for beside in others(model) if is_text(model) else []:
+        model.__dict__["beside"] = beside
+        try:
+            with torch.no_grad():
+                model(**text(model))
+            return
+        except Exception as error:
+            asks.append(error)
+    if asks:
+        raise asks[0]
 
 
 def _config(cls: type[PreTrainedModel], architecture: Architecture) -> PreTrainedConfig:

@@ -35,11 +35,17 @@ def stream(inputs: Inputs) -> str:
     return "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
 
 
+def fitting(model: nn.Module, inputs: Inputs) -> Inputs:
+    """The inputs with numbers such as pixels in the precision of the model."""
+    dtype = next(model.parameters()).dtype
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+
+
 def output(model: nn.Module, inputs: Inputs) -> Tensor:
     """What the model says at every position, [batch, positions, ...]."""
     shape = inputs[stream(inputs)].shape
     with torch.no_grad():
-        result = model(**inputs)
+        result = model(**fitting(model, inputs))
     for value in result.to_tuple() if hasattr(result, "to_tuple") else result:
         if isinstance(value, Tensor) and value.shape[:2] == shape and value.is_floating_point():
             return value
@@ -66,7 +72,7 @@ def precise(model: PreTrainedModel, inputs: Inputs) -> tuple[PreTrainedModel, to
         return model, torch.float64
     double = deepcopy(model).double()
     try:
-        out = output(double, {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()})
+        out = output(double, inputs)
     except RuntimeError:
         return deepcopy(model), torch.float32
     return (double, torch.float64) if bool(out.isfinite().all()) else (deepcopy(model), torch.float32)
@@ -79,17 +85,19 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     the sequences of the call stay beside them, as a model makes another mask where nothing is padded.
     """
     model, dtype = precise(model, inputs)
-    inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in inputs.items()}
     name = stream(inputs)
     padding = inputs["attention_mask"] == 0 if "attention_mask" in inputs else torch.zeros_like(inputs[name]).bool()
     rows, size = inputs[name].shape
     moved = torch.zeros(rows, size, size, dtype=torch.bool)
-    side_by_side = all(value.dim() == 2 and value.shape[0] == rows for value in inputs.values())
+    beside = model.__dict__.get("beside", {})
+    side_by_side = all(
+        (value.dim() == 2 or name in beside) and value.shape[0] == rows for name, value in inputs.items()
+    )
     for row in range(rows):
         for seed in range(SEEDS):
             ids = _changed(inputs[name][row], 7 + 11 * seed)
             if side_by_side:
-                rest = {k: v[row].expand(len(ids), -1) for k, v in inputs.items()} | {name: ids}
+                rest = {k: v[row].expand(len(ids), *v.shape[1:]) for k, v in inputs.items()} | {name: ids}
                 with _other_padding(model, padding[row], seed):
                     out = output(model, {k: torch.cat([v, inputs[k]]) for k, v in rest.items()})[: len(ids)]
             else:
@@ -103,11 +111,11 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
 
 def summaries_move(model: PreTrainedModel, inputs: Inputs) -> bool:
     """Whether an output without positions, such as a pooled vector, moves with what is at padding."""
-    model, dtype = precise(model, inputs)
-    inputs = {name: v.to(dtype) if v.is_floating_point() else v for name, v in inputs.items()}
+    model, _ = precise(model, inputs)
+    inputs = fitting(model, inputs)
     rows, size = inputs["attention_mask"].shape
     for row in range(rows):
-        given = {name: torch.cat([v[row].expand(size + 2, -1), v]) for name, v in inputs.items()}
+        given = {name: torch.cat([v[row].expand(size + 2, *v.shape[1:]), v]) for name, v in inputs.items()}
         with _other_padding(model, inputs["attention_mask"][row] == 0, 0), torch.no_grad():
             result = model(**given)
         for value in result.to_tuple():
@@ -199,6 +207,7 @@ def queries_and_keys(model: PreTrainedModel, inputs: Inputs) -> dict[str, tuple[
     biases are zero and norms of queries and keys the identity. Position 0 leaves rotations without effect.
     """
     model, _ = precise(model, inputs)
+    inputs = fitting(model, inputs)
     with recorded() as seen, torch.no_grad():
         model.set_attn_implementation(_WATCHED)
         model(**inputs)
@@ -213,7 +222,7 @@ def queries_and_keys(model: PreTrainedModel, inputs: Inputs) -> dict[str, tuple[
             stack.callback(module.register_forward_pre_hook(_unit_vectors, with_kwargs=True).remove)
             stack.enter_context(torch.no_grad())
             with suppress(Exception):  # what comes after the module sees another shape
-                model(**{key: value[:1, :1] for key, value in inputs.items() if value.dim() == 2})
+                model(**{key: value[:1, :1] if value.dim() < 4 else value for key, value in inputs.items()})
             for owner, query, key in seen:
                 if owner is module and query.shape[0] > 1:
                     projections[name] = query[:, :, 0], key[:, :, 0]
@@ -264,7 +273,7 @@ def attention_calls(model: PreTrainedModel, inputs: Inputs) -> list[str]:
     model = deepcopy(model)
     with recorded() as seen, torch.no_grad():
         model.set_attn_implementation(_WATCHED)
-        model(**inputs)
+        model(**fitting(model, inputs))
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(module)] for module, _, _ in seen]
 

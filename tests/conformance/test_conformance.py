@@ -72,6 +72,12 @@ UNUSUAL = {
     ("HrmTextForCausalLM", "bias"): ("refused", "in several lists of layers (model.L_module.layers, model.H_"),
     # a sink for each query
     ("Inkling2ForCausalLM", "bias"): ("refused", "has a sink for each query, [1, 4, 12, 1]"),
+    # keys that an indexer chooses for each query, and blocks of keys
+    ("Dots3NoteForCausalLM", "bias"): ("works", ""),
+    ("MiniMaxM3VLForCausalLM", "bias"): ("works", ""),
+    # an image tower that is no model of its own, and a stack that reads text before the one that holds it
+    ("IdeficsForVisionText2Text", "mask"): ("works", "6 layers"),
+    ("BridgeTowerModel", "mask"): ("refused", "several stacks of self-attention: BridgeTowerTextModel"),
     # blocks of tokens beside the tokens
     ("DeepseekV4ForCausalLM", "bias"): ("refused", "or to blocks of tokens (as in DeepSeek V4)"),
     # under padding, rotations that differ and cancel

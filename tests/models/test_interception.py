@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import DynamicCache
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
 from attnflow.models.interception import check_implementation, intercept
 from attnflow.models.mask_request import request_of
@@ -218,3 +218,22 @@ def test_masks_die_with_their_forward_pass(implementation):
         assert [one() for one in masks if one() is not None] == []
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_keys_that_an_indexer_chose_stay_the_only_ones(implementation):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "q_lora_rank": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    index = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 32, "qk_rope_head_dim": 16, "kv_lora_rank": 16}
+    torch.manual_seed(0)
+    config = DeepseekV32Config(vocab_size=64, num_hidden_layers=1, pad_token_id=0, **sizes, **heads, **index)
+    model = DeepseekV32ForCausalLM(config).double().eval()
+    model.set_attn_implementation(implementation)
+    given = {"input_ids": tokens(1, LENGTH) % 64}
+    before, watch = run(model, given), Watch()
+    handle = put(model, watch)
+    assert torch.equal(run(model, given), before)
+    mask = watch.calls[0].mask
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    assert allowed.sum(-1).max() == 3
+    handle.remove()

@@ -24,6 +24,7 @@ from attnflow.models.evaluation import evaluating
 from attnflow.models.mixing import CONVOLUTIONS, attends, moves_between_positions
 
 _BESIDE: Final = re.compile(r"Norm|Embedding|Router|HyperConnection|AltUp", re.IGNORECASE)
+_MAY_BE: Final = re.compile(r"MLP|FFN|Experts|FeedForward", re.IGNORECASE)
 _ROUTER: Final = re.compile(r"Router")
 _LAYER: Final = re.compile(r"\.\d+(?=\.|$)")
 _BIAS: Final = "_bias"
@@ -158,7 +159,7 @@ def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
         if layer is not None:
             layers.append(layer)
     if not layers:
-        near = sorted({type(m).__name__ for m in model.modules() if "mlp" in type(m).__name__.lower()})
+        near = sorted({type(m).__name__ for m in model.modules() if _MAY_BE.search(type(m).__name__)})
         raise UnsupportedArchitecture(
             f"{type(model).__name__} has no feed-forward layers that are known (modules that may be: "
             f"{', '.join(near) or 'none'}), and nothing was converted"

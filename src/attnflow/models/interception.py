@@ -33,6 +33,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -50,6 +51,7 @@ _STACK: Final = "_attnflow_interceptors"  # of an attention module, so that copi
 _CONFIG: Final = "_attn_implementation_internal"  # of a config
 _OURS: Final = "attnflow_"  # the rest of the name is kept: transformers looks for "sdpa" and "flex_attention" in it
 _REPLACED: Final = "attnflow_masked_"
+_CHOSEN: Final = ("indices", "block_indices")  # keywords with the keys, or blocks of keys, that an indexer chose
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,7 @@ class AttentionCall:
     # bool[batch or 1, heads or 1, queries], queries that may attend to nothing: the mask lets them attend to all, since
     # a softmax over nothing is NaN, and their output is set to zero afterwards.
     empty: Tensor | None = None
+    narrowed: bool = False  # whether `mask` has fewer pairs than `request` names, for this call alone
 
     def replace(self, **changes: Any) -> AttentionCall:
         """Return the call with some fields changed."""
@@ -292,6 +295,29 @@ def _register() -> None:
             AttentionMaskInterface.register(prefix + implementation, mask_function(implementation, replaced))
 
 
+def _selected(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+) -> Tensor:
+    """A mask narrowed to the keys that an indexer chose for each query, or to their blocks, as sparse models do.
+
+    They do so under the names "eager" and "sdpa" alone, and leave it to the attention function under ours.
+    """
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if block_indices is not None:
+        positions = torch.arange(num_keys - num_queries, num_keys, device=query.device)[None]
+        narrow = cast(Any, module).indexer.build_block_mask
+        return narrow(block_indices, mask, num_keys, query.dtype, query.device, positions)
+    mask, keys = cast(Tensor, mask), cast(Tensor, indices)[:, None].long()  # such models always make a mask
+    chosen = torch.zeros(*keys.shape[:3], mask.shape[-1], dtype=torch.bool, device=mask.device)
+    chosen.scatter_(-1, keys, True)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
 def _attention(implementation: str, replaced: bool) -> Kernel:
     def attend(
         module: nn.Module,
@@ -307,7 +333,13 @@ def _attention(implementation: str, replaced: bool) -> Kernel:
         request = request_of(attention_mask)
         if replaced and request is not None and not (stack is not None and stack.replaces_mask):
             attention_mask = request.own(implementation)
-        call = AttentionCall(module, query, key, value, attention_mask, request, implementation, kwargs)
+        chosen = {name: kwargs.get(name) for name in _CHOSEN if kwargs.get(name) is not None}
+        narrowed = bool(chosen) and not isinstance(attention_mask, BlockMask)
+        if narrowed:
+            attention_mask = _selected(module, query, key, attention_mask, **chosen)
+        call = AttentionCall(
+            module, query, key, value, attention_mask, request, implementation, kwargs, narrowed=narrowed
+        )
         return Proceed(() if stack is None else stack.chain, {} if stack is None else stack.kernels)(call)
 
     return attend

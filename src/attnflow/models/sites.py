@@ -92,13 +92,33 @@ def _refuse_other_modality(model: PreTrainedModel, sites: Sequence[Site]) -> Non
 
 
 def one_owner(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites of one model: of several, those that the outermost model holds itself; else `ValueError`."""
+    """Return the sites of one model that read its tokens; `ValueError` if there are several such models.
+
+    Of several models it is the outermost, if it holds sites itself and no inner one holds its embeddings (BridgeTower).
+    """
     owners = {site.owner: site for site in sites}
     own = [site for site in sites if len(owners) == 1 or site.owner is site.around[0]]
-    if not own:
+    own = [site for site in own if not _reads_pixels(site)] or own
+    inner = [_embeddings(owner) for owner in owners if own and owner is not own[0].owner]
+    if not own or any(one is not None and one is _embeddings(own[0].owner) for one in inner):
         names = ", ".join(f"{type(owner).__name__} ({site.layers})" for owner, site in owners.items())
         raise ValueError(f"the model has several stacks of self-attention: {names}; pass the one that you mean")
     return own
+
+
+def _embeddings(model: PreTrainedModel) -> object:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
+def _reads_pixels(site: Site) -> bool:
+    """Whether a site lies in an image tower that its model holds as a plain module (Idefics)."""
+    path = next(name for name, module in site.owner.named_modules() if module is site.module).split(".")
+    above = (site.owner.get_submodule(".".join(path[:end])) for end in range(1, len(path)))
+    forwards = (getattr(module, "forward", None) for module in above if not isinstance(module, nn.ModuleList))
+    return any("pixel_values" in inspect.signature(one).parameters for one in forwards if one is not None)
 
 
 def models_around(sites: Sequence[Site]) -> list[PreTrainedModel]:

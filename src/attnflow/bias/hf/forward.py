@@ -159,7 +159,7 @@ def _relation_of(call: AttentionCall) -> tuple[Allow, Dense | None]:
             return Allow(rows, queries, keys), None
         return _causal.setdefault((queries, keys, str(device)), Allow(rows, queries, keys)), None
     # Of the caller's making, who may change it in place; or of a compiler, which makes each once
-    if call.request is None or torch.compiler.is_compiling():
+    if call.request is None or call.narrowed or torch.compiler.is_compiling():
         return _masked(call)
     # Layers of one kind get one mask, which lives as long as the request.
     key = "relation", id(call.mask), str(call.query.device)

@@ -33,7 +33,7 @@ Kind = Literal["self", "cross"]
 Shapes = Mapping[str, tuple[int, ...]]
 Config = Mapping[str, object]
 
-CROSS: Final = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|multihead_attn", re.IGNORECASE)
+CROSS: Final = re.compile(r"cross(?!_modal)|encoder_attn|encdec|encoder_decoder|multihead_attn", re.IGNORECASE)
 _TOWERS: Final = {
     "vision": re.compile(r"(?:^|\.)(?:vision|visual|image)(?:_(?:model|tower|encoder|backbone))?(?:\.|$)"),
     "audio": re.compile(r"(?:^|\.)audio_(?:model|tower|encoder)(?:\.|$)"),

@@ -306,7 +306,7 @@ class Backbone:
         names = {site.module: site.name for site in self.sites}
 
         def record(call: AttentionCall, proceed: Proceed) -> Output:
-            if call.request is None:
+            if call.request is None or call.narrowed:
                 raise UnsupportedArchitecture(f"{names[call.module]} makes its own mask, which cannot be replaced")
             seen[names[call.module]] = call.request
             return proceed(call.replace(mask=call.request.own(call.implementation)))
