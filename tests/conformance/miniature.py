@@ -181,6 +181,15 @@ _AGREEING: dict[str, dict[str, Any]] = {
 }
 
 
+# What is run on text of one model alone cannot run these.
+_OTHERWISE = {
+    **dict.fromkeys(["d_fine", "pp_ocrv6_medium_det"], "its default configuration names no stages of its backbone"),
+    "gemma4_assistant": (continues := "it continues the states of another model, and reads no ids of its own"),
+    "gemma4_unified_assistant": continues,
+    "kyutai_speech_to_text": "its ids are those of text and of every codebook, [batch, positions, codebooks + 1]",
+}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A class of the installed transformers, and what it is for."""
@@ -219,6 +228,8 @@ def build(architecture: Architecture) -> PreTrainedModel:
     cls = getattr(transformers, architecture.name, None)
     if cls is None:
         raise NotBuilt("the class is not exported by this transformers")
+    if architecture.model_type in _OTHERWISE:
+        raise NotBuilt(_OTHERWISE[architecture.model_type])
     reasons: list[str] = []
     for narrow in (True, False):
         try:
@@ -238,8 +249,8 @@ def build(architecture: Architecture) -> PreTrainedModel:
             return model
         except Exception as error:
             cause = error.__cause__ or error  # what a validator says, not that one has spoken
-            reasons.append(" ".join(f"{type(cause).__name__}: {cause}".split())[:160])
-    raise NotBuilt(" | ".join(reasons))
+            reasons.append(" ".join(f"{type(cause).__name__}: {cause}".split()).split(". ")[0][:160])
+    raise NotBuilt(" | ".join(dict.fromkeys(reasons)))
 
 
 def _wake(model: PreTrainedModel) -> None:

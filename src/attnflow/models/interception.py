@@ -334,9 +334,9 @@ def _attention(implementation: str, replaced: bool) -> Kernel:
         if replaced and request is not None and not (stack is not None and stack.replaces_mask):
             attention_mask = request.own(implementation)
         chosen = {name: kwargs.get(name) for name in _CHOSEN if kwargs.get(name) is not None}
-        narrowed = bool(chosen) and not isinstance(attention_mask, BlockMask)
-        if narrowed:
-            attention_mask = _selected(module, query, key, attention_mask, **chosen)
+        narrowed = False
+        if chosen and not isinstance(attention_mask, BlockMask):
+            narrowed, attention_mask = True, _selected(module, query, key, attention_mask, **chosen)
         call = AttentionCall(
             module, query, key, value, attention_mask, request, implementation, kwargs, narrowed=narrowed
         )
