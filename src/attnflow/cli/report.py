@@ -32,7 +32,7 @@ def report(
 ) -> None:
     """Write a report, one self-contained HTML page.
 
-    On a mask: picture, Hasse diagram, depth, receptive fields, block sparsity, cost. On a task: its leaks too. On a
+    On a mask: picture, Hasse diagram, depth, receptive fields, block sparsity. On a task: its leaks too. On a
     model: its audit and the order that it declares, its bias, its geometry, what its feed-forward entries did for a
     text. Exits with 1 if a leak is reported.
     """

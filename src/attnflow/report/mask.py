@@ -1,4 +1,4 @@
-"""Page sections for a mask: its picture, the order it generates, receptive fields, blocks and cost."""
+"""Page sections for a mask: its picture, the order it generates, receptive fields and blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ _SHOWN: Final = 12  # distinct masks of a stack that are drawn
 _COUNTED: Final = 1 << 26  # blocks that are counted for a picture
 _SCATTERED: Final = 1 << 28  # keys that are looked at one by one for it
 LARGEST_ORDER: Final = 32_768  # positions above which the closure would take gigabytes
-_BACKENDS: Final = {"eager": "eager", "sdpa": "SDPA", "flex": "FlexAttention"}
-_DECIMAL: Final = tuple((1000**power, f"{prefix}FLOP") for power, prefix in zip(range(6, 0, -1), "EPTGMk", strict=True))
-_BINARY: Final = tuple((1024**power, f"{prefix}iB") for power, prefix in zip(range(4, 0, -1), "TGMK", strict=True))
 
 Layers = list[tuple[Mask, list[int]]]  # each distinct mask with the layers (from 1) that use it
 
@@ -37,7 +34,7 @@ def mask_part(subject: Mask | Flow, context: Context) -> Part:
     elif flow.size:
         sections += [order.order(flow, context.labels), order.growth_by_layer(flow)]
     if 0 not in masks[0].shape:
-        sections += [_blocks(layers), _cost(layers)]
+        sections.append(_blocks(layers))
     source = ("Mask" if len(layers) == 1 else "Masks", html.join([_name(mask) for mask, _ in layers[:4]], ", "))
     title = shorten(repr(masks[0]), 200) if len(masks) == 1 else f"{len(masks)} layers of masks"
     return Part(title, sections, _reading(masks, layers, flow, missing), _numbers(masks, layers, flow), [source])
@@ -192,31 +189,6 @@ def _blocks(masks: Layers) -> Section:
     return Section("blocks", "Block sparsity", body)
 
 
-def _cost(masks: Layers) -> Section:
-    """Shows what each backend needs for attention under the mask."""
-    body = html.paragraph("One sequence, one head of 64 channels, one layer, forward.", kind="lead")
-    for mask, title in _titled(masks):
-        every = mask.num_queries * mask.num_keys
-        rows = [
-            [
-                _BACKENDS[one.backend],
-                grouped(one.pairs),
-                percent(one.pairs / every),
-                _scaled(one.flops, _DECIMAL, "FLOP"),
-                _scaled(one.memory, _BINARY, "B"),
-            ]
-            for one in mask.cost().backends
-        ]
-        body += title + html.table(["backend", "computed pairs", "of all", "work", "memory"], rows)
-    formula = [
-        "Work is 4 · head_dim per computed pair; a multiply-add is 2 FLOP. Memory is the peak beside queries, keys and "
-        "values: the mask as each backend takes it, and the scores where they are stored. ",
-        code("mask.cost()"),
-        " prices other shapes.",
-    ]
-    return Section("cost", "Cost", body + html.paragraph(*formula, kind="lead"))
-
-
 def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
     total, x = sum(amount for _, amount in parts) or 1, 0.0
     pieces: list[str] = []
@@ -230,13 +202,3 @@ def _share_bar(parts: Sequence[tuple[str, int]], width: float = 220.0) -> str:
     look = {"width": width, "height": 12, "class_": "af-svg af-share", "role": "img", "aria_label": words}
     body = "".join(pieces) + element("rect", fill="none", **frame)
     return element("svg", body, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {number(width)} 12", **look)
-
-
-def _scaled(value: int, units: Sequence[tuple[int, str]], least: str) -> str:
-    """Formats a value with three digits in the largest unit it reaches."""
-    for size, unit in units:
-        if value >= size:
-            share = value / size
-            decimals = 0 if share >= 99.95 else 1 if share >= 9.995 else 2
-            return f"{share:.{decimals}f} {unit}"
-    return f"{value} {least}"

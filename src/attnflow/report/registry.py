@@ -168,7 +168,7 @@ def page(
 
     >>> import attnflow as af
     >>> [section.name for section in af.report.page(af.masks.causal(8)).sections]
-    ['mask', 'order', 'growth', 'blocks', 'cost']
+    ['mask', 'order', 'growth', 'blocks']
     """
     problems = dict(problems or {})
     for result in results:
