@@ -65,25 +65,6 @@ def test_no_circle_of_files():
     assert circles == []
 
 
-def test_the_check_sees_imports_in_functions_and_under_type_checking(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    path = tmp_path / "attnflow" / "room" / "file.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        "if TYPE_CHECKING:\n    from attnflow.order import flow\n"
-        "def f():\n    import attnflow.masks.mask\n    from .other import name\n    from . import third\n"
-    )
-    assert set(imported(path)) == {
-        "attnflow.order",
-        "attnflow.order.flow",
-        "attnflow.masks.mask",
-        "attnflow.room.other",
-        "attnflow.room.other.name",
-        "attnflow.room",
-        "attnflow.room.third",
-    }
-
-
 def test_no_file_imports_by_string_but_the_top_level():
     def called(node: ast.Call) -> str:
         return getattr(node.func, "id", getattr(node.func, "attr", ""))

@@ -36,22 +36,6 @@ def test_importing_attnflow_imports_nothing_heavy():
     assert python(code).strip() == "[]"
 
 
-def test_hf_says_which_extra_it_needs():
-    code = """
-import sys
-sys.modules["transformers"] = None
-import importlib.util
-real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *a: None if name == "transformers" else real(name, *a)
-import attnflow as af
-try:
-    af.masks.attach
-except af.MissingExtra as error:
-    print(error)
-"""
-    assert "pip install 'attnflow[hf]'" in python(code)
-
-
 def test_every_public_name_exists_and_completion_shows_no_other():
     for module in (af, *ROOMS):
         assert len(set(module.__all__)) == len(module.__all__)

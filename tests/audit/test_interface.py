@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import json
 
 import pytest
 import torch
 from torch import nn
 
 import attnflow as af
-from attnflow.audit import AuditReport, check, measure
+from attnflow.audit import check, measure
 from tests.audit.common import LENGTH, inputs, tiny, tokens, wrapped
 
 
@@ -67,29 +66,15 @@ def test_a_loaded_model_takes_a_text_or_a_list_of_ids():
     assert af.audit.declared_order(loaded, "some words").masks == (af.masks.causal(10),)
 
 
-def test_report_renders_and_serialises():
+def test_a_report_says_where_it_leaks():
     report = check(tiny("Llama"), tokens(), order=af.masks.sliding_window(LENGTH, 4))
-    assert isinstance(report, AuditReport)
     first = report.violations[0]
-    text = str(report)
-    assert text.startswith("LEAK: sliding_window(n=13, window=4, causal=True); 2 x 13 positions, 3 layers")
-    assert "model.layers.0.self_attn" in text
-    assert str(first.source) in text
-    data = json.loads(report.to_json())
-    assert data["ok"] is False
-    assert AuditReport.from_dict(data) == report
+    assert str(report).startswith("LEAK: sliding_window(n=13, window=4, causal=True); 2 x 13 positions, 3 layers")
     assert [row["module"] for row in report.rows()] == [violation.module for violation in report.violations]
-    assert repr(report).startswith("<AuditReport ")
-    assert len(repr(report)) < 300
-    assert data["violations"][0]["module"] == first.module
-    assert len(data["modules"]) == len(report.modules)
-    assert "moves with position" in str(first)
     with pytest.raises(af.LeakFound, match=r"model\.layers\.0\.self_attn") as caught:
         report.raise_if_leaks()
     assert caught.value.witness == (first.source, first.target)
-    clean = check(tiny("Llama"), tokens())
-    clean.raise_if_leaks()
-    assert str(clean).startswith("clean: causal")
+    check(tiny("Llama"), tokens()).raise_if_leaks()
 
 
 def test_progress_is_shown():

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import attnflow as af
 from attnflow.audit import check, measure
@@ -73,28 +72,6 @@ def test_measured_order_is_an_order_to_audit_against():
 def test_rounding_of_experts_is_not_measured_as_flow():
     assert measure(tiny("Qwen3Moe"), inputs("Qwen3Moe")).hasse.edges == CHAIN
     assert measure(tiny("Qwen3Moe"), inputs("Qwen3Moe"), by="output").hasse.edges == CHAIN
-
-
-class Recurrent(nn.Module):
-    """No layers, no configuration, no batch axis."""
-
-    def __init__(self, reverse=False):
-        super().__init__()
-        self.scan = nn.GRU(6, 6)
-        self.reverse = reverse
-
-    def forward(self, signal):
-        signal = signal.flip(0) if self.reverse else signal
-        return {"states": self.scan(signal)[0]}
-
-
-def test_any_module():
-    signal = torch.randn(9, 6)
-    assert measure(Recurrent(), signal, by="output").hasse.edges == [(i, i + 1) for i in range(8)]
-    assert check(Recurrent(), signal, order=af.masks.causal(9)).ok
-    assert not check(Recurrent(reverse=True), signal, order=af.masks.causal(9)).ok
-    with pytest.raises(af.UnsupportedArchitecture, match="by='output'"):
-        measure(Recurrent(), signal)
 
 
 def test_flow_outside_of_the_layers_is_refused():

@@ -57,20 +57,6 @@ def test_a_changed_or_new_file_is_refused_by_name(repository, name):
     assert harness._commit(repository).endswith("-dirty")
 
 
-def test_a_folder_without_a_repository_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(SystemExit, match="no git repository"):
-        destination(tmp_path)
-    assert harness._commit(tmp_path) == "unknown"
-
-
-def test_force_writes_elsewhere_and_only_there(repository, tmp_path):
-    (repository / "source.py").write_text("x = 2\n")
-    assert destination(repository, tmp_path / "mine.csv") == tmp_path / "mine.csv"
-    with pytest.raises(SystemExit, match="elsewhere"):
-        destination(repository, repository / "benchmarks" / ".." / RESULTS)
-
-
 def test_a_dirty_tree_leaves_no_trace_in_the_figures(repository, monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "ROOT", repository)
     (repository / "source.py").write_text("x = 2\n")

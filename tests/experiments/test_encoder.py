@@ -7,8 +7,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config
-from transformers import T5ForConditionalGeneration as T5
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from experiments.reader.encoder import TextEncoder, TruncatedText
 
@@ -60,19 +59,3 @@ def test_what_is_cut_is_said():
     torch.testing.assert_close(found[1], alone(model, tokens, " ".join(long.split()[:10])))
     with pytest.warns(TruncatedText, match=r"1 of 2 texts have more than 12 tokens.*\[1\]; split them"):
         encoder(["a", long])
-
-
-def test_bad_input(tmp_path):
-    with pytest.raises(TypeError, match="must be a sequence of strings"):
-        TextEncoder((bert(), tokenizer()))("a cat")
-    with pytest.raises(FileNotFoundError, match="no file or folder"):
-        TextEncoder(tmp_path / "nothing")
-    t5 = T5(T5Config(vocab_size=10, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0))
-    with pytest.raises(ValueError, match=r"pass \(model.get_encoder\(\), tokenizer\)"):
-        TextEncoder((t5, tokenizer()))
-    assert TextEncoder((t5.get_encoder(), tokenizer()))(["a cat"]).shape == (1, 8)
-    broken = bert()
-    with torch.no_grad():
-        broken.embeddings.word_embeddings.weight[9] = torch.nan
-    with pytest.raises(ValueError, match="the embedding of text 1 is not finite: 'mat'"):
-        TextEncoder((broken, tokenizer()))(["a", "mat"])

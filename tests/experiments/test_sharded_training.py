@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.runner.processes import check, launched
+from experiments.runner.processes import launched
 from tests.experiments.sharded_job import CLIP, STEPS, fit, made, seen
 
 ROOT = Path(__file__).parents[2]
@@ -85,20 +85,6 @@ def test_killed_at_a_step_it_goes_on_bit_by_bit_and_one_process_can_read_it(way,
     alone = seen(*fit(tmp_path / "all"))
     for name in ("log", "measured", "tensors", "weights"):
         assert alone[name] == of(shared, "all")[name], name
-
-
-@pytest.mark.parametrize(
-    ("sharded", "seen_by", "kind", "device", "said"),
-    [
-        (True, 1, "NO", "cpu", "expected 2 processes, as were launched, and accelerate sees 1"),
-        (True, 2, "MULTI_GPU", "cuda", r"expected a launch of type FSDP \(sharded models, 2 processes on cuda\)"),
-        (True, 2, "NO", "cpu", "type MULTI_CPU .* and accelerate made it NO"),
-        (False, 2, "FSDP", "cuda", "type MULTI_GPU .* and accelerate made it FSDP"),
-    ],
-)
-def test_a_launch_that_is_not_what_it_says_is_refused(sharded, seen_by, kind, device, said):
-    with pytest.raises(ValueError, match=said):
-        check(2, object() if sharded else None, seen_by, kind, device)
 
 
 def test_what_the_environment_asks_for(monkeypatch):

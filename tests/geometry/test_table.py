@@ -11,7 +11,7 @@ import torch
 
 from attnflow.geometry.published import Quartiles
 from attnflow.geometry.scores import full_scores, head_scores
-from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, rows_of
+from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
 from attnflow.models.families.find import Place
 from attnflow.models.families.rows import blocks
 
@@ -91,14 +91,3 @@ def test_csv_has_a_line_for_each_row(tmp_path):
     assert lines[0]["model"] == "org/model"
     assert float(lines[0]["symmetry"]) == 0.5
     assert lines[6]["flags"] == "not square;discovered"
-
-
-def test_texts_say_what_is_ignored_and_how_it_was_read():
-    scores = encoder_decoder()
-    text = str(scores)
-    assert IGNORED in " ".join(text.split())
-    assert "a remark" in text
-    assert "gamma 2" in text
-    assert "excess" in text
-    assert "decoder, cross, 1 layers: symmetry nan" in text
-    assert not any(line != line.rstrip() for line in text.splitlines())

@@ -86,16 +86,7 @@ def test_what_was_not_traced_is_said():
             call()
 
 
-def test_table_and_summary_say_what_fired():
+def test_a_table_says_whether_an_entry_pushes_its_tokens_up_or_down():
     found = made()
-    lines = found.table(count=40).split("\n")
-    assert lines[0].split()[:3] == ["layer", "token", "entry"]
-    assert len(lines) == 1 + 8
-    assert any('Paris | is,↵"big"' in line for line in lines)
     promoted, lines = next(one for one in found.fired() if one.promotes), found.table(None, count=40).split("\n")
     assert any(line.endswith(("+" if promoted.weight > 0 else "−") + " city town") for line in lines)
-    assert "effect" in lines[0]
-    text = repr(found)
-    assert text.startswith("Trace('tiny': 3 positions of 4 tokens, 2 layers)")
-    assert "4 kept explain" in text
-    assert repr(made(False)).endswith("no direct effects: norms lie between")

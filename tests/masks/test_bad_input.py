@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow import masks, order
+from attnflow import masks, order, tasks
 from tests.refused import refused
 
 ONE, TWO, THREE = (masks.full(n) for n in (1, 2, 3))
@@ -133,6 +133,7 @@ def test_values_that_are_refused(make, match):
         (lambda: masks.batch([torch.ones(2, 2)]), "expected a Mask, got Tensor"),
         (lambda: masks.per_head([masks.batch([TWO])]), "expected a Mask, got MaskGrid"),
         (lambda: CAUSAL & torch.ones(4, 4).bool(), "expected a Mask, got Tensor"),
+        (lambda: CAUSAL & tasks.causal_lm([1, 2])[0], r"got Task; pass its \.mask"),
         (lambda: CAUSAL & masks.batch([CAUSAL]), "expected a Mask, got MaskGrid"),
         (lambda: order.analyze([torch.ones(2, 2)]), "Mask"),
         (lambda: order.analyze(THREE).receptive_field(1.5), "query"),
@@ -142,11 +143,6 @@ def test_values_that_are_refused(make, match):
 def test_types_that_are_refused(make, match):
     with refused(TypeError, match):
         make()
-
-
-def test_an_unknown_device_is_torchs_error():
-    with pytest.raises(RuntimeError):
-        masks.causal(2).dense("no-such-device")
 
 
 def test_rows_with_nothing_allowed_are_kept():
@@ -193,36 +189,6 @@ def test_the_advice_of_an_error_makes_the_mask(value, advice):
     assert advice in str(caught.value)
     names = {**ADVISED, "tensor": value, "torch": torch, "num_queries": 3}
     assert eval(advice, {**names, **{name: getattr(masks, name) for name in masks.__all__}}) == WINDOW
-
-
-@pytest.mark.parametrize(
-    ("make", "value", "advice"),
-    [
-        (masks.from_dense, WINDOW, "got a Mask, which needs no wrapping"),
-        (masks.from_dense, ADVISED["rows"], r"got list; pass torch\.tensor\(rows\)"),
-        (masks.from_dense, ADVISED["block_mask"], r"from_block_mask"),
-        (masks.from_dense, ADVISED["function"], r"from_mask_mod\(function, num_queries"),
-        (masks.from_dense, ADVISED["array"], r"from_dense\(torch.from_numpy\(array\)\)"),
-        (lambda value: unchecked(masks.from_mask_mod)(value, 3), TABLE, r"from_dense\(tensor\)"),
-        (
-            lambda value: unchecked(masks.from_mask_mod)(value, 3),
-            ADVISED["block_mask"],
-            r"from_block_mask",
-        ),
-        (WINDOW.difference, masks.causal, "call causal with its arguments first"),
-        (WINDOW.difference, "causal", r"the catalogue, such as af.masks.causal\(n\)"),
-    ],
-)
-def test_constructors_name_the_one_that_is_right(make, value, advice):
-    with pytest.raises(TypeError, match=advice):
-        unchecked(make)(value) if make is masks.from_dense else make(value)
-
-
-def test_a_task_in_place_of_its_mask():
-    from attnflow import tasks
-
-    with pytest.raises(TypeError, match=r"got Task; pass its \.mask"):
-        unchecked(masks.Mask.__and__)(WINDOW, tasks.causal_lm([1, 2, 3])[0])
 
 
 def test_a_mask_mod_of_batch_or_head_is_refused():

@@ -1,14 +1,11 @@
 """The interception of attention: nothing changes for the model, interceptors see what the kernel would, any order."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
-from attnflow.models.interception import check_implementation, intercept
+from attnflow.models.interception import intercept
 from attnflow.models.mask_request import request_of
 from attnflow.models.sites import find_sites, models_around
 from tests.models import outputs, tiny, tokens
@@ -107,24 +104,6 @@ def test_the_request_says_where_tokens_lie(implementation):
     assert second.pads()[1].tolist() == [2, 0]
     assert torch.equal(second.pads()[0], real.bool())
     assert watch.calls[2].request is watch.calls[3].request  # one for the layers of one forward pass
-
-
-def test_copies_have_interceptors_of_their_own():
-    model, given = tiny("Llama"), inputs("Llama")
-    plain = run(model, given)
-    holder = torch.nn.ModuleList([model])
-    holder.handle = put(model, double)
-    ours = run(model, given)
-    for twin in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):
-        assert torch.equal(run(twin[0], given), ours)
-        twin.handle.remove()
-        assert torch.equal(run(twin[0], given), plain)
-    assert torch.equal(run(model, given), ours)
-
-
-def test_implementations_that_cannot_be_intercepted():
-    with pytest.raises(ValueError, match=r"'paged', which takes no bias; choose one of sdpa, eager, flex_attention"):
-        check_implementation(tiny("Llama"), "paged", "the implementation", "bias")
 
 
 def test_copies_of_a_mask_are_known_and_changed_masks_are_not():

@@ -1,13 +1,9 @@
-"""Batches of row intervals on their way: worker processes, pinning, `accelerate`, several processes."""
+"""Batches of row intervals on their way: worker processes, `accelerate`, a training that is resumed."""
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +17,6 @@ from tests.tasks.training import arguments
 
 FAMILY = partial(af.tasks.block_two_stream, block=2, mask_token=31)
 SAMPLES = [[(7 * i + j) % 31 for j in range(n)] for i, n in enumerate([4, 8, 6, 8, 2 + 2, 6, 8, 4])]
-PROGRAM = Path(__file__).with_name("distributed_loading.py")
 
 
 def collate():
@@ -90,20 +85,3 @@ def test_a_training_on_a_stream_goes_on_where_it_stopped_bit_for_bit(tmp_path):
     resumed = trained(tmp_path / "stopped", 4, resume=True)
     assert all(torch.equal(resumed[name], parameter) for name, parameter in expected.items())
     assert not any(torch.equal(halfway[name], parameter) for name, parameter in expected.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["sampler", "dispatch", "dispatch split"])
-def test_two_processes_train_what_one_does(dispatch, tmp_path):
-    """The same parameters after three steps, with batches sliced, broadcast and joined in between."""
-    results = []
-    for processes in (1, 2):
-        target = tmp_path / f"{processes}.pt"
-        command = [str(PROGRAM), str(target), dispatch, str(8 // processes if dispatch != "dispatch split" else 8)]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-        subprocess.run(
-            [sys.executable, *(launch if processes > 1 else []), *command], check=True, env=environment, timeout=300
-        )
-        results.append(torch.load(target))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-14)

@@ -18,10 +18,6 @@ def relation(*pairs: tuple[int, int], n: int) -> af.masks.Mask:
     return af.masks.from_edges([*pairs, *((i, i) for i in range(n))], n)
 
 
-def flat(merged: tasks.merging.MergedTask) -> list[tuple[int, ...]]:
-    return [merged.nodes[node] for part in merged.positions for node in merged.node[part]]
-
-
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 63])
 def test_causal_is_the_closed_form(n):
     merged = tasks.merge(tasks.causal_lm(numbers(n)))
@@ -140,31 +136,6 @@ def test_labels_are_sets_and_keep_weight_and_task():
     two = Task(tokens[:1], [Label(0, tokens[2]), Label(0, tokens[1])], af.masks.causal(1))
     labels = tasks.merge([one, two]).task.labels
     assert labels == (Label(0, tokens[1], 0, 0.5), Label(0, tokens[2], 1), Label(0, tokens[1], 1))
-
-
-def test_nodes_and_positions_agree():
-    family = [*tasks.block_two_stream(numbers(6), 2, mask_token=0), *tasks.masked_lm(numbers(6), [2], mask_token=0)]
-    merged = tasks.merge(family)
-    assert sorted(p for node in merged.nodes for p in node) == list(range(merged.task.size))
-    for task, places in zip(family, merged.positions, strict=True):
-        for token, place, node in zip(task.inputs, places, merged.node[places], strict=True):
-            assert merged.task.inputs[place] == token
-            assert place in merged.nodes[node]
-    assert [min(node) for node in merged.nodes] == sorted(min(node) for node in merged.nodes)
-
-
-def test_merging_is_independent_of_the_order_of_the_family():
-    family = [
-        *tasks.butterfly(numbers(5)),
-        *tasks.block_two_stream(numbers(6), 3, mask_token=0),
-        *tasks.causal_lm(numbers(6)),
-    ]
-    rng = np.random.default_rng(0)
-    sizes = set()
-    for _ in range(5):
-        merged = tasks.merge([family[i] for i in rng.permutation(len(family))])
-        sizes.add((merged.task.size, len(merged.nodes), merged.task.mask.nnz))
-    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 6, 9])

@@ -1,9 +1,6 @@
 """The asserts for tests of one's own: what they accept, what they refuse, and what pytest shows of it."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from attnflow.testing import assert_no_leak, assert_same_mask
 from tests.audit.common import inputs, tiny, tokens, wrapped
 from tests.refused import refused
 
-ROOT = Path(__file__).parents[2]
 CAUSAL = af.masks.causal(6)
 
 
@@ -132,48 +128,3 @@ def test_bad_masks(value, kind, message):
         assert_same_mask(value, CAUSAL)
     with refused(ValueError, "actual has 2 masks and expected 3"):
         assert_same_mask([CAUSAL] * 2, [CAUSAL] * 3)
-
-
-TEST_FILE = """
-import torch
-import attnflow as af
-from torch import nn
-
-
-class Block(nn.Module):
-    def forward(self, hidden):
-        return hidden + hidden.roll(-1, 1)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder_of_my_own = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Block()) for _ in range(3)])
-
-    def forward(self, hidden):
-        for layer in self.encoder_of_my_own:
-            hidden = layer(hidden)
-        return hidden
-
-
-def test_report():
-    report = af.audit.check(Model(), torch.randn(2, 6, 4), order=af.masks.causal(6))
-    assert report.ok, report
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["-vv"]])
-def test_pytest_prints_the_table_of_a_report(tmp_path, flags):
-    (tmp_path / "test_mine.py").write_text(TEST_FILE)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, "test_mine.py"]
-    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    shown = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith("E")]
-    assert shown[0] == "AssertionError: <AuditReport LEAK; causal(n=6); 2 x 6 positions"
-    assert shown[1].split() == ["layer", "module", "sequence", "source", "target", "change"]
-    layer, module, sequence, source, target, change = shown[2].removesuffix(">").split()
-    assert (layer, module, int(source)) == ("0", "encoder_of_my_own.0.1", int(target) + 1)
-    assert float(change) > 0
-    assert sequence in "01"
-    assert "..." not in shown[2]

@@ -60,60 +60,6 @@ def test_greedy_decoding_of_a_left_padded_batch(name, kind):
     assert moved(model, ids, logits, attention_mask=real)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "OPT"])
-def test_a_padded_row_gives_what_it_gives_alone(name):
-    model = biased(name, (*BIASES["guidance"], *BIASES["others"]), eos_token_id=None)
-    rows, batch = padded((6, 3))
-    together = generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
-    for index, row in enumerate(rows):
-        assert torch.equal(together[index, -NEW:], generate(model, row)[0, -NEW:])
-
-
-@pytest.mark.parametrize("kind", BIASES)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_sampling_with_a_seed_and_beam_search(kind, cache):
-    model, ids = biased("Llama", BIASES[kind], eos_token_id=None), tokens(2, 5)
-    for options in (
-        {"do_sample": True, "top_p": 0.9},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"num_beams": 3, "do_sample": True},
-    ):
-        found = []
-        for cached in ({"use_cache": False}, {"cache_implementation": cache}):
-            torch.manual_seed(7)
-            found.append(generate(model, ids, **options, **cached))
-        assert torch.equal(found[0], found[1])
-
-
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
-@pytest.mark.parametrize("kind", ["guidance", "others"])
-def test_assisted_decoding_is_greedy_decoding(name, kind):
-    """Candidates that are turned down must be cropped from what the bias remembers, too."""
-    model, ids = biased(name, BIASES[kind]), tokens(1, 6)
-    expected = generate(model, ids)
-    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), expected)
-    with_bias, without = biased(name, BIASES[kind]), family(name)
-    for assistant in (with_bias, without):
-        assistant.generation_config.num_assistant_tokens = 3
-        assert torch.equal(generate(model, ids, assistant_model=assistant), expected)
-    with_bias.load_state_dict(model.state_dict())
-    assert torch.equal(generate(model, ids, assistant_model=with_bias), expected)
-
-
-@pytest.mark.parametrize("kind", ["guidance", "others"])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
-def test_the_decoder_of_an_encoder_decoder_model(kind, options):
-    model, ids = family("Bart", eos_token_id=None, forced_eos_token_id=None), tokens(2, 6)
-    af.bias.attach(model.get_decoder(), BIASES[kind])
-    disturb(model, 1.0)
-    found, logits = with_logits(model, ids, **options)
-    plain = {key: value for key, value in options.items() if key != "cache_implementation"}
-    expected, scores = with_logits(model, ids, use_cache=False, **plain)
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(logits, scores)
-    assert moved(model, ids, logits, **plain)
-
-
 def test_a_checkpoint_of_a_model_with_a_bias_loads_without_one(tmp_path, recwarn):
     model, ids = biased("Llama"), tokens(1, 5)
     model.save_pretrained(tmp_path)

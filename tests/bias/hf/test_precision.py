@@ -85,29 +85,6 @@ def test_dropout_acts_on_weights_and_only_in_training(name, implementation):
         assert (first - second).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("zero", [True, False], ids=["new", "trained"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_gradient_checkpointing_gives_equal_gradients(name, reentrant, zero):
-    model, ids = family(name), tokens(2, 7)
-    af.bias.attach(model, KINDS)
-    if not zero:
-        disturb(model)
-    expected = gradients(model, ids, use_cache=False)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    model.train()
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    loss, found = gradients(model, ids, use_cache=False)
-    torch.testing.assert_close(loss, expected[0], rtol=1e-12, atol=1e-12)
-    assert found.keys() == expected[1].keys()
-    for key, gradient in expected[1].items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", ["Llama", "Bert", "Gemma2", "GptOss"])
 def test_output_attentions_are_the_weights_with_the_bias(name):
     model, ids, calls = family(name), tokens(2, 7), []

@@ -10,7 +10,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 import attnflow as af
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.hf.convert import LinearLayer
-from attnflow.knowledge.layered import EntryScores, EntryValues
+from attnflow.knowledge.layered import EntryScores, EntryValues, readers
 from attnflow.models.evaluation import precision
 from attnflow.models.feed_forward import find_feed_forward, uncovered
 from tests.conformance.miniature import Architecture, build
@@ -110,6 +110,8 @@ def test_what_cannot_be_converted_says_why():
     converted = af.knowledge.from_ffn(tiny("Llama", torch.float32))
     with pytest.raises(ValueError, match="reads a knowledge base already"):
         af.knowledge.from_ffn(converted)
+    with pytest.raises(ValueError, match="a converted layer reads all its entries"):
+        readers(converted)[0].retrieval = af.knowledge.Retrieval(k=6, search="exact")
     with pytest.raises(ValueError, match="reads no knowledge base"):
         af.knowledge.to_ffn(tiny("Llama", torch.float32))
     converted.knowledge.update([0], torch.ones(1, converted.knowledge.entry_dim))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
-from attnflow.knowledge import Retrieval
 from attnflow.knowledge.attention import named
 from experiments.knowledge_twins.models import feed_forward_twin, knowledge_parameters
 from tests.knowledge.sources import indexed
@@ -132,26 +131,6 @@ def test_entries_may_be_given():
     torch.testing.assert_close(model(input_ids=ids).logits, reference(model, ids), **CLOSE)
     with pytest.raises(ValueError, match=r"entries must be \[entries, 20\], got shape \(9, 21\)"):
         model(input_ids=ids, entries=torch.zeros(9, 21, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("retrieval", [None, Retrieval(k=24), Retrieval(k=5, search="exact"), Retrieval(threshold=0.0)])
-def test_a_source_instead_of_the_base(retrieval):
-    model, ids = modular(torch.float32), tokens()
-    entries = model.knowledge.entries.detach()
-    source = indexed(model.readers(), entries)
-    for reader in model.readers():
-        reader.retrieval = retrieval
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        torch.testing.assert_close(model(input_ids=ids, entries=source).logits, expected, rtol=1e-3, atol=1e-3)
-        model.model.source = source
-        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
-        assert not torch.allclose(model(input_ids=ids, entries=entries[:4]).logits, expected)
-        exact = modular(torch.float32)(input_ids=ids).logits
-        if retrieval is None or retrieval.threshold == 0.0 or retrieval.k == 24:  # ReLU above 0 is all of it
-            torch.testing.assert_close(expected, exact, rtol=1e-4, atol=1e-4)
-        else:
-            assert not torch.allclose(expected, exact, rtol=1e-2, atol=1e-2)
 
 
 def test_entries_per_token():

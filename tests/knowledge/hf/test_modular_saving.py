@@ -1,12 +1,8 @@
 """Modular models start as intended, however they are made, and come back from a folder as they were."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import attnflow as af
 from attnflow.knowledge import ModularConfig, ModularForCausalLM
@@ -84,28 +80,3 @@ def test_a_saved_model_comes_back(form, tmp_path):
     loaded = af.models.load_model(tmp_path, tokenizer=False).model
     assert type(loaded) is ModularForCausalLM
     assert torch.equal(loaded(input_ids=ids).logits, expected)
-
-
-@pytest.mark.slow  # a process that imports everything
-def test_auto_classes_know_the_model_once_it_was_imported(tmp_path):
-    """And what a user sees who did not, in a process of its own."""
-    modular(torch.float32).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["ModularForCausalLM"]
-    assert type(AutoConfig.from_pretrained(tmp_path)) is ModularConfig
-    code = """
-import sys, attnflow, attnflow.knowledge
-assert "transformers" not in sys.modules
-from transformers import AutoModelForCausalLM
-try:
-    AutoModelForCausalLM.from_pretrained(sys.argv[1])
-except ValueError as error:
-    assert "attnflow_modular" in str(error), error
-else:
-    raise AssertionError("known already: say so in the docstring")
-from attnflow.knowledge import ModularForCausalLM
-print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert found.stdout.strip() == "ModularForCausalLM", found.stderr

@@ -82,15 +82,6 @@ def test_causal_mask_is_the_plain_causal_model(name, implementation):
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "Albert", "DistilBert"])
-def test_full_mask_is_the_plain_encoder(name):
-    model, ids = tiny(name), tokens(2, LENGTH)
-    with torch.no_grad():
-        plain = outputs(model, input_ids=ids)
-        with af.masks.attach(model, af.masks.full(LENGTH)):
-            torch.testing.assert_close(outputs(model, input_ids=ids), plain, rtol=1e-12, atol=1e-12)
-
-
 def test_vision_encoders_which_ask_for_no_mask():
     model, image = ZOO["ViT"].build(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
     other = image.clone()

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import pickle
 
 import pytest
 import torch
@@ -138,22 +137,19 @@ def test_models_that_share_a_config_do_not_share_the_mask(model):
             torch.testing.assert_close(shown, plain_padded[:, :6], rtol=1e-6, atol=1e-6)
 
 
-def test_copies_and_pickles_carry_the_mask_and_saved_models_do_not(model, tmp_path):
+def test_a_copied_handle_is_of_its_copy_and_saved_models_carry_no_mask(model, tmp_path):
     ids = tokens(1, LENGTH)
     plain = logits(model, ids)
-    with af.masks.attach(model, per_layer=[WINDOW, CAUSAL]) as handle:
+    with af.masks.attach(model, WINDOW) as handle:
         masked = logits(model, ids)
-        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         freed, own = copy.deepcopy((model, handle))
         own.remove()
         assert torch.equal(logits(model, ids), masked)
         model.save_pretrained(tmp_path)
     assert torch.equal(logits(freed, ids), plain)
-    for twin in twins:
-        assert torch.equal(logits(twin, ids), masked)
     saved = type(model).from_pretrained(tmp_path)
     assert saved.config._attn_implementation == "sdpa"
-    torch.testing.assert_close(logits(saved, ids), logits(model, ids))
+    torch.testing.assert_close(logits(saved, ids), plain)
     assert "attnflow" not in (tmp_path / "config.json").read_text()
 
 

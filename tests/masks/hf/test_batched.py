@@ -1,7 +1,6 @@
 """Masks that come with each batch: values and gradients of each sequence alone, on every backend; and bad input."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -194,12 +193,3 @@ def test_bad_calls_under_fixed_masks(mask, inputs, message):
     model = tiny("Llama")
     with masks.attach(model, mask), pytest.raises(ValueError, match=message):
         model(**inputs)
-
-
-def test_a_mask_for_each_sequence_survives_a_copy():
-    model, ids = tiny("Llama"), tokens(2, 6)
-    with masks.attach(model, masks.batch([masks.causal(6), masks.full(6)])):
-        expected = outputs(model, input_ids=ids)
-        assert torch.equal(outputs(pickle.loads(pickle.dumps(model)), input_ids=ids), expected)
-    with pytest.raises(ValueError, match=r"square mask, got .* of shape \(2, 3\)"):
-        masks.attach(model, masks.per_head([masks.full(2, 3)]))

@@ -40,19 +40,6 @@ def test_prefill_then_decode_is_one_pass(name, implementation, kind):
     torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-6)  # eager attention takes its softmax in float32
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma3", "Mistral"])
-@pytest.mark.parametrize(("cache", "beams"), [("dynamic", 1), ("static", 1), ("dynamic", 3)])
-def test_generate_under_a_causal_mask_is_the_plain_model(name, cache, beams):
-    model = tiny(name, **({} if name in {"Llama", "GPT2"} else {"sliding_window": 64}))
-    ids = tokens(2, 5)
-    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
-    options["num_beams"] = beams
-    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    with af.masks.attach(model, af.masks.causal(20)):
-        ours = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert torch.equal(ours, plain)
-
-
 def test_generate_under_a_window_is_the_windowed_model():
     model, ids = tiny("Mistral"), tokens(2, 5)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import attnflow as af
 from tests.models import outputs, tiny, tokens
@@ -69,26 +68,6 @@ def test_right_padding_needs_no_crop():
     with torch.no_grad():
         plain = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
-
-
-def test_left_padded_cache_in_chunks():
-    model, mask = tiny("GPT2"), af.masks.attention_sink(SIZE, 2, 3)
-    rows = [tokens(1, n)[0] for n in LENGTHS]
-    ids, real, positions = padded(rows, "left")
-    with torch.no_grad(), af.masks.attach(model, mask):
-        whole = outputs(model, input_ids=ids, attention_mask=real, position_ids=positions)
-        cache, parts = DynamicCache(), []
-        for start, stop in ((0, 4), (4, 5), (5, 9)):
-            parts.append(
-                model(
-                    ids[:, start:stop],
-                    attention_mask=real[:, :stop],
-                    position_ids=positions[:, start:stop],
-                    past_key_values=cache,
-                ).logits
-            )
-    shown = real.bool()
-    torch.testing.assert_close(torch.cat(parts, dim=1)[shown], whole[shown])
 
 
 def test_a_long_mask_over_a_short_padded_batch():

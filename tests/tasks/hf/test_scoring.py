@@ -114,15 +114,6 @@ def test_they_are_in_the_order_of_the_labels():
             assert float(score) == pytest.approx(float(own[label.position, label.target_id].detach()), rel=1e-6)
 
 
-def test_of_a_causal_family_they_are_the_models_own_likelihood():
-    torch.manual_seed(0)
-    model = tiny("GPT2")
-    own = model(torch.tensor([IDS])).logits[0, :-1].log_softmax(-1)[range(5), IDS[1:]]
-    assert torch.allclose(
-        torch.tensor(tasks.score(model, tasks.causal_lm(IDS)).log_probs, dtype=own.dtype), own.detach(), rtol=1e-6
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of lm-eval and of datasets
 def test_the_numbers_of_lm_eval_on_a_task_file_of_its_own(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Rows that begin alike, run once: the same outputs and gradients as one by one."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -139,47 +137,6 @@ def test_every_batch_in_float64(name, batch, kind):
     assert_same(stock, shared, 1e-9)
 
 
-def in_float32(model: nn.Module, given: dict[str, Tensor], **more: object):
-    """Both forms, and how far the gradients of a float32 model are from its float64 ones."""
-    with precision(model, torch.float64):
-        exact = run(model, given, **more)
-    stock = run(model, given, **more)
-    largest = max(float(g.abs().max()) for g in exact[2].values())
-    error = max(float((g.double() - stock[2][name]).abs().max()) for name, g in exact[2].items()) / largest
-    return stock, 10 * error + 1e-6
-
-
-@pytest.mark.filterwarnings("ignore:.*use_reentrant.*")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_and_training_mode(reentrant):
-    model = ZOO["Mistral" if reentrant else "Llama"].make().train()
-    given = labelled(BATCHES["a group"])
-    stock, tolerance = in_float32(model, given)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    with af.tasks.share_prefixes(model) as handle:
-        assert model.training
-        shared = run(model, given)
-    assert handle.report.shared == 1
-    assert_same(stock, shared, tolerance)
-
-
-@pytest.mark.parametrize("labels", [False, True])
-def test_lora(labels):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(ZOO["Llama"].make(), config)
-    given = labelled(BATCHES["a group"]) if labels else BATCHES["a group"]
-    stock, tolerance = in_float32(model, given)
-    with af.tasks.share_prefixes(model) as handle:
-        shared = run(model, given)
-    assert handle.report.last_after < handle.report.last_before
-    assert all("lora" in name for name in shared[2])
-    assert_same(stock, shared, tolerance)
-
-
 def test_lora_dropout_is_refused_while_it_trains():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
@@ -189,17 +146,6 @@ def test_lora_dropout_is_refused_while_it_trains():
             model(**BATCHES["a group"], use_cache=False)
         model.eval()
         model(**BATCHES["a group"], use_cache=False)
-
-
-def test_generation_runs_as_it_came():
-    model = ZOO["Llama"].make()
-    given = BATCHES["padded on the left"]
-    stock = model.generate(**given, max_new_tokens=5, do_sample=False)
-    with af.tasks.share_prefixes(model) as handle:
-        assert torch.equal(model.generate(**given, max_new_tokens=5, do_sample=False), stock)
-        model(**given)  # a cache by default
-    assert handle.report.calls == 0
-    assert list(handle.report.stock) == ["a cache was in use, or asked for (pass use_cache=False)"]
 
 
 def test_hidden_states_are_read_back_and_the_backbone_alone_too():
@@ -351,22 +297,6 @@ def test_flex_without_gradients():
             shared = model(ids, use_cache=False, labels=ids).logits
     assert handle.report.last_after == 130 + 3 * 9
     torch.testing.assert_close(stock, shared, atol=1e-4, rtol=1e-4)
-
-
-def test_removed_the_model_is_as_before_and_copies_share_on_their_own():
-    model = ZOO["Llama"].make()
-    given = BATCHES["a group"]
-    before = model(**given, use_cache=False).logits
-    handle = af.tasks.share_prefixes(model)
-    twin = copy.deepcopy(model)
-    twin(**given, use_cache=False)
-    assert handle.report.calls == 0
-    model(**given, use_cache=False)
-    assert (handle.report.calls, handle.report.shared) == (1, 1)
-    handle.remove()
-    assert torch.equal(model(**given, use_cache=False).logits, before)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert str(handle).endswith("(removed)")
 
 
 def test_a_model_that_accelerate_has_prepared(monkeypatch):

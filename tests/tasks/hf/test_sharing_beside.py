@@ -86,27 +86,6 @@ def test_a_guard_audits_the_rows_and_the_step_is_shared():
     assert (handle.report.calls, handle.report.shared) == (1, 1)
 
 
-@pytest.mark.parametrize("kind", ["mask", "bias"])
-def test_what_is_attached_later_is_not_shared_and_a_mask_is_refused(kind):
-    def attached(model):
-        return af.masks.attach(model, af.masks.causal(11)) if kind == "mask" else af.bias.attach(model, config)
-
-    config = af.bias.AlibiConfig()
-    model = ZOO["Llama"].make()
-    with attached(model):
-        stock = run(model, GIVEN)
-        if kind == "mask":
-            with pytest.raises(ValueError, match="a mask of masks"):
-                af.tasks.share_prefixes(model)
-    with af.tasks.share_prefixes(model) as handle:
-        with attached(model):
-            assert_same(stock, run(model, GIVEN), 1e-6)
-        assert handle.report.shared == 0
-        run(model, GIVEN)
-    assert handle.report.stock == {"a mask or a bias was attached or removed after share_prefixes; do that first": 1}
-    assert handle.report.shared == 1
-
-
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_data_parallel(kind, tmp_path):
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
