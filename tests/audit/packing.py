@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+
+from tests.models.saved import word_tokenizer
 
 WORDS = 40
 PAD, EOS, MASK = 1, 2, 3
@@ -14,14 +12,8 @@ PAD, EOS, MASK = 1, 2, 3
 
 def tokenizer(**more):
     """Of the words w0, w1, ...; ids 0 to 3 are special."""
-    words = {
-        word: index
-        for index, word in enumerate(["[UNK]", "<pad>", "<eos>", "<mask>", *map("w{}".format, range(WORDS))])
-    }
-    table = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    table.pre_tokenizer = Whitespace()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "mask_token": "<mask>", "unk_token": "[UNK]"} | more
-    return PreTrainedTokenizerFast(tokenizer_object=table, **special)
+    words = ["[UNK]", "<pad>", "<eos>", "<mask>", *map("w{}".format, range(WORDS))]
+    return word_tokenizer(words, **{"pad_token": "<pad>", "eos_token": "<eos>", "mask_token": "<mask>", **more})
 
 
 def texts(count=32, seed=0, shortest=3, longest=8):

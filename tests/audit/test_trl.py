@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
 from tests.audit.batches import COMPLETIONS, FLAT, LENGTHS, PADDED
 from tests.audit.common import wrapped
-from tests.audit.packing import EOS, PAD, WORDS, texts, tokenizer
+from tests.audit.packing import texts, tokenizer
+from tests.tasks.hf.test_trl import QUIET, model
 
 pytestmark = [
     pytest.mark.slow,
@@ -15,22 +15,13 @@ pytestmark = [
 ]
 
 
-def model():
-    torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=WORDS + 4, **size, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
-    )
-
-
 def trainer(model, folder, strategy="bfd", callbacks=(), completions=False, **more):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    options = {"max_length": 24, "max_steps": 2, "per_device_train_batch_size": 2, "seed": 3, "logging_steps": 1}
-    quiet = {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True}
+    options = {"max_length": 24, "max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1}
     packing = {"packing": strategy is not None, "packing_strategy": strategy or "bfd"}
-    arguments = SFTConfig(str(folder), **packing, **{**options, **quiet, **more})
+    arguments = SFTConfig(str(folder), **packing, **{**QUIET, **options, **more})
     columns = (
         {"prompt": texts(64, 1), "completion": [f" {t}" for t in texts(64)]} if completions else {"text": texts(64)}
     )

@@ -1,7 +1,4 @@
-"""Tiny models of two layers: hybrids, with attention in layer 1 alone, and vision-language models with a call of each.
-
-A call has a picture in place: text, four image tokens, text.
-"""
+"""Tiny vision-language models of two layers, and a call of each with a picture: text, four image tokens, text."""
 
 from __future__ import annotations
 
@@ -9,17 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.models.options import (
-    FOUR_EXPERTS,
-    GROUPED,
-    MAMBA2,
-    PATCHED,
-    SECTIONS,
-    SHARED_EXPERT,
-    SMALL_HEADS,
-    VISION,
-    WINDOW,
-)
+from tests.models.options import PATCHED, SECTIONS, SMALL_HEADS, VISION, WINDOW
 
 IMAGE = 7
 TEXT = {**SMALL_HEADS, "vocab_size": 61, "initializer_range": 0.2}
@@ -109,59 +96,7 @@ _MODELS["ColPali"] = (
     "ColPaliForRetrieval",
     {"vlm_config": {**_MODELS["PaliGemma"][1], "model_type": "paligemma"}, "embedding_dim": 8},
 )
-_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-_TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 16}
-_DELTA = {
-    **_LINEAR,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-_HYBRIDS: dict[str, tuple[str, dict[str, object]]] = {
-    "Qwen3Next": ("Qwen3NextForCausalLM", {**SMALL_HEADS, **FOUR_EXPERTS, **SHARED_EXPERT, **_DELTA}),
-    "Qwen3_5": ("Qwen3_5ForCausalLM", {**SMALL_HEADS, **_DELTA}),
-    "OlmoHybrid": ("OlmoHybridForCausalLM", {**GROUPED, **_DELTA, "linear_num_value_heads": 2}),
-    "Jamba": (
-        "JambaForCausalLM",
-        {**GROUPED, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
-    ),
-    "Bamba": ("BambaForCausalLM", {**GROUPED, **MAMBA2, "attn_layer_indices": [1]}),
-    "Zamba2": (
-        "Zamba2ForCausalLM",
-        {
-            **GROUPED,
-            "layers_block_type": ["linear_attention", "hybrid"],
-            "mamba_ngroups": 1,
-            "n_mamba_heads": 8,
-            "mamba_headdim": 8,
-            "mamba_d_state": 8,
-            "chunk_size": 4,
-            "num_mem_blocks": 1,
-        },
-    ),
-    "FalconH1": (
-        "FalconH1ForCausalLM",
-        {**GROUPED, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-    ),
-    "Lfm2": ("Lfm2ForCausalLM", {**GROUPED, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"]}),
-    "NemotronH": (
-        "NemotronHForCausalLM",
-        {
-            **SMALL_HEADS,
-            "hybrid_override_pattern": "M*",
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 8,
-            "n_groups": 2,
-            "chunk_size": 4,
-        },
-    ),
-    "GraniteHybrid": ("GraniteMoeHybridForCausalLM", {**GROUPED, **MAMBA2, **_LINEAR, **_TWO_EXPERTS}),
-}
-PICTURED, HYBRIDS = tuple(_MODELS), tuple(_HYBRIDS)
-_SAME = {"vocab_size": 61, "initializer_range": 0.2}
-_MODELS |= {name: (cls, {**options, **_SAME}) for name, (cls, options) in _HYBRIDS.items()}
+PICTURED = tuple(_MODELS)
 
 
 def built(name: str, **changes: object) -> PreTrainedModel:
