@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 import attnflow as af
 from attnflow.audit import check, declared_order, measure
 from tests.audit.common import LENGTH, Stack, inputs, open_attention, tiny, tokens, wrapped
-from tests.audit.two_layers import PICTURED, built, call
-from tests.conformance.miniature import architectures, build
+from tests.conformance.inputs import with_image
+from tests.conformance.miniature import architectures, build, shrink
 from tests.models.table import in_double
 
 PACKED = [5, 7]
@@ -24,14 +25,42 @@ HYBRIDS = {
 }
 
 
+PICTURED = ("Llava", "PaliGemma", "Gemma3", "Gemma4", "Qwen2_5_VL", "Llama4", "ColPali")
+PREFIXES = ("PaliGemma", "ColPali")  # a prefix of the image and most of the text sees itself
+
+
+def miniature(name):
+    return build(next(each for each in architectures() if each.name == name))
+
+
 def hybrid(name):
     """A miniature whose mixers are no small part of it."""
-    model = build(next(each for each in architectures() if each.name == name))
+    model = miniature(name)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.ndim > 1 and HYBRIDS[name] in path:
                 parameter.mul_(5)
     return model
+
+
+def pictured(name):
+    """A miniature, and its call: three tokens, those of an image, four tokens."""
+    if name == "ColPali":
+        model, given = pictured("PaliGemma")
+        config = transformers.ColPaliConfig(vlm_config=model.config.to_dict(), embedding_dim=8)
+        return transformers.ColPaliForRetrieval(config).eval(), given
+    model = miniature(f"{name}ForConditionalGeneration")
+    if name == "Llama4":  # four pixels become one, four times as wide
+        model.config.vision_config.intermediate_size = 4 * model.config.vision_config.hidden_size
+    if name == "Gemma4":
+        sizes = {"pooling_kernel_size": 2, "position_embedding_size": 16, "default_output_length": 4}
+        model.config.vision_config = shrink(transformers.Gemma4VisionConfig(**sizes), narrow=True)
+    model = type(model)(model.config).eval()
+    given = with_image(model)
+    if name in PREFIXES:
+        given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+        given["token_type_ids"][:, -2:] = 1
+    return model, given
 
 
 def moved(model, given, position):
@@ -61,7 +90,7 @@ def test_documents_are_declared_whatever_mixes_them(name):
 
 @pytest.mark.parametrize("name", PICTURED)
 def test_pictures_raise_no_alarm(name):
-    report = check(built(name), call(name), both_sides=False)
+    report = check(*pictured(name), both_sides=False)
     assert report.verdict == "clean", str(report)
     assert report.coverage == 1.0
     assert not report.skipped
@@ -70,10 +99,10 @@ def test_pictures_raise_no_alarm(name):
 @pytest.mark.parametrize("name", PICTURED)
 def test_a_leak_among_pictures_is_found(name):
     """Also one that starts at an image token, whose id is never changed."""
-    model = built(name)
+    model, given = pictured(name)
     (layers,) = [m for n, m in model.named_modules() if n.endswith("layers") and "language_model" in n]
-
-    target, source = (9, 10) if name in ("PaliGemma", "ColPali") else (2, 6)  # its prefix sees itself, images and text
+    size = given["input_ids"].shape[1]
+    target, source = (size - 2, size - 1) if name in PREFIXES else (2, size - 5)
 
     def read_ahead(out, hidden, *args, **kwargs):
         ahead = torch.nn.functional.pad(hidden[:, source : source + 1], (0, 0, target, hidden.shape[1] - target - 1))
@@ -82,8 +111,8 @@ def test_a_leak_among_pictures_is_found(name):
     block = layers[1].feed_forward if name == "Llama4" else layers[1].mlp
     if name == "Llama4":  # its block also returns what its router chose
         block = layers[1].post_attention_layernorm
-    with wrapped(block, read_ahead):  # a position before the image reads the last of its four tokens
-        report = check(model, call(name), both_sides=False)
+    with wrapped(block, read_ahead):  # a position before the image reads the last of its tokens
+        report = check(model, given, both_sides=False)
     first = report.violations[0]
     assert (first.kind, first.layer, first.source, first.target) == ("order", 1, source, target)
 
@@ -91,10 +120,10 @@ def test_a_leak_among_pictures_is_found(name):
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "PaliGemma"])
 def test_image_tokens_see_one_another_as_the_model_asks(name):
     """The declared order is what brute force sees of the vectors that enter the layers: later ones inside the image."""
-    flow = declared_order(built(name), call(name)).reachability()
-    assert flow[3, 6]
-    assert not flow[2, 6] or name == "PaliGemma"
-    assert not flow[3, 10]
+    flow = declared_order(*pictured(name)).reachability()
+    assert flow[3, -5]
+    assert not flow[2, -5] or name == "PaliGemma"
+    assert not flow[3, -1]
 
 
 def test_a_causal_mask_that_is_left_out():
@@ -102,7 +131,7 @@ def test_a_causal_mask_that_is_left_out():
 
     With padding the mask is made, and the same text is causal: brute force says so, too.
     """
-    model, ids = built("PaliGemma"), tokens(2)
+    model, ids = miniature("PaliGemmaForConditionalGeneration"), tokens(2)
     other = ids.clone()
     other[:, -1] = torch.where(ids[:, -1] == 3, 4, 3)
     real = torch.ones_like(ids)
@@ -200,8 +229,8 @@ def test_samples_that_differ_are_measured_one_by_one():
 
 
 def test_pictures_are_measured():
-    flow = measure(built("Gemma3"), call("Gemma3"))
-    assert torch.equal(flow.masks[1].dense(), declared_order(built("Gemma3"), call("Gemma3")).masks[1].dense())
+    model, given = pictured("Gemma3")
+    assert torch.equal(measure(model, given).masks[1].dense(), declared_order(model, given).masks[1].dense())
 
 
 def test_streams_and_batches_of_one_size_are_told_apart():

@@ -5,13 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, Gemma3nForCausalLM, Gemma3nTextConfig
+from transformers import DynamicCache, Gemma3nForCausalLM
 
 import attnflow as af
 from attnflow.bias.hf.saving import config_from_dict
 from tests.bias.cases import Additive
 from tests.bias.hf.common import GUIDANCE, biased, disabled, disturb, family, handle_of, outputs, tokens, untouched
 from tests.bias.test_map import make
+from tests.conformance.miniature import Architecture, build
 from tests.models import WITHOUT_INTERFACE
 
 B = af.bias
@@ -146,18 +147,9 @@ def test_models_without_the_interface_or_without_attention(name):
 
 def test_layers_that_share_the_keys_of_an_earlier_one_are_left_out():
     kinds = ["sliding_attention", "full_attention"] * 2
-    config = Gemma3nTextConfig(
-        **dict.fromkeys(("altup_num_inputs", "num_kv_shared_layers", "num_key_value_heads", "eos_token_id"), 2),
-        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 50),
-        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "laurel_rank", "sliding_window"), 4),
-        **dict.fromkeys(("head_dim", "hidden_size_per_layer_input"), 8),
-        hidden_size=32,
-        intermediate_size=48,
-        layer_types=kinds,
-        activation_sparsity_pattern=[0.0] * 4,
-        pad_token_id=0,
-        bos_token_id=1,
-    )
+    config = build(Architecture("gemma3n_text", "Gemma3nForCausalLM", "decoder")).config
+    config.num_hidden_layers, config.num_kv_shared_layers, config.layer_types = 4, 2, kinds
+    config.activation_sparsity_pattern, config.intermediate_size = [0.0] * 4, [48] * 4
     model, ids = Gemma3nForCausalLM(config).double().eval(), tokens(2, 9)
     shared = af.bias.GuidanceConfig(layers=[0, 2], hidden_dim=4)
     refused(model, af.UnsupportedArchitecture, r"layers.2.self_attn attends to the keys of an earlier layer", shared)

@@ -2,31 +2,27 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from experiments.reader.encoder import TextEncoder, TruncatedText
+from tests.models import BIDIRECTIONAL, WIDTH
+from tests.models.saved import word_tokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "on", "the", "mat"]
 TEXTS = ["a cat", "the cat sat on the mat", "mat", "on the mat a cat sat", "a a a"]
 
 
 def tokenizer():
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = Whitespace()
-    made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]")
+    made = word_tokenizer(WORDS, pad_token="[PAD]")
+    template = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    made.backend_tokenizer.post_processor = template
+    return made
 
 
-def bert(seed=0):
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=len(WORDS), max_position_embeddings=12, initializer_range=0.5, **sizes)
-    return BertModel(config)
+def bert():
+    torch.manual_seed(0)
+    return BIDIRECTIONAL["Bert"].make(max_position_embeddings=12)
 
 
 def alone(model, tokens, text):
@@ -46,7 +42,7 @@ def test_equals_the_model_on_one_text_at_a_time(batch_size, monkeypatch):
     assert (seen[-1], truncated, model.training) == ((5, 5, "texts"), [], True)
     model.eval()  # dropout was off
     torch.testing.assert_close(found, torch.stack([alone(model, tokens, text) for text in TEXTS]))
-    assert TextEncoder((model, tokens))([]).shape == (0, 16)
+    assert TextEncoder((model, tokens))([]).shape == (0, WIDTH)
 
 
 def test_what_is_cut_is_said():

@@ -1,8 +1,10 @@
-"""Which entries are kept, what that promises, and that sums of few rows are products with all."""
+"""Which entries are kept, and when all are read."""
 
 import pytest
+import torch
 
 from attnflow.knowledge import Retrieval
+from attnflow.knowledge.retrieval import best
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,8 @@ def test_a_source_that_copies_is_left_sooner(queries, most):
     """`most` of 4,096 entries are as slow to copy as all are to read."""
     assert Retrieval(k=most).reads_all(4096, queries, copied=True)
     assert not Retrieval(k=most - 1).reads_all(4096, queries, copied=True)
+
+
+def test_what_scores_as_much_as_the_threshold_is_left_out():
+    rows = best(torch.tensor([[0.5, 1.0, 0.5, -1.0]]), Retrieval(threshold=0.5))
+    assert rows[rows >= 0].tolist() == [1]

@@ -1,5 +1,8 @@
 """The interception of attention: nothing changes for the model, interceptors see what the kernel would, any order."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -104,6 +107,19 @@ def test_the_request_says_where_tokens_lie(implementation):
     assert second.pads()[1].tolist() == [2, 0]
     assert torch.equal(second.pads()[0], real.bool())
     assert watch.calls[2].request is watch.calls[3].request  # one for the layers of one forward pass
+
+
+def test_copies_have_interceptors_of_their_own():
+    model, given = tiny("Llama"), inputs("Llama")
+    plain = run(model, given)
+    holder = torch.nn.ModuleList([model])
+    holder.handle = put(model, double)
+    ours = run(model, given)
+    for twin in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):
+        assert torch.equal(run(twin[0], given), ours)
+        twin.handle.remove()
+        assert torch.equal(run(twin[0], given), plain)
+    assert torch.equal(run(model, given), ours)
 
 
 def test_copies_of_a_mask_are_known_and_changed_masks_are_not():

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import BigBirdPegasusConfig, BigBirdPegasusForCausalLM
 
 from attnflow.models.sites import find_sites
 from attnflow.models.trial import DoesNotRun, read, trial
+from tests.conformance.miniature import Architecture, build
 from tests.models import tiny
 
 
@@ -74,11 +74,6 @@ def test_a_refusal_is_named_and_nothing_stays():
 
 
 def test_one_half_of_a_model_reads_tokens_alone():
-    decoder = BigBirdPegasusForCausalLM(
-        BigBirdPegasusConfig(
-            vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, decoder_ffn_dim=32, encoder_ffn_dim=32,
-            encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64,
-        )
-    )  # fmt: skip
+    decoder = build(Architecture("bigbird_pegasus", "BigBirdPegasusForCausalLM", "decoder"))
     with trial(decoder):
         assert read(decoder, [[5, 6, 7]]).logits.shape[0] == 1

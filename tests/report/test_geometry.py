@@ -20,7 +20,7 @@ from tests.report.reading import parse_page, parse_svg, texts
 HOSTILE = '<script>alert(1)</script> & "quotes" \x00'
 
 
-def scores(model="org/model", layers=4, heads=3, parts=(("", "self"),), notes=(), **reading):
+def scores(model="one", layers=4, heads=3, parts=(("", "self"),), notes=(), **reading):
     rows = [
         MatrixScores(
             layer,
@@ -84,22 +84,12 @@ def test_names_are_escaped():
     assert not any(name.startswith("on") for _, attributes in shown.tags for name in attributes)
 
 
-def plain_scores(model="one", layers=3, heads=2, kinds=("self",), **reading):
-    rows = [
-        MatrixScores(layer, head, kind, 0.1 * layer if kind == "self" else math.nan, -0.2, 1.0, 0, 1)
-        for layer in range(layers)
-        for kind in kinds
-        for head in ("all", *range(heads))
-    ]
-    return GeometryScores(model, tuple(rows), **reading)
-
-
 def labels(figure):
     return [text.get_text() for legend in figure.legends for text in legend.texts]
 
 
 def test_plane_has_a_mark_with_whiskers_for_each_model_and_the_published_ones_behind(tmp_path):
-    figure = report.figure(plain_scores(), plain_scores("two"), picture="plane")
+    figure = report.figure(scores(), scores("two"), picture="plane")
     (axes,) = figure.axes
     *published, one, two = labels(figure)
     assert (one, two) == ("one", "two")
@@ -109,9 +99,9 @@ def test_plane_has_a_mark_with_whiskers_for_each_model_and_the_published_ones_be
         "published, language ", "published, vision ", "published, audio "
     ]  # fmt: skip
     mark = next(c for c in axes.containers if c.get_label() == "one")
-    assert (mark.lines[0].get_xdata()[0], mark.lines[0].get_ydata()[0]) == pytest.approx((0.1, -0.2))
+    assert (mark.lines[0].get_xdata()[0], mark.lines[0].get_ydata()[0]) == pytest.approx((0.015, -0.03))
     horizontal = mark.lines[2][0].get_segments()[0]
-    assert horizontal[:, 0] == pytest.approx([0.05, 0.15])
+    assert horizontal[:, 0] == pytest.approx([0.0075, 0.0225])
     assert "symmetry" in axes.get_xlabel()
     assert "excess, gamma 2" in axes.get_ylabel()
     figure.savefig(tmp_path / "plane.svg")
@@ -119,18 +109,18 @@ def test_plane_has_a_mark_with_whiskers_for_each_model_and_the_published_ones_be
 
 
 def test_layers_have_a_line_for_each_model():
-    figure = report.figure(plain_scores(), plain_scores("two", layers=5), picture="layers", title="both")
+    figure = report.figure(scores(), scores("two", layers=5), picture="layers", title="both")
     symmetry, directionality = figure.axes
-    assert [list(line.get_xdata()) for line in symmetry.lines[1:]] == [[0, 1, 2], [0, 1, 2, 3, 4]]
-    assert list(symmetry.lines[1].get_ydata()) == pytest.approx([0.0, 0.1, 0.2])
-    assert list(directionality.lines[1].get_ydata()) == [-0.2] * 3
+    assert [list(line.get_xdata()) for line in symmetry.lines[1:]] == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert list(symmetry.lines[1].get_ydata()) == pytest.approx([0.0, 0.01, 0.02, 0.03])
+    assert list(directionality.lines[1].get_ydata()) == pytest.approx([0.0, -0.02, -0.04, -0.06])
 
 
 def test_heads_are_maps_of_layers_by_heads():
-    figure = report.figure(plain_scores(layers=4, heads=3, kinds=("self", "cross")), picture="heads")
+    figure = report.figure(scores(parts=(("", "self"), ("", "cross"))), picture="heads")
     maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     assert [m.shape for m in maps] == [(4, 3)] * 4
-    assert maps[0][:, 1].tolist() == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert maps[0][:, 1].tolist() == pytest.approx([0.0, 0.01, 0.02, 0.03])
     assert figure.axes[0].get_ylim()[0] > figure.axes[0].get_ylim()[1]  # layer 0 is at the top
     assert {axes.images[0].get_cmap().name for axes in figure.axes if axes.images} == {"coolwarm_r"}
     assert maps[2].mask.all()  # no symmetry, and no colour that would look like one
@@ -138,17 +128,17 @@ def test_heads_are_maps_of_layers_by_heads():
 
 def test_models_that_were_read_in_different_ways_are_not_mixed():
     with pytest.raises(ValueError, match="excess, gamma 2 and norm, gamma 2; score them alike"):
-        report.figure(plain_scores(), plain_scores(mode="norm"), picture="plane")
+        report.figure(scores(), scores(mode="norm"), picture="plane")
 
 
 def test_what_a_figure_cannot_show_is_named():
     with pytest.raises(ValueError, match="per_head=True"):
-        report.figure(plain_scores(heads=0), picture="heads")
+        report.figure(scores(heads=0), picture="heads")
     with pytest.raises(ValueError, match="one model"):
-        report.figure(plain_scores(), plain_scores("two"), picture="heads")
+        report.figure(scores(), scores("two"), picture="heads")
     draw = inspect.unwrap(charts.score_chart)
     with pytest.raises(ValueError, match="got 'pie'"):
-        draw(plain_scores(), picture="pie")
+        draw(scores(), picture="pie")
 
 
 def band(axes):
@@ -157,14 +147,14 @@ def band(axes):
 
 @pytest.mark.parametrize(("mode", "spread"), [("excess", 4.7), ("norm", 3.2)])
 def test_the_band_of_chance_is_drawn_where_the_width_is_known(mode, spread):
-    rows = tuple(replace(row, width=256) for row in plain_scores(mode=mode))
-    figure = report.figure(replace(plain_scores(mode=mode), matrices=rows))
+    rows = tuple(replace(row, width=256) for row in scores(mode=mode))
+    figure = report.figure(replace(scores(mode=mode), matrices=rows))
     bounds = band(figure.axes[0]).get_window_extent().transformed(figure.axes[0].transData.inverted())
     assert (bounds.y0, bounds.y1) == pytest.approx((-2 * spread / 16, 2 * spread / 16))
-    symmetry, directionality = report.figure(replace(plain_scores(mode=mode), matrices=rows), picture="layers").axes
+    symmetry, directionality = report.figure(replace(scores(mode=mode), matrices=rows), picture="layers").axes
     assert band(symmetry).get_height() == pytest.approx(5.6 / 256)
     assert band(directionality).get_height() == pytest.approx(4 * spread / 16)
-    assert not [label for label in labels(report.figure(plain_scores(mode=mode))) if "chance" in label]
+    assert not [label for label in labels(report.figure(scores(mode=mode))) if "chance" in label]
 
 
 def test_chance_is_what_random_weights_do():

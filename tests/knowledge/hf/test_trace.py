@@ -4,13 +4,7 @@ import sys
 
 import pytest
 import torch
-from transformers import (
-    BertForMaskedLM,
-    CohereConfig,
-    CohereForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-)
+import transformers
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture
@@ -19,6 +13,7 @@ from attnflow.knowledge.hf.trace import trace
 from attnflow.knowledge.layered import readers
 from attnflow.models.loaded import Loaded
 from attnflow.models.names import MODELS
+from tests.conformance.miniature import Architecture, build
 from tests.memory import Largest
 from tests.models import tiny, tokens
 from tests.models.saved import word_tokenizer
@@ -245,7 +240,7 @@ def test_norms_after_layers_and_models_without_logits():
     base = tiny("Bert")
     encoder = trace(af.knowledge.from_ffn(base), tokens(1, 5))
     assert "no unembedding" in encoder.without
-    masked = trace(af.knowledge.from_ffn(BertForMaskedLM(base.config).double().eval()), tokens(1, 5))
+    masked = trace(af.knowledge.from_ffn(transformers.BertForMaskedLM(base.config).double().eval()), tokens(1, 5))
     assert "not the sum" in masked.without
     assert masked.promoted == ()
     with pytest.raises(UnsupportedArchitecture, match="two streams"):
@@ -330,20 +325,13 @@ def test_no_contribution_of_every_token_and_entry_is_formed():
     assert largest.numel <= 4 * 256 * 1024
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "scale"),
-    [
-        (CohereForCausalLM, CohereConfig, {"logit_scale": 0.0625}),
-        (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
-    ],
-)
-def test_effects_are_on_the_logits_that_the_model_returns(kind, config, scale):
+@pytest.mark.parametrize(("name", "scale"), [("Cohere", "logit_scale"), ("Granite", "logits_scaling")])
+def test_effects_are_on_the_logits_that_the_model_returns(name, scale):
     """Some families multiply what the unembedding gives."""
+    config = build(Architecture(name.lower(), f"{name}ForCausalLM", "decoder")).config
+    setattr(config, scale, 0.25)
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    opened = af.knowledge.from_ffn(kind(config(**sizes, **heads, **special, **scale)).double().eval())
+    opened = af.knowledge.from_ffn(getattr(transformers, f"{name}ForCausalLM")(config).double().eval())
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         logits = opened(ids).logits[0]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import attnflow as af
 from attnflow.models.evaluation import precision
 from attnflow.tasks.hf.shared_calls import to_rows
-from tests.models import CAUSAL, WINDOW, ZOO, tiny
+from tests.models import CAUSAL, WINDOW, ZOO, deep
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of transformers and peft, about their own names
@@ -164,7 +164,12 @@ def test_hidden_states_are_read_back_and_the_backbone_alone_too():
             assert not b[~real].any()
 
 
+LEFT = BATCHES["padded on the left"]
 STOCK = {
+    "a label behind a pad": (
+        {**LEFT, "labels": LEFT["input_ids"].masked_fill(LEFT["attention_mask"] == 0, -100)},
+        "a label is predicted by a pad (the first token of a row padded on the left): mark it -100",
+    ),
     "attention weights": ({"output_attentions": True}, "output_attentions was asked for"),
     "other packed rows": (
         {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 40, 66])},
@@ -242,17 +247,6 @@ def test_a_window_is_counted_in_columns():
     assert_same(stock, shared, 1e-5)
 
 
-def test_a_label_that_a_pad_predicts_runs_as_it_came():
-    model = ZOO["Llama"].make()
-    given = dict(BATCHES["padded on the left"])
-    given["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
-    stock = model(**given, use_cache=False)
-    with af.tasks.share_prefixes(model) as handle:
-        shared = model(**given, use_cache=False)
-    assert torch.equal(stock.loss, shared.loss)
-    assert [reason[:31] for reason in handle.report.stock] == ["a label is predicted by a pad ("]
-
-
 def test_empty_rows_and_empty_completions():
     model = ZOO["Llama"].make()
     given = rows([[*PROMPT, 4], [*PROMPT], [], [*PROMPT, 5]])
@@ -263,23 +257,15 @@ def test_empty_rows_and_empty_completions():
         torch.testing.assert_close(model(**nothing, use_cache=False).logits.isnan().any(), torch.tensor(False))
 
 
-@pytest.mark.parametrize("name", ["Jamba", "Bert", "T5", "BigBirdPegasus"])
+WHY = {"T5": "the encoder-decoder", "BigBirdPegasus": "the encoder-decoder", "Llama4": "attends in chunks"}
+
+
+@pytest.mark.parametrize("name", ["Jamba", "Bert", *WHY])
 def test_models_that_are_refused_are_as_before(name):
-    model = tiny(name)
-    with pytest.raises(af.UnsupportedArchitecture, match="." if name in ("Bert", "Jamba") else "the encoder-decoder"):
+    model = deep(name, **({"attention_chunk_size": 64} if name == "Llama4" else {}))
+    with pytest.raises(af.UnsupportedArchitecture, match=WHY.get(name, ".")):
         af.tasks.share_prefixes(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_chunked_attention_is_refused():
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    small = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}
-    config = Llama4TextConfig(
-        **small, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, num_local_experts=2, pad_token_id=0
-    )
-    with pytest.raises(af.UnsupportedArchitecture, match="attends in chunks"):
-        af.tasks.share_prefixes(Llama4ForCausalLM(config))
 
 
 @pytest.mark.compiled
