@@ -35,5 +35,5 @@ def test_a_source_that_copies_is_left_sooner(queries, most):
 
 
 def test_what_scores_as_much_as_the_threshold_is_left_out():
-    rows = best(torch.tensor([[0.5, 1.0, 0.5, -1.0]]), Retrieval(threshold=0.5))
-    assert rows[rows >= 0].tolist() == [1]
+    rows = best(torch.tensor([[0.5, 1.0, 0.5, -1.0], [0.5, 1.0, 2.0, -1.0]]), Retrieval(threshold=0.5))
+    assert rows.tolist() == [[1, -1], [2, 1]]
