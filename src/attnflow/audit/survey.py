@@ -16,7 +16,6 @@ from attnflow.audit.inputs import Entry, Inputs, Slot, fresh
 from attnflow.audit.passes import Recording, Runner, entering, frame_of, layer_names
 from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import seed_all
-from attnflow.models.sites import half
 from attnflow.models.watching import Call, Watch
 
 if TYPE_CHECKING:
@@ -129,6 +128,8 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
     parts = [(source, list(calls))]
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and target is not None:
         above = [call for call in calls if "decoder" in call.stack.split(".")]
+        from attnflow.models.sites import half  # needs transformers
+
         above = above or [call for call in calls if half(model, call.stack) == "decoder"]
         if not above:
             raise UnsupportedArchitecture(f"no stack of layers of {type(model).__name__} is named decoder: pass order=")
