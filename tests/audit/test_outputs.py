@@ -168,6 +168,13 @@ def test_a_pooled_vector_keeps_sequences_apart():
     assert report.violations[0].kind == "batch"
 
 
+@pytest.mark.parametrize(("layers", "batch", "verdict"), [(1, 1, "clean"), (1, 2, "clean"), (1, 6, None), (2, 2, None)])
+def test_the_last_state_of_recurrent_layers(layers, batch, verdict):
+    """[layers, batch, width] summarises each sequence where that is the only reading."""
+    report = check(nn.GRU(4, 4, layers, batch_first=True), torch.randn(batch, 6, 4), order=af.masks.causal(6))
+    assert report.verdict == (verdict or "nothing tested"), str(report)
+
+
 def test_outputs_of_the_last_positions_alone():
     for kept in (1, 3, LENGTH - 1):
         assert check(tiny("Llama"), {"input_ids": tokens(2, LENGTH), "logits_to_keep": kept}).ok

@@ -114,7 +114,14 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     shape, batch, counts = cast(tuple[int, ...], tensor.shape), frame.batch, not tensor.is_floating_point()
     tensor = as_numbers(tensor)
     whole = canonical(tensor, frame, layered=True)
-    pooled = frame.batched and len(shape) == 2 and shape[1] in frame.widths  # [batch, width] or [batch, positions]
+    if len(shape) == 3 and shape[:2] == (1, batch) and batch > 1 and batch in frame.segments:
+        return Layout(
+            "unknown", shape=shape, why=f"has shape {list(shape)}, of positions or of sequences: pass another length"
+        )
+    summary = (
+        shape[1:] if len(shape) == 3 and shape[:2] == (1, batch) else shape
+    )  # the last state of one layer of a GRU
+    pooled = frame.batched and len(summary) == 2 and summary[1] in frame.widths  # [batch, width] or [batch, positions]
     if isinstance(whole, tuple) and not pooled:
         stacked = len(shape) > 3 and shape[0] == shape[1] == batch > 1 and shape[2] in frame.segments
         return Layout("axis", whole[0].shape[1], whole[1], shape, sure=not stacked)
@@ -135,8 +142,9 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
             return Layout(form, rows, offset + label, shape, sure=not flat or batch == 1)
     if len(shape) > 2 and shape[0] > batch and shape[0] % batch == 0 and shape[1] in frame.segments:
         return Layout("sequence first", shape[1], frame.segments[shape[1]], shape, sure=batch == 1)
-    if frame.batched and shape[:1] == (batch,) and (batch > 1 or pooled):
-        sure = not pooled or not {rows for rows, _ in _row_counts(frame)}.intersection(shape[1:])
+    layers = len(shape) > 2 and shape[1] == batch > 1  # [layers, batch, ...] as well as [batch, ...]
+    if frame.batched and summary[:1] == (batch,) and (pooled or (batch > 1 and not layers)):
+        sure = not pooled or not {rows for rows, _ in _row_counts(frame)}.intersection(summary[1:])
         why = "" if sure else f"has shape {list(shape)}, of positions or of features: pass another length"
         form = "pooled" if pooled else "one per sequence"
         return Layout(form, 1, max(frame.segments.values()), shape, why, sure)
