@@ -13,7 +13,7 @@ from attnflow.tasks import check
 from tests.bias.test_map import make as bias_map
 from tests.knowledge.test_provenance import made as trace
 from tests.report.reading import parse_page, parse_svg
-from tests.report.test_geometry import plain_scores as scores
+from tests.report.test_geometry import scores
 from tests.report.test_page import bad_audit, clean_task, leaking_task
 
 MAKERS = {
