@@ -258,7 +258,7 @@ def geometry_scored(model: PreTrainedModel) -> str:
 def feed_forward_opened(model: PreTrainedModel) -> str:
     """The logits, the effect of an edit, the way back, and every parameter accounted for."""
     inputs = made.text(_text(model))
-    check = inputs if made.beside(model) else None
+    check = inputs if made.beside(model) else True
     stack = _stack(model) if check is None and any(hasattr(model.config, n) for n in _OTHER_SENSES) else model
     if oracles.stream(inputs) in inspect.signature(stack.forward).parameters:
         model = stack
