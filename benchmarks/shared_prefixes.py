@@ -97,12 +97,17 @@ def grpo_whole(share: bool, group: int, prompt: int, completion: int) -> Callabl
         train_dataset=Dataset.from_dict({"prompt": text * 2}),
         processing_class=tokenizer,
     )
+
+    def run() -> object:
+        with contextlib.redirect_stdout(None):
+            return trainer.train()
+
     if not share:
-        return trainer.train
+        return run
     handle = af.tasks.share_prefixes(trainer)
-    trainer.train()
+    run()
     assert handle.report.shared, handle
-    return Noted(trainer.train, f"{handle.report.last_before} -> {handle.report.last_after} tokens; {_load()}")
+    return Noted(run, f"{handle.report.last_before} -> {handle.report.last_after} tokens; {_load()}")
 
 
 def _of_one_row(
