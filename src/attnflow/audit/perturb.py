@@ -193,10 +193,9 @@ class Prober:
         if before is None or before.values.shape != event.values.shape:
             return
         if event.pooled:
-            pads = (
-                self._pads if self.runner.layouts[event.key.leaf].form == "pooled" else False
-            )  # else rows may be pads
-            watched = (watched | pads).all(1, keepdim=True)
+            if self.runner.layouts[event.key.leaf].form == "pooled":  # else rows may be pads
+                watched = watched | self._pads
+            watched = watched.all(1, keepdim=True)
         else:
             watched = watched[:, event.offset : event.offset + event.values.shape[1]]
         if len(event.values) < len(watched):  # one for all sequences: it must hold still where it must for each of them

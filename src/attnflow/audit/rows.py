@@ -114,13 +114,11 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     shape, batch, counts = cast(tuple[int, ...], tensor.shape), frame.batch, not tensor.is_floating_point()
     tensor = as_numbers(tensor)
     whole = canonical(tensor, frame, layered=True)
-    if len(shape) == 3 and shape[:2] == (1, batch) and batch > 1 and batch in frame.segments:
-        return Layout(
-            "unknown", shape=shape, why=f"has shape {list(shape)}, of positions or of sequences: pass another length"
-        )
-    summary = (
-        shape[1:] if len(shape) == 3 and shape[:2] == (1, batch) else shape
-    )  # the last state of one layer of a GRU
+    state = len(shape) == 3 and shape[:2] == (1, batch)  # as the last one of a GRU's only layer
+    if state and batch > 1 and batch in frame.segments:
+        why = f"has shape {list(shape)}, of positions or of sequences: pass another length"
+        return Layout("unknown", shape=shape, why=why)
+    summary = shape[1:] if state else shape
     pooled = frame.batched and len(summary) == 2 and summary[1] in frame.widths  # [batch, width] or [batch, positions]
     if isinstance(whole, tuple) and not pooled:
         stacked = len(shape) > 3 and shape[0] == shape[1] == batch > 1 and shape[2] in frame.segments
@@ -201,9 +199,8 @@ def as_numbers(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() else tensor.double()
 
 
-_CACHES: Final = re.compile(
-    r"(.*_)?past_\w+|cache_params|padding_cache|shared_kv_states|state"
-)  # as transformers names them
+# Caches of keys, values and states among outputs, as transformers names them.
+_CACHES: Final = re.compile(r"(.*_)?past_\w+|cache_params|padding_cache|shared_kv_states|state")
 
 
 def leaves(root: object, other: Callable[[str, object], None] | None = None) -> list[tuple[str, Tensor]]:
@@ -219,9 +216,8 @@ def leaves(root: object, other: Callable[[str, object], None] | None = None) -> 
             tensors.append((path, value))
         elif isinstance(value, Mapping):
             items = cast(Mapping[Any, object], value).items()
-            left += [(f"{path}.{k}", v) for k, v in items if isinstance(v, Tensor) or not _CACHES.fullmatch(str(k))][
-                ::-1
-            ]
+            kept = [(k, v) for k, v in items if isinstance(v, Tensor) or not _CACHES.fullmatch(str(k))]
+            left += [(f"{path}.{k}", v) for k, v in kept][::-1]
         elif isinstance(value, tuple | list | Tensor):
             left += [(f"{path}.{index}", item) for index, item in enumerate(cast(list[object], value))][::-1]
         elif other is not None and dataclasses.is_dataclass(value):

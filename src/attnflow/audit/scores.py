@@ -83,9 +83,8 @@ def check_scores(
         raise ValueError(
             f"tokens must lie in [0, {vocab_size}), the vocabulary; got {int(tokens.min())} to {int(tokens.max())}"
         )
-    report = check(
-        score, tokens, passes=passes, seed=seed, progress=progress
-    )  # first: it sees what a first call leaves
+    # First, as it sees what a first call leaves.
+    report = check(score, tokens, passes=passes, seed=seed, progress=progress)
     scorer = _Scorer(score, tokens, seed)
     scorer.require_log_probabilities()
     if report.untested or any(violation.kind == "state" for violation in report.violations):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import attnflow as af
 from attnflow.models.evaluation import precision
-from attnflow.tasks.hf.shared_calls import to_rows
+from attnflow.tasks.hf.call_rows import to_rows
 from tests.models import CAUSAL, WINDOW, ZOO, deep
 
 pytestmark = [

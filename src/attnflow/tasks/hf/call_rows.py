@@ -1,16 +1,17 @@
-"""The sequences of a model's call: padded rows, or packed ones that hold several; and why they are not shared."""
+"""The sequences of a model's call, padded or packed, and why they are not shared; and outputs read back to them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from attnflow.audit.packing import BOUNDARIES
-from attnflow.tasks.prefixes import Batch
+from attnflow.tasks.prefixes import Batch, Plan
 
 CACHE: Final = "a cache was in use, or asked for (pass use_cache=False)"
 _ROWS: Final = {"input_ids", "attention_mask", "position_ids", "labels"}
@@ -85,3 +86,44 @@ def text_config(model: nn.Module) -> object:
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
     return text() if callable(text) else config
+
+
+def in_rows(output: object, chosen: Plan) -> object:
+    """The output with its tensors read back to the rows."""
+    if isinstance(output, Tensor):
+        return to_rows(output, chosen)
+    if isinstance(output, tuple | list):
+        parts = cast("list[object]", output)
+        return type(output)(in_rows(one, chosen) for one in parts)
+    if isinstance(output, Mapping):
+        values = {name: in_rows(v, chosen) for name, v in cast(Mapping[str, object], output).items()}
+        return values if type(output) is dict else cast(Any, type(output))(**values)
+    return output
+
+
+def to_rows(tensor: Tensor, chosen: Plan) -> Tensor:
+    """The values in the trees' slots, at the tokens of the rows (0 at pads) or at their labels."""
+    if tensor.ndim == 0:
+        return tensor
+    rows, width = chosen.shape
+    if tuple(tensor.shape[:2]) == (rows, width):
+        place = chosen.place
+    elif chosen.label_place is not None and tuple(tensor.shape[:2]) == (rows, width - 1):
+        place = chosen.label_place
+    else:
+        raise RuntimeError(
+            f"an output of shape {tuple(tensor.shape)} cannot be read back to the rows of the batch: neither [{rows}, "
+            f"{width}, ...] nor one for each label; remove the handle of share_prefixes for this call"
+        )
+    index = torch.from_numpy(place).to(tensor.device)
+    flat = tensor.reshape(rows * tensor.shape[1], *tensor.shape[2:])
+    wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) and flat.requires_grad else flat
+    read = wide.index_select(0, index.clamp(min=0).flatten()).to(flat.dtype)  # gradients of the rows add up in float32
+    read = read.reshape(*place.shape, *tensor.shape[2:])
+    pads = index < 0
+    return read.masked_fill(pads.reshape(*place.shape, *[1] * (tensor.ndim - 2)), 0) if bool(pads.any()) else read
+
+
+def router_rows(logits: Tensor, chosen: Plan) -> Tensor:
+    """The router logits [batch * tokens, experts] of the rows; 0 at pads, which the loss leaves out."""
+    return to_rows(logits.reshape(*chosen.shape, logits.shape[-1]), chosen).flatten(0, 1)

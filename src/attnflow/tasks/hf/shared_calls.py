@@ -26,9 +26,11 @@ from attnflow.tasks.hf.call_rows import (
     PACKED,
     NotShared,
     flag,
+    in_rows,
     named_arguments,
     other_arguments,
     read_batch,
+    router_rows,
     text_config,
 )
 from attnflow.tasks.prefixes import Batch, Cost, Plan, plan
@@ -174,7 +176,7 @@ class Calls:
         """Read outputs for trees back to the rows."""
         running = self._running()
         outer, running.outer, running.refused = running.outer, None, ""
-        return output if outer is None or output is None else _replaced(output, outer)
+        return output if outer is None or output is None else in_rows(output, outer)
 
     @untraced
     def before_backbone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -234,8 +236,8 @@ class Calls:
                 "prefixes; ask for less, or remove the handle of share_prefixes"
             )
         if _ROUTERS in values:
-            values[_ROUTERS] = tuple(_routers(one, chosen) for one in cast(Sequence[Tensor], values[_ROUTERS]))
-        read = {name: value if name == _ROUTERS else _replaced(value, chosen) for name, value in values.items()}
+            values[_ROUTERS] = tuple(router_rows(one, chosen) for one in cast(Sequence[Tensor], values[_ROUTERS]))
+        read = {name: value if name == _ROUTERS else in_rows(value, chosen) for name, value in values.items()}
         return cast(Any, type(output))(**read)
 
     @untraced
@@ -365,46 +367,5 @@ def rounding(states: Tensor) -> float:
     return min(1e3 * eps, 0.05) * max(float(states.abs().max()), 1.0)
 
 
-def _routers(logits: Tensor, chosen: Plan) -> Tensor:
-    """The router logits [batch * tokens, experts] of the rows; 0 at pads, which the loss leaves out."""
-    return to_rows(logits.reshape(*chosen.shape, logits.shape[-1]), chosen).flatten(0, 1)
-
-
 def _tensor(array: IntArray, like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device, like.dtype)
-
-
-def _replaced(output: object, chosen: Plan) -> object:
-    """The output with its tensors read back to the rows."""
-    if isinstance(output, Tensor):
-        return to_rows(output, chosen)
-    if isinstance(output, tuple | list):
-        parts = cast("list[object]", output)
-        return type(output)(_replaced(one, chosen) for one in parts)
-    if isinstance(output, Mapping):
-        values = {name: _replaced(v, chosen) for name, v in cast(Mapping[str, object], output).items()}
-        return values if type(output) is dict else cast(Any, type(output))(**values)
-    return output
-
-
-def to_rows(tensor: Tensor, chosen: Plan) -> Tensor:
-    """The values in the trees' slots, at the tokens of the rows (0 at pads) or at their labels."""
-    if tensor.ndim == 0:
-        return tensor
-    rows, width = chosen.shape
-    if tuple(tensor.shape[:2]) == (rows, width):
-        place = chosen.place
-    elif chosen.label_place is not None and tuple(tensor.shape[:2]) == (rows, width - 1):
-        place = chosen.label_place
-    else:
-        raise RuntimeError(
-            f"an output of shape {tuple(tensor.shape)} cannot be read back to the rows of the batch: neither [{rows}, "
-            f"{width}, ...] nor one for each label; remove the handle of share_prefixes for this call"
-        )
-    index = torch.from_numpy(place).to(tensor.device)
-    flat = tensor.reshape(rows * tensor.shape[1], *tensor.shape[2:])
-    wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) and flat.requires_grad else flat
-    read = wide.index_select(0, index.clamp(min=0).flatten()).to(flat.dtype)  # gradients of the rows add up in float32
-    read = read.reshape(*place.shape, *tensor.shape[2:])
-    pads = index < 0
-    return read.masked_fill(pads.reshape(*place.shape, *[1] * (tensor.ndim - 2)), 0) if bool(pads.any()) else read
