@@ -49,7 +49,14 @@ def setup(config: Comparison) -> Setup:
         return runs[part].run(arm, cast(float, job.rate), cast(int, job.seed), folder, progress, texts)
 
     plans = [
-        swept([f"{part.name} {arm}" for arm in part.arms], part.rates, config.seeds, choosing_loss)
+        swept(
+            [f"{part.name} {arm}" for arm in part.arms],
+            part.rates,
+            config.seeds,
+            choosing_loss,
+            choosing=1,
+            widen=False,
+        )
         for part in config.parts
     ]
 

@@ -93,7 +93,7 @@ def read_results(folder: Path) -> tuple[Mapping[str, Any], dict[tuple[str, str],
             tried = {rate: float("inf") if DIVERGED in run else run["choosing"] for rate, run in first.items() if run}
             if len(tried) < len(first) or min(tried.values()) == float("inf"):
                 continue
-            best = best_rate(name, part["rates"], seeds[0], runs.__getitem__, lambda run: run["choosing"])
+            best = best_rate(name, part["rates"], seeds[:1], runs.__getitem__, lambda run: run["choosing"])
             chosen = {seed: runs.get(Job(name, best, seed)) for seed in seeds}
             whole = {seed: run for seed, run in chosen.items() if run and DIVERGED not in run}
             results[part["name"], arm] = Result(part["name"], arm, best, tried, whole)

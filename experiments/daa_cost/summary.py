@@ -10,7 +10,7 @@ from attnflow._core.markup import aligned
 from experiments.daa_cost.study import BASE, OPERATIONS, arms
 from experiments.runner.figures import SIZE, canvas, colour
 from experiments.runner.files import write, write_table
-from experiments.runner.statistics import over_seeds
+from experiments.runner.statistics import student
 from experiments.runner.study import read_study
 
 WHAT: Final = ("training", "decoding")
@@ -39,7 +39,7 @@ def summarise(folder: Path, results: Path) -> str:
         "rounds": len(rounds),
         "threads": sorted({run["threads"] for run in rounds}),
         "highest load before a round": max(run["load before"] for run in rounds),
-        "seconds of the base": {what: over_seeds([run["seconds"][BASE][what] for run in rounds]).mean for what in WHAT},
+        "seconds of the base": {what: student([run["seconds"][BASE][what] for run in rounds]).mean for what in WHAT},
         "cost": {name: {what: costs(rounds, name, what) for what in WHAT} for name in arms() if name != BASE},
         "operations": counts["measured"],
         "shapes": counts["shapes"],
@@ -57,7 +57,7 @@ def summarise(folder: Path, results: Path) -> str:
 def costs(rounds: Sequence[Mapping[str, Any]], arm: str, what: str) -> list[float]:
     """[mean, low, high] over rounds of what an arm costs, as Table 5 counts it."""
     ratios = [run["seconds"][arm][what] / run["seconds"][BASE][what] for run in rounds]
-    return over_seeds([1 - 1 / ratio if what == "training" else ratio - 1 for ratio in ratios]).numbers
+    return student([1 - 1 / ratio if what == "training" else ratio - 1 for ratio in ratios]).numbers
 
 
 def table(content: Mapping[str, Any]) -> str:

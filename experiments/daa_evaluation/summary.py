@@ -36,8 +36,8 @@ def summarise(folder: Path, results: Path) -> str:
         f"{run['job']['arm']}, seed {run['job']['seed']}: {run[DIVERGED]}" for run in finished if DIVERGED in run
     ]
     content = {
-        "interval": "mean, 95 %: Wilson's for what is right or wrong, by items; else a bootstrap over seeds and items",
-        "difference": "from the base on the same items: bootstrap over seeds and items",
+        "interval": "mean, 95 %: Wilson's for what is right or wrong, by items; else Student's t over seeds and items",
+        "difference": "from the base on the same items: Student's t over items",
         "rows": rows,
         "not_run": {name: said for name, (_, _, said) in about["items"].items() if said},
         "arms_to_come": waits,

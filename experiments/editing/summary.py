@@ -71,9 +71,7 @@ def outcomes(runs: Sequence[Measured]) -> list[Outcome]:
             if some:
                 taken = {key: [take(*pair) for pair in some] for key, take in _QUANTITIES.items()}
                 values = {key: [one for one in row if one is not None] for key, row in taken.items()}
-                made.append(
-                    Outcome(name, arm, len(some), {k: interval(np.array([v]), 2000) for k, v in values.items() if v})
-                )
+                made.append(Outcome(name, arm, len(some), {k: interval(np.array([v])) for k, v in values.items() if v}))
     return made
 
 
@@ -96,7 +94,7 @@ def summarise(folder: Path, results: Path) -> str:
     about, runs = read_study(folder)
     made = outcomes(runs)
     content = {
-        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over facts",
+        "interval": "mean, and 95 % of Student's t over facts",
         "config": about["config"],
         "outcomes": [asdict(one) for one in made],
         "runs": [{key: value for key, value in run.items() if key != "job"} for run in runs],

@@ -52,7 +52,7 @@ class Score:
 
     @property
     def interval(self) -> Interval:
-        """Mean with 95 %: Wilson's for what is right or wrong, else a bootstrap over items.
+        """Mean with 95 %: Wilson's for what is right or wrong, else Student's t over items.
 
         Raises:
             ValueError: it was not run.

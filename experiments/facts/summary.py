@@ -16,7 +16,6 @@ from experiments.runner.jobs import Record
 from experiments.runner.statistics import Interval, interval
 from experiments.runner.study import read_study
 
-_DRAWS: Final = 1_000
 _LETTERS: Final = {"r": "right", "o": "old", "u": "unknown", "x": "other"}
 _STYLES: Final = {
     "entries": ("o", "entries of the store"),
@@ -80,7 +79,7 @@ def _share(names: Names, letters: Sequence[str]) -> Share:
     of = {name: (table == letter).astype(np.float64) for letter, name in _LETTERS.items()}
     others = [float(of[name].mean()) for name in ("old", "unknown", "other")]
     return Share(
-        *names, len(letters), len(letters[0]), interval(of["right"], _DRAWS), of["right"].mean(axis=1).tolist(), *others
+        *names, len(letters), len(letters[0]), interval(of["right"]), of["right"].mean(axis=1).tolist(), *others
     )
 
 
@@ -102,7 +101,7 @@ def summarise(folder: Path, results: Path) -> str:
     """
     runs = read_study(folder)[1]
     every, spent = shares(runs), costs(runs)
-    about = "right, low, high of results.csv: mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions"
+    about = "right, low, high of results.csv: mean, and 95 % of Student's t over seeds and questions"
     write(results / "results.json", {"about": about, "recall_and_milliseconds": spent})
     names = ["arm", "size", "way", "phase", "group", "wording", "seeds", "questions"]
     rows: list[list[object]] = []

@@ -176,4 +176,4 @@ def setup(config: Initialisation) -> Setup:
 
     arms = [f"masked {arm}" for arm in config.masked] + [f"causal {arm}" for arm in config.causal]
     about = {"vocabulary": len(tokenizer), "training_rows": len(rows), "held_out_tokens": results.numel()}
-    return Setup(swept(arms, config.rates, config.seeds, choosing_loss), run, about)
+    return Setup(swept(arms, config.rates, config.seeds, choosing_loss, choosing=1, widen=False), run, about)

@@ -14,11 +14,10 @@ from experiments.geometry_init.model import CONTROLS
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, choosing_loss, chosen
-from experiments.runner.statistics import Array, Interval, over_seeds, permutation_test, speed_up
+from experiments.runner.statistics import Array, Interval, permutation_test, speed_up, student
 from experiments.runner.study import read_study
 
 _QUANTITIES: Final = ("held_out", "symmetry", "directionality")
-_DRAWS: Final = 2_000
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,9 @@ def read_curves(folder: Path) -> list[Curves]:
     curves = list[Curves]()
     for objective in ("masked", "causal"):
         for arm in config[objective]:
-            best = chosen(f"{objective} {arm}", config["rates"], config["seeds"], runs, choosing_loss)
+            best = chosen(f"{objective} {arm}", config["rates"], config["seeds"], runs, choosing_loss, choosing=1)
             if best is not None:
-                curves.append(_curves(objective, arm, *best))
+                curves.append(_curves(objective, arm, best.rate, best.runs))
     return curves
 
 
@@ -115,7 +114,7 @@ def compare(arm: Curves, control: Curves) -> Comparison:
         arm.objective,
         arm.arm,
         control.arm,
-        over_seeds((ends[0] - ends[1]).tolist(), _DRAWS),
+        student((ends[0] - ends[1]).tolist()),
         permutation_test(*(end.tolist() for end in ends)),
         float(np.mean(pairs)),
         (float(np.mean(null)), float(low), float(high)),
@@ -138,7 +137,7 @@ def contrasts(every: Sequence[Curves]) -> dict[str, Interval]:
         if one is not None and other is not None:
             seeds = [seed for seed in one.seeds if seed in other.seeds]
             values = [take(each)[[each.seeds.index(seed) for seed in seeds]] for each in (one, other)]
-            found[name] = over_seeds((values[0] - values[1]).tolist(), _DRAWS)
+            found[name] = student((values[0] - values[1]).tolist())
 
     masked, causal = of.get(("masked", "default")), of.get(("causal", "default"))
     add("symmetry, masked less causal", masked, causal, lambda one: one.end("symmetry"))
@@ -150,14 +149,14 @@ def contrasts(every: Sequence[Curves]) -> dict[str, Interval]:
             values: Array = getattr(one, quantity)[:, -1]
             half = values.shape[1] // 2
             ends = (values[:, -half:].mean(axis=1) - values[:, :half].mean(axis=1)).tolist()
-            found[f"{quantity}, late less early layers, {objective}"] = over_seeds(ends, _DRAWS)
+            found[f"{quantity}, late less early layers, {objective}"] = student(ends)
     symmetric = of.get(("masked", "symmetric"))
     scaled = of.get(("masked", "scaled"))
     add("symmetry at the end, symmetric less scaled", symmetric, scaled, lambda one: one.end("symmetry"))
     add("spread of symmetry over layers, symmetric less scaled", symmetric, scaled, _spread)
     if symmetric is not None:
         lost = np.median(symmetric.symmetry[:, -1], axis=1) - np.median(symmetric.symmetry[:, 0], axis=1)
-        found["symmetry, end less start, symmetric"] = over_seeds(lost.tolist(), _DRAWS)
+        found["symmetry, end less start, symmetric"] = student(lost.tolist())
     return found
 
 
@@ -183,14 +182,14 @@ def summarise(folder: Path, results: Path) -> str:
             "rate": one.rate,
             "seeds": list(one.seeds),
             "seconds": one.seconds,
-            **{name: over_seeds(one.end(name).tolist(), _DRAWS).numbers for name in _QUANTITIES},
+            **{name: student(one.end(name).tolist()).numbers for name in _QUANTITIES},
             "symmetry_by_layer": one.symmetry[:, -1].mean(axis=0).tolist(),
             "directionality_by_layer": one.directionality[:, -1].mean(axis=0).tolist(),
         }
         for one in every
     ]
     content = {
-        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds; S and D are medians over layers",
+        "interval": "mean, and 95 % of Student's t over seeds; S and D are medians over layers",
         "arms": arms,
         "comparisons": [{**asdict(one), "loss": one.loss.numbers} for one in compared],
         "contrasts": {name: value.numbers for name, value in contrasted.items()},
@@ -253,7 +252,7 @@ def figure(every: Sequence[Curves]) -> Any:
             for one in mine:
                 values = _drawn(one, default, quantity)
                 if values is not None:
-                    bands = [over_seeds(row.tolist(), 500) for row in values.T]
+                    bands = [student(row.tolist()) for row in values.T]
                     curve = ([getattr(b, name) for b in bands] for name in ("mean", "low", "high"))
                     plot_band(axes, one.steps, *curve, color=colour(one.arm), marker="", linewidth=2.0)
                     ends[one.arm] = (float(one.steps[-1]), bands[-1].mean)

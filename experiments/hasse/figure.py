@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
-from experiments.runner.statistics import over_seeds
+from experiments.runner.statistics import student
 
 if TYPE_CHECKING:
     from experiments.hasse.summary import Curve
@@ -40,7 +40,7 @@ def _over(axes: Any, shown: Sequence[Curve], what: str, unit: float, label: str,
     lowest, ends = [float("inf")], dict[str, tuple[float, float]]()
     for one in shown:
         places = [float(value) / unit for value in getattr(one, what)[1:]]  # without the start, which hides the rest
-        bands = [over_seeds(row.tolist(), 500) for row in one.held_out.T[1:]]
+        bands = [student(row.tolist()) for row in one.held_out.T[1:]]
         curve = ([getattr(band, name) for band in bands] for name in ("mean", "low", "high"))
         plot_band(axes, places, *curve, color=colour(one.arm), marker="", linewidth=2.2)
         ends[one.arm] = places[-1], bands[-1].mean

@@ -61,7 +61,7 @@ def setup(config: Training) -> Setup:
         return said
 
     return Setup(
-        swept(list(config.arms), config.rates, config.seeds, choosing_loss),
+        swept(list(config.arms), config.rates, config.seeds, choosing_loss, choosing=1, widen=False),
         run,
         {
             "vocabulary": material.vocabulary,

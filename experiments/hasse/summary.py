@@ -14,10 +14,8 @@ from experiments.hasse.arms import Arm
 from experiments.hasse.figure import figure
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, choosing_loss, chosen
-from experiments.runner.statistics import Array, over_seeds
+from experiments.runner.statistics import Array, student
 from experiments.runner.study import read_study
-
-_DRAWS = 2_000
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,10 @@ def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
     config, curves = about["config"], dict[str, Curve]()
     rows = config["batch_size"] * config["parts"]
     for arm, cost in about["costs"].items():
-        best = chosen(arm, config["rates"], config["seeds"], runs, choosing_loss)
-        if best is None or not best[1]:
+        best = chosen(arm, config["rates"], config["seeds"], runs, choosing_loss, choosing=1)
+        if best is None or not best.runs:
             continue
-        rate, of_arm = best
+        rate, of_arm = best.rate, best.runs
         steps = [entry["step"] for entry in next(iter(of_arm.values()))["measured"]]
         before = config["steps"] // 2 if "flops_before" in cost else 0
         first, later = np.minimum(steps, before), np.maximum(np.array(steps) - before, 0)
@@ -79,7 +77,7 @@ def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
 
 def numbers(values: Sequence[float] | Array) -> list[float]:
     """Mean, low, high of one value per seed."""
-    return over_seeds([float(value) for value in values], _DRAWS).numbers
+    return student([float(value) for value in values]).numbers
 
 
 def losses(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
@@ -196,7 +194,7 @@ def summarise(folder: Path, results: Path) -> str:
     if not curves:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
     content: dict[str, Any] = {
-        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds; differences are paired by seed",
+        "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
         "arms": losses(about, curves),
         "sparse_less_dense": sparse(curves),
         "depths": depths(about, curves),

@@ -72,7 +72,7 @@ def setup(config: Infilling) -> Setup:
         }
 
     return Setup(
-        swept(list(config.arms), config.rates, config.seeds, choosing_loss),
+        swept(list(config.arms), config.rates, config.seeds, choosing_loss, choosing=1, widen=False),
         run,
         {
             "vocabulary": material.vocabulary,

@@ -13,11 +13,10 @@ from attnflow._core.markup import aligned
 from experiments.infilling.figure import figure
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, choosing_loss, chosen
-from experiments.runner.statistics import Array, interval, over_seeds
+from experiments.runner.statistics import Array, interval, student
 from experiments.runner.study import read_study
 
 TABLE: Final = "neighbours"  # the way of the table
-_DRAWS: Final = 2_000
 _OF_ROWS: Final = ("held_out", "right", "whole")
 _COMPARED: Final = (
     ("one shot", "causal"),
@@ -76,9 +75,9 @@ def read_fillers(folder: Path) -> tuple[Mapping[str, Any], dict[str, Filler]]:
     runs = {Job(**run["job"]): run for run in finished}
     config, found = about["config"], dict[str, Filler]()
     for arm in about["costs"]:
-        best = chosen(arm, config["rates"], config["seeds"], runs, choosing_loss)
-        if best is not None and best[1]:
-            found |= {way: Filler(way, arm, *best) for way in next(iter(best[1].values()))["ways"]}
+        best = chosen(arm, config["rates"], config["seeds"], runs, choosing_loss, choosing=1)
+        if best is not None and best.runs:
+            found |= {way: Filler(way, arm, best.rate, best.runs) for way in next(iter(best.runs.values()))["ways"]}
     return about, found
 
 
@@ -96,7 +95,7 @@ def differences(about: Mapping[str, Any], fillers: Mapping[str, Filler]) -> dict
                 seeds, others = list(fillers[one].runs), list(fillers[other].runs)
                 both = [seed for seed in seeds if seed in others]
                 mine, theirs = mine[[seeds.index(s) for s in both]], theirs[[others.index(s) for s in both]]
-            here[what] = interval(mine - theirs, _DRAWS).numbers
+            here[what] = interval(mine - theirs).numbers
     return found
 
 
@@ -105,11 +104,11 @@ def rows_of(about: Mapping[str, Any], fillers: Mapping[str, Filler]) -> list[dic
     found: list[dict[str, Any]] = []
     for way, one in fillers.items():
         row: dict[str, Any] = {"way": way, "arm": one.arm, "rate": one.rate, "seeds": list(one.runs)}
-        row |= {what: interval(one.values(what), _DRAWS).numbers for what in _OF_ROWS}
-        row["real_words"] = over_seeds(one.of_runs("real_words"), _DRAWS).numbers
+        row |= {what: interval(one.values(what)).numbers for what in _OF_ROWS}
+        row["real_words"] = student(one.of_runs("real_words")).numbers
         row["passes"] = one.of_runs("passes")[0]
         speeds = [n / s for n, s in zip(one.of_runs("letters"), one.of_runs("seconds"), strict=True)]
-        row["letters_per_second"] = over_seeds(speeds, _DRAWS).numbers
+        row["letters_per_second"] = student(speeds).numbers
         row["training_seconds"] = float(np.mean([run["seconds"] for run in one.runs.values()]))
         agreed = [each for each in one.of_runs("agreement") if each]
         if agreed:
@@ -132,15 +131,15 @@ def summarise(folder: Path, results: Path) -> str:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
     config, table_rows = about["config"], about["table"]
     tokens = config["batch_size"] * config["parts"] * config["length"]  # of a step
-    of_table = {what: interval(np.array([table_rows[what]]), _DRAWS).numbers for what in _OF_ROWS}
+    of_table = {what: interval(np.array([table_rows[what]])).numbers for what in _OF_ROWS}
     content: dict[str, Any] = {
-        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds and rows; of real_words and speed over seeds",
+        "interval": "mean, and 95 % of Student's t over seeds and rows; of real_words and speed over seeds",
         "block": config["blocks"][0],
         "ways": rows_of(about, fillers),
         "differences": differences(about, fillers),
         "curves": {
             way: [
-                [step * tokens, *interval(values, _DRAWS).numbers]
+                [step * tokens, *interval(values).numbers]
                 for step, values in one.curve().items()
                 if step > (0 if way == "causal" else config["steps"] // 2)  # before that no gap has been seen
             ]

@@ -76,7 +76,7 @@ def outcomes(runs: Sequence[Measured]) -> list[Outcome]:
 
 def _outcome(change: str, method: str, entries: int, pairs: Sequence[tuple[Measured, Measured]]) -> Outcome:
     values = {name: np.array([[take(after, before) for after, before in pairs]]) for name, take in _QUANTITIES.items()}
-    return Outcome(change, method, entries, len(pairs), {name: interval(v, 2000) for name, v in values.items()})
+    return Outcome(change, method, entries, len(pairs), {name: interval(v) for name, v in values.items()})
 
 
 def summarise(folder: Path, results: Path) -> str:
@@ -88,7 +88,7 @@ def summarise(folder: Path, results: Path) -> str:
     about, runs = read_study(folder)
     found = outcomes(runs)
     content = {
-        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over facts",
+        "interval": "mean, and 95 % of Student's t over facts",
         "config": about["config"],
         "facts": [run["fact"] for run in runs],
         "outcomes": [asdict(one) for one in found],

@@ -179,7 +179,7 @@ def setup(config: Answers) -> Setup:
             "told": told,
         }
 
-    return Setup(swept(list(config.arms), config.rates, config.seeds, choosing_loss), run)
+    return Setup(swept(list(config.arms), config.rates, config.seeds, choosing_loss, choosing=1, widen=False), run)
 
 
 def choosing_loss(run: Record) -> float:

@@ -14,10 +14,9 @@ from experiments.knowledge_answers.study import choosing_loss
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, chosen
-from experiments.runner.statistics import interval, over_seeds
+from experiments.runner.statistics import interval, student
 from experiments.runner.study import read_study
 
-_DRAWS: Final = 1_000
 KINDS: Final = ("right", "unknown", "moved")
 
 
@@ -38,7 +37,7 @@ class Arm:
     def share(self, size: str, kind: str) -> list[float]:
         """Mean, low, high over seeds and questions."""
         answers = [run["told"][size][kind] for run in self.runs.values()]
-        return interval(np.array(answers, dtype=np.float64), _DRAWS).numbers
+        return interval(np.array(answers, dtype=np.float64)).numbers
 
     def curve(self, kind: str) -> list[list[float]]:
         """Of each measurement in training step, mean, low, high over seeds."""
@@ -46,7 +45,7 @@ class Arm:
         places = range(len(runs[0]["measured"]))
         each = [[run["measured"][place][kind] for run in runs] for place in places]
         steps = [runs[0]["measured"][place]["step"] for place in places]
-        return [[step, *over_seeds(values, _DRAWS).numbers] for step, values in zip(steps, each, strict=True)]
+        return [[step, *student(values).numbers] for step, values in zip(steps, each, strict=True)]
 
 
 def read_arms(folder: Path) -> tuple[Mapping[str, Any], list[Arm]]:
@@ -58,9 +57,9 @@ def read_arms(folder: Path) -> tuple[Mapping[str, Any], list[Arm]]:
     about, finished = read_study(folder)
     runs, config, found = {Job(**run["job"]): run for run in finished}, about["config"], list[Arm]()
     for name in dict.fromkeys(job.arm for job in runs):
-        best = chosen(name, config["rates"], config["seeds"], runs, choosing_loss)
-        if best is not None and best[1]:
-            found.append(Arm(name, *best))
+        best = chosen(name, config["rates"], config["seeds"], runs, choosing_loss, choosing=1)
+        if best is not None and best.runs:
+            found.append(Arm(name, best.rate, best.runs))
     if not found:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
     return about, found
@@ -87,7 +86,7 @@ def summarise(folder: Path, results: Path) -> str:
         for one in arms
     ]
     content: dict[str, Any] = {
-        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions; of curves over seeds",
+        "interval": "mean, and 95 % of Student's t over seeds",
         "pool": about["config"]["training"]["facts"],
         "arms": rows,
     }

@@ -68,7 +68,7 @@ def summarise(folder: Path, results: Path) -> str:
     if lacking:
         raise FileNotFoundError(f"{folder} has no {lacking[0]} with all its learning rates yet: go on with --resume")
     content: dict[str, Any] = {
-        "interval": "held_out: mean, 2.5 % and 97.5 % of a bootstrap over seeds; nats: Student's t over seeds",
+        "interval": "held_out: mean, and 95 % of Student's t over seeds; nats: Student's t over seeds",
         "widths": widths,
         "entries": entries,
         "arms": arms(about, curves),

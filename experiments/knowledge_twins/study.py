@@ -107,7 +107,7 @@ def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setu
         "training_rows": len(cast(Any, text.rows)),
         "sizes": {name: sizes(arm, vocabulary, plan.length) for name, arm in arms.items()},
     }
-    return Setup(swept(list(arms), plan.rates, seeds, choosing_loss), run, about)
+    return Setup(swept(list(arms), plan.rates, seeds, choosing_loss, choosing=1, widen=False), run, about)
 
 
 def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

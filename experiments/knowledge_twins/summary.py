@@ -14,11 +14,10 @@ from experiments.knowledge_twins.models import Kind
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, choosing_loss, chosen
-from experiments.runner.statistics import Array, detectable, over_seeds, student
+from experiments.runner.statistics import Array, detectable, student
 from experiments.runner.study import read_study
 
 KINDS: Final[tuple[Kind, ...]] = ("shared", "equal parameters", "equal compute")
-_DRAWS: Final = 2_000
 _GATED: Final = "gated "
 
 
@@ -56,9 +55,9 @@ def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
     runs, config = {Job(**run["job"]): run for run in finished}, about["config"]
     plan, curves = config["schedule"], dict[str, Curve]()
     for arm in about["sizes"]:
-        best = chosen(arm, plan["rates"], config["seeds"], runs, choosing_loss)
-        if best is not None and best[1]:
-            rate, of_arm = best
+        best = chosen(arm, plan["rates"], config["seeds"], runs, choosing_loss, choosing=1)
+        if best is not None and best.runs:
+            rate, of_arm = best.rate, best.runs
             steps = tuple(entry["step"] for entry in next(iter(of_arm.values()))["measured"])
             held = np.array([[entry["held_out"] for entry in run["measured"]] for run in of_arm.values()])
             curves[arm] = Curve(arm, rate, of_arm, steps, held)
@@ -73,12 +72,10 @@ def arms(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[dict[str
     for arm, one in curves.items():
         runs = list(one.runs.values())
         row: dict[str, Any] = {"arm": arm, "rate": one.rate, "seeds": list(one.runs), **about["sizes"][arm]}
-        row["held_out"] = over_seeds(one.held_out[:, -1].tolist(), _DRAWS).numbers
+        row["held_out"] = student(one.held_out[:, -1].tolist()).numbers
         row["seconds"] = float(np.mean([run["seconds"] for run in runs]))
         if "read" in runs[0]:
-            row["read"] = {
-                count: over_seeds([run["read"][count] for run in runs], _DRAWS).numbers for count in runs[0]["read"]
-            }
+            row["read"] = {count: student([run["read"][count] for run in runs]).numbers for count in runs[0]["read"]}
             row["active"] = np.mean([run["active"] for run in runs], axis=0).tolist()
             row["dead"] = float(np.mean([run["dead"] for run in runs]))
         found.append(row)
@@ -107,7 +104,7 @@ def summarise(folder: Path, results: Path) -> str:
     about, curves = read_curves(folder)
     pairs = [(f"{form}shared", f"{form}{kind}") for form in ("", _GATED) for kind in KINDS[1:]]
     content: dict[str, Any] = {
-        "interval": "held_out, read: mean, 2.5 % and 97.5 % of a bootstrap over seeds; loss: Student's t over seeds",
+        "interval": "held_out, read: mean, and 95 % of Student's t over seeds; loss: Student's t over seeds",
         "arms": arms(about, curves),
         "differences": differences(curves, [*pairs, ("shared best", "shared")]),
     }
@@ -153,7 +150,7 @@ def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:
 
 def draw_curve(axes: Any, one: Curve, name: str) -> tuple[float, float]:
     """Loss over steps from the second measurement on, which the first one would hide; returns its end."""
-    bands = [over_seeds(row.tolist(), 500) for row in one.held_out.T[1:]]
+    bands = [student(row.tolist()) for row in one.held_out.T[1:]]
     curve = ([getattr(band, part) for band in bands] for part in ("mean", "low", "high"))
     plot_band(axes, one.steps[1:], *curve, color=colour(name), marker="", linewidth=2.2)
     return one.steps[-1], bands[-1].mean

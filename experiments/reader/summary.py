@@ -12,10 +12,9 @@ from attnflow._core.markup import aligned
 from experiments.reader.world import ABSENT, KINDS, WORDINGS
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.statistics import interval, over_seeds
+from experiments.runner.statistics import interval, student
 from experiments.runner.study import read_study
 
-_DRAWS: Final = 1_000
 QUANTITIES: Final = ("entry", "word", "whole", "refused", "right", "old")
 Run = Mapping[str, Any]
 
@@ -32,7 +31,7 @@ def summarise(folder: Path, results: Path) -> str:
     if not ways:
         raise FileNotFoundError(f"no job in {folder} has asked anything yet")
     content: dict[str, Any] = {
-        "interval": "mean, 2.5 % and 97.5 % of a bootstrap over seeds and questions; of drift and costs over seeds",
+        "interval": "mean, and 95 % of Student's t over seeds and questions; of drift and costs over seeds",
         "config": about["config"],
         "fits": [
             {"seed": run["job"]["seed"], **{name: value for name, value in run["fitted"].items() if name != "folder"}}
@@ -79,7 +78,7 @@ def gathered(runs: Sequence[Run]) -> list[dict[str, Any]]:
             cell = [first[part] for part in ("kind", "group", "wording")]
             same = [_row(way["answers"], cell) for way in ways.values()]
             numbers = {
-                quantity: interval(np.array([row[quantity] for row in same], dtype=np.float64), _DRAWS).numbers
+                quantity: interval(np.array([row[quantity] for row in same], dtype=np.float64)).numbers
                 for quantity in QUANTITIES
                 if quantity in first
             }
@@ -104,7 +103,7 @@ def _costs(ways: Mapping[int, Run], plain: Mapping[int, float]) -> dict[str, lis
     if nats:
         found["text_nats"] = nats
         found["perplexity_ratio"] = [float(np.exp(one)) for one in nats]
-    return {name: over_seeds(values, _DRAWS).numbers for name, values in found.items()}
+    return {name: student(values).numbers for name, values in found.items()}
 
 
 def share(way: Run, quantity: str, wording: str, absent: bool, kind: str | None = None) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,7 +16,19 @@ from attnflow._core.markup import aligned
 from attnflow._core.progress import Reporter
 from experiments.runner.experiment import ROOT, Experiment, find, names
 from experiments.runner.processes import launched
-from experiments.runner.study import RUNS, SETTINGS, Origin, Study, check_origin, committed, describe, trial
+from experiments.runner.study import (
+    LINES,
+    RUNS,
+    SETTINGS,
+    Origin,
+    Study,
+    check_origin,
+    committed,
+    describe,
+    keep,
+    take_up,
+    trial,
+)
 
 WORK: Final = ROOT.parent / "out" / "experiments"  # which git ignores: the state stays clean while a study runs
 
@@ -30,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", default="tiny", help="tiny (default), small, paper; --list shows which there are")
     parser.add_argument("--dry-run", action="store_true", help="try the recipe at a size of seconds; keep nothing")
     parser.add_argument("--seeds", type=int, help="how many; those of the recipe if not given")
-    parser.add_argument("--resume", action="store_true", help="go on with a study that was interrupted")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with an interrupted study, or with the runs beside results",
+    )
     parser.add_argument("--arms", help="only these, separated by commas; several processes may share a study anyway")
     parser.add_argument("--summary", action="store_true", help="run nothing; write the results of what has finished")
     parser.add_argument(
@@ -91,7 +106,7 @@ def run(experiment: Experiment[Any], given: argparse.Namespace) -> str:
     work: Path = given.work or WORK / experiment.name / given.scale
     origin = launch.once(lambda: trial() if given.results else committed(experiment))
     if not given.summary:
-        launch.once(lambda: _begin(work, given.resume))
+        launch.once(lambda: _begin(work, given.resume, given.results or experiment.results(given.scale)))
         setup = experiment.setup(config)
         plan = setup.plan if given.arms is None else setup.plan.only(given.arms.split(","))
         launch.once(lambda: describe(work, experiment, config, setup, given.scale, origin))
@@ -124,7 +139,9 @@ def _silent(done: int, total: int, what: str) -> None:
     del done, total, what
 
 
-def _begin(work: Path, resume: bool) -> None:
+def _begin(work: Path, resume: bool, results: Path) -> None:
+    if resume and not (work / SETTINGS).is_file() and (results / LINES).is_file():
+        take_up(results, work)
     if (work / SETTINGS).is_file() and not resume:
         done = sum(1 for _ in (work / RUNS).glob("*.json"))
         raise ValueError(f"{work} holds a study, {done} jobs of it are done: pass --resume to go on, or remove it")
@@ -143,5 +160,5 @@ def write_results(experiment: Experiment[Any], work: Path, results: Path) -> str
     results.mkdir(parents=True, exist_ok=True)
     table = experiment.summarise(work, results)
     if work.resolve() != results.resolve():
-        shutil.copyfile(work / SETTINGS, results / SETTINGS)
+        keep(work, results)
     return table

@@ -1,13 +1,15 @@
-"""Which runs a study consists of: arms, seeds, and learning rates that are chosen by the first seed."""
+"""Which runs a study consists of: arms, seeds, and learning rates, of which some seeds choose one for each arm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from statistics import fmean
+from typing import Any, Final, cast
 
 Record = Mapping[str, Any]  # what a finished job has written, as JSON holds it
 Read = Callable[["Job"], Record]
+WIDENED: Final = 3  # how often a range of rates grows to each side
 DIVERGED: Final = "diverged"  # in a record: why there is nothing else in it
 
 _NOTHING: Final[Callable[[Read], tuple["Job", ...]]] = lambda _: ()  # noqa: E731
@@ -44,8 +46,9 @@ class Plan:
 
     Attributes:
         first: those that depend on no other.
-        then: those that follow from the results of the first.
-        count: of all.
+        then: those that follow from what has been run. It is asked again until nothing is left to run; reading a run
+            that is not there raises FileNotFoundError.
+        count: of all, as far as it is known.
     """
 
     first: tuple[Job, ...]
@@ -75,22 +78,42 @@ def repeated(arms: Sequence[str], seeds: Sequence[int]) -> Plan:
     return Plan(tuple(Job(arm, seed=seed) for seed in seeds for arm in arms))
 
 
-def swept(arms: Sequence[str], rates: Sequence[float], seeds: Sequence[int], loss: Callable[[Record], float]) -> Plan:
-    """Every arm with every learning rate on the first seed, then with its best rate on the others.
+def swept(
+    arms: Sequence[str],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    loss: Callable[[Record], float],
+    choosing: int,
+    widen: bool = True,
+) -> Plan:
+    """Every arm with every learning rate on the first seeds, then with its best rate on the others.
+
+    A best rate at the end of the range widens the range for that arm, by the factor between the last two rates, at most
+    `WIDENED` times to each side.
 
     Args:
         arms: by name.
-        rates: the same for all arms.
-        seeds: the first one chooses.
+        rates: increasing; the same for all arms.
+        seeds: of the study.
         loss: of a finished run, on data for choosing that are not those of the results.
+        choosing: how many of the seeds choose, by the mean of their losses; all of them: every arm at every rate.
+        widen: whether to widen; studies of November 2026 and before did not.
     """
 
     def then(read: Read) -> list[Job]:
-        best = {arm: best_rate(arm, rates, seeds[0], read, loss) for arm in arms}
-        return [Job(arm, best[arm], seed) for seed in seeds[1:] for arm in arms]
+        found: list[Job] = []
+        for arm in arms:
+            tried = tried_rates(arm, rates, seeds[:choosing], read)
+            best = best_rate(arm, tried, seeds[:choosing], read, loss)
+            wider = _wider(best, tried, rates) if widen else None
+            if wider is None:
+                found += [Job(arm, best, seed) for seed in seeds[choosing:]]
+            else:
+                found += [Job(arm, wider, seed) for seed in seeds[:choosing]]
+        return sorted(found, key=lambda job: seeds.index(cast(int, job.seed)))
 
-    first = tuple(Job(arm, rate, seeds[0]) for arm in arms for rate in rates)
-    return Plan(first, then, len(first) + len(arms) * (len(seeds) - 1))
+    first = tuple(Job(arm, rate, seed) for seed in seeds[:choosing] for arm in arms for rate in rates)
+    return Plan(first, then, len(first) + len(arms) * (len(seeds) - choosing))
 
 
 def choosing_loss(run: Record) -> float:
@@ -98,29 +121,95 @@ def choosing_loss(run: Record) -> float:
     return run["measured"][-1]["choosing"]
 
 
-def best_rate(arm: str, rates: Sequence[float], seed: int, read: Read, loss: Callable[[Record], float]) -> float:
-    """The learning rate with the lowest loss for choosing; one that diverged has none.
+def tried_rates(arm: str, rates: Sequence[float], choosing: Sequence[int], read: Read) -> list[float]:
+    """The rates of a study, and those by which it was widened for this arm and that all choosing seeds have run."""
+    tried = list(rates)
+    if len(tried) < 2:
+        return tried
+    for step in (_below, _above):
+        while (rate := step(tried, rates)) is not None:
+            try:
+                for seed in choosing:
+                    read(Job(arm, rate, seed))
+            except (FileNotFoundError, KeyError):
+                break
+            tried = sorted([*tried, rate])
+    return tried
+
+
+def best_rate(
+    arm: str, rates: Sequence[float], choosing: Sequence[int], read: Read, loss: Callable[[Record], float]
+) -> float:
+    """The learning rate with the lowest mean loss for choosing; one that diverged with any of the seeds has none.
 
     Raises:
         ValueError: all of them did.
     """
-    runs = {rate: read(Job(arm, rate, seed)) for rate in rates}
-    losses = {rate: loss(run) for rate, run in runs.items() if DIVERGED not in run}
+    losses: dict[float, float] = {}
+    said = ""
+    for rate in rates:
+        runs = [read(Job(arm, rate, seed)) for seed in choosing]
+        said = next((run[DIVERGED] for run in runs if DIVERGED in run), "")
+        if not said:
+            losses[rate] = fmean(loss(run) for run in runs)
     if not losses:
-        raise ValueError(f"{arm} diverged with every learning rate: {runs[rates[0]][DIVERGED]}; try lower ones")
+        raise ValueError(f"{arm} diverged with every learning rate: {said}; try lower ones")
     return min(losses, key=losses.__getitem__)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A `swept` arm at the learning rate that its choosing seeds gave it.
+
+    Attributes:
+        rate: the best one.
+        tried: all that were tried.
+        at_end: whether it is the lowest or the highest that was tried, so that a better one may lie beyond.
+        runs: finished runs with the best rate, by seed.
+    """
+
+    rate: float
+    tried: tuple[float, ...]
+    at_end: bool
+    runs: Mapping[int, Record]
+
+
 def chosen(
-    arm: str, rates: Sequence[float], seeds: Sequence[int], runs: Mapping[Job, Record], loss: Callable[[Record], float]
-) -> tuple[float, dict[int, Record]] | None:
-    """(best rate, finished runs with it by seed) of a `swept` arm; None while a rate has not been tried.
+    arm: str,
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    runs: Mapping[Job, Record],
+    loss: Callable[[Record], float],
+    choosing: int,
+) -> Chosen | None:
+    """What `swept` has found for an arm; None while a rate of the study has not been tried.
 
     Raises:
         ValueError: it diverged with every rate.
     """
-    if any(Job(arm, rate, seeds[0]) not in runs for rate in rates):
+    if any(Job(arm, rate, seed) not in runs for rate in rates for seed in seeds[:choosing]):
         return None
-    best = best_rate(arm, rates, seeds[0], runs.__getitem__, loss)
-    tried = {seed: runs.get(Job(arm, best, seed)) for seed in seeds}
-    return best, {seed: run for seed, run in tried.items() if run and DIVERGED not in run}
+    tried = tried_rates(arm, rates, seeds[:choosing], runs.__getitem__)
+    best = best_rate(arm, tried, seeds[:choosing], runs.__getitem__, loss)
+    of_best = {seed: runs.get(Job(arm, best, seed)) for seed in seeds}
+    whole = {seed: run for seed, run in of_best.items() if run and DIVERGED not in run}
+    return Chosen(best, tuple(tried), len(tried) > 1 and best in (tried[0], tried[-1]), whole)
+
+
+def _wider(best: float, tried: Sequence[float], rates: Sequence[float]) -> float | None:
+    """The rate beyond the end at which the best one lies; None if it lies within, or if that is enough."""
+    if len(tried) < 2:
+        return None
+    return _below(tried, rates) if best == tried[0] else _above(tried, rates) if best == tried[-1] else None
+
+
+def _below(tried: Sequence[float], rates: Sequence[float]) -> float | None:
+    if sum(rate < rates[0] for rate in tried) >= WIDENED:
+        return None
+    return float(f"{tried[0] ** 2 / tried[1]:.2g}")
+
+
+def _above(tried: Sequence[float], rates: Sequence[float]) -> float | None:
+    if sum(rate > rates[-1] for rate in tried) >= WIDENED:
+        return None
+    return float(f"{tried[-1] ** 2 / tried[-2]:.2g}")

@@ -1,4 +1,4 @@
-"""Means with 95 % intervals: a bootstrap over seeds and rows, or Student's t where there are seeds alone."""
+"""Means with 95 % intervals of Student's t, paired or not, shares with Wilson's, ratios with a bootstrap."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ class Interval:
         return [self.mean, self.low, self.high]
 
 
-def interval(values: Array, draws: int = DRAWS) -> Interval:
-    """Mean of [seeds, rows] with a percentile bootstrap that draws seeds and rows anew, both with replacement.
+def interval(values: Array) -> Interval:
+    """Mean of [seeds, items] with the interval of Student's t.
 
-    Rows are paired with those of what they are compared with before they come here. With three seeds the interval is
-    a rough one, and too narrow rather than too wide.
+    With several seeds it is that of their means, so that it speaks of further seeds and these items. With one seed it
+    is over items, which must be independent, and speaks of further items alone.
     """
-    low, high = np.percentile(_means(values, draws), [2.5, 97.5])
-    return Interval(float(values.mean()), float(low), float(high))
+    return student((values.mean(axis=1) if len(values) > 1 else values[0]).tolist())
 
 
 def student(values: Sequence[float]) -> Interval:
@@ -97,15 +96,6 @@ def detectable(values: Sequence[float], power: float = 0.8) -> float:
     return shift * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def fraction(part: Array, whole: Array, draws: int = DRAWS) -> Interval | None:
-    """part.mean() / whole.mean() with the same bootstrap for both; None if the whole is not clearly above 0."""
-    wholes = _means(whole, draws)
-    if np.percentile(wholes, 2.5) <= 0:
-        return None
-    low, high = np.percentile(_means(part, draws) / wholes, [2.5, 97.5])
-    return Interval(float(part.mean() / whole.mean()), float(low), float(high))
-
-
 def ratios(part: Array, whole: Array, draws: int = DRAWS) -> Array:
     """part.sum(0) / whole.sum(0) of each column, with its low and high end: [columns, 3].
 
@@ -130,28 +120,23 @@ def ratios(part: Array, whole: Array, draws: int = DRAWS) -> Array:
     return np.stack([means, low, high], axis=1)
 
 
-def _means(values: Array, draws: int) -> Array:
-    generator = np.random.default_rng(0)  # the same draws for every array of a shape: ratios stay paired
-    seeds, rows = values.shape
-    means = np.empty(draws)
-    for draw in range(draws):
-        chosen = np.ix_(generator.integers(seeds, size=seeds), generator.integers(rows, size=rows))
-        means[draw] = values[chosen].mean()
-    return means
+def welch(one: Sequence[float], other: Sequence[float]) -> Interval:
+    """Mean of `one` less that of `other`, independent samples of any spread, with Welch's interval.
 
-
-def over_seeds(values: Sequence[float], draws: int = DRAWS) -> Interval:
-    """Mean of one value per seed with a percentile bootstrap over seeds."""
-    return interval(np.array(values, dtype=np.float64)[:, None], draws)
-
-
-def difference(one: Sequence[float], other: Sequence[float], draws: int = DRAWS) -> Interval:
-    """Mean of `one` less that of `other`, independent samples, with a percentile bootstrap of each."""
-    generator = np.random.default_rng(0)
-    samples = [np.array(values, dtype=np.float64) for values in (one, other)]
-    means = [each[generator.integers(len(each), size=(draws, len(each)))].mean(axis=1) for each in samples]
-    low, high = np.percentile(means[0] - means[1], [2.5, 97.5])
-    return Interval(float(samples[0].mean() - samples[1].mean()), float(low), float(high))
+    Raises:
+        ValueError: fewer than two values in one of them, or no spread in either.
+    """
+    if min(len(one), len(other)) < 2:
+        raise ValueError(f"expected at least 2 values of each sample, got {len(one)} and {len(other)}")
+    mean = statistics.fmean(one) - statistics.fmean(other)
+    shares = [statistics.variance(each) / len(each) for each in (one, other)]
+    if not sum(shares):
+        raise ValueError("expected samples with a spread, got two constants")
+    freedom = sum(shares) ** 2 / sum(
+        share**2 / (len(each) - 1) for share, each in zip(shares, (one, other), strict=True)
+    )
+    half = float(stdtrit(freedom, 0.975)) * math.sqrt(sum(shares))
+    return Interval(mean, mean - half, mean + half)
 
 
 def permutation_test(one: Sequence[float], other: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from experiments.runner import git
 from experiments.runner.experiment import ROOT, Experiment, Setup
@@ -25,6 +26,7 @@ from experiments.runner.training import Diverged
 
 SETTINGS: Final = "study.json"
 RUNS: Final = "runs"
+LINES: Final = "runs.jsonl"  # the same in one file, beside results
 REPOSITORY: Final = ROOT.parent
 _FREE: Final = ("seeds",)  # more seeds may be asked for later; a seed is a job of its own
 
@@ -153,10 +155,12 @@ class Study:
         """Run what is not there yet. Several processes may do so with one folder: each takes jobs that no other has."""
         (self.folder / RUNS).mkdir(parents=True, exist_ok=True)
         self._began, self._before = time.monotonic(), self._finished()
-        for jobs in (lambda: self.plan.first, lambda: self.plan.then(self.record)):
-            busy = [job for job in jobs() if not self._run(job, wait=False)]
+        jobs: Sequence[Job] = self.plan.first
+        while jobs:
+            busy = [job for job in jobs if not self._run(job, wait=False)]
             for job in busy:  # by another process, which may have been killed meanwhile
                 self._run(job, wait=True)
+            jobs = [job for job in self.plan.then(self.record) if not self.launch.share(self.path(job).is_file())]
 
     def path(self, job: Job) -> Path:
         """File of a job's result."""
@@ -255,6 +259,29 @@ def read_study(folder: Path) -> tuple[Mapping[str, Any], list[Record]]:
     if not (folder / SETTINGS).is_file():
         raise FileNotFoundError(f"no study in {folder}: it has no {SETTINGS}")
     runs = [read(path) for path in sorted((folder / RUNS).glob("*.json"))]
+    if not runs and (folder / LINES).is_file():
+        runs = [json.loads(line) for line in (folder / LINES).read_text(encoding="utf-8").splitlines()]
     if not runs:
-        raise FileNotFoundError(f"{folder / RUNS} holds no finished run")
+        raise FileNotFoundError(f"{folder} holds no finished run, neither in {RUNS} nor in {LINES}")
     return read(folder / SETTINGS), runs
+
+
+def keep(folder: Path, results: Path) -> None:
+    """Put the settings and every finished run of a study beside its results, one run a line.
+
+    All that the results say can then be computed again, and `take_up` goes on from there.
+    """
+    settings, runs = read_study(folder)
+    write(results / SETTINGS, settings)
+    text = "".join(json.dumps(run, separators=(",", ":")) + "\n" for run in runs)
+    with write_atomically(results / LINES) as file:
+        file.write(text.encode())
+
+
+def take_up(results: Path, folder: Path) -> None:
+    """Make the folder of a study from what `keep` has put beside its results."""
+    settings, runs = read_study(results)
+    (folder / RUNS).mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        write(folder / RUNS / f"{Job(**run['job']).name}.json", run)
+    write(folder / SETTINGS, settings)

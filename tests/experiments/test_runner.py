@@ -14,8 +14,8 @@ from attnflow._core.progress import Progress
 from experiments.runner import command, git
 from experiments.runner import study as study_module
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Plan, repeated, swept
-from experiments.runner.study import Origin, Study, check_origin, describe, locked
+from experiments.runner.jobs import Job, Plan, chosen, repeated, swept
+from experiments.runner.study import Origin, Study, check_origin, describe, keep, locked, read_study, take_up
 from experiments.runner.training import Diverged
 from tests.experiments.toy import TOY, recipe
 
@@ -32,7 +32,7 @@ def quick(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
 
 
 def test_a_sweep_takes_the_best_rate_of_the_first_seed_to_the_others(tmp_path: Path) -> None:
-    plan = swept(["a", "b"], [0.1, 0.25, 1.0], [7, 8, 9], lambda run: run["loss"])
+    plan = swept(["a", "b"], [0.1, 0.25, 1.0], [7, 8, 9], lambda run: run["loss"], choosing=1, widen=False)
     assert plan.count == 6 + 4
     Study(tmp_path, Setup(plan, quick), plan, lambda *_: None).run()
     names = {path.stem for path in (tmp_path / "runs").iterdir()}
@@ -47,14 +47,53 @@ def test_a_rate_that_diverges_is_a_result_and_is_not_chosen(tmp_path: Path) -> N
             raise Diverged("step 3: loss nan")
         return {"loss": job.rate}
 
-    plan = swept(["a"], [0.5, 1.0], [0, 1], lambda record: record["loss"])
+    plan = swept(["a"], [0.5, 1.0], [0, 1], lambda record: record["loss"], choosing=1, widen=False)
     study = Study(tmp_path, Setup(plan, run), plan, lambda *_: None)
     study.run()
     assert study.record(Job("a", 1.0, 0))["diverged"] == "step 3: loss nan"
     assert study.path(Job("a", 0.5, 1)).is_file()
-    hopeless = swept(["a"], [1.0], [0, 1], lambda record: record["loss"])
+    hopeless = swept(["a"], [1.0], [0, 1], lambda record: record["loss"], choosing=1, widen=False)
     with pytest.raises(ValueError, match="a diverged with every learning rate: step 3: loss nan"):
         Study(tmp_path, Setup(hopeless, run), hopeless, lambda *_: None).run()
+
+
+def test_a_best_rate_at_an_end_widens_the_range_of_its_arm_alone(tmp_path: Path) -> None:
+    def run(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
+        best = {"low": 0.02, "within": 1.0, "endless": 0.0}[job.arm]
+        return {"loss": abs((job.rate or 0.0) - best) + 0.1 * (job.seed or 0)}
+
+    arms, rates, seeds = ["low", "within", "endless"], [0.3, 1.0, 3.0], [0, 1, 2]
+    plan = swept(arms, rates, seeds, lambda record: record["loss"], choosing=2)
+    study = Study(tmp_path, Setup(plan, run), plan, lambda *_: None)
+    study.run()
+    runs = {Job(**one["job"]): one for one in read_study_runs(tmp_path)}
+    found = {arm: chosen(arm, rates, seeds, runs, lambda record: record["loss"], choosing=2) for arm in arms}
+    low, within, endless = (found[arm] for arm in arms)
+    assert low is not None
+    assert within is not None
+    assert endless is not None
+    assert (low.rate, low.tried, low.at_end) == (0.027, (0.0081, 0.027, 0.09, 0.3, 1.0, 3.0), False)
+    assert (within.tried, list(within.runs)) == ((0.3, 1.0, 3.0), [0, 1, 2])
+    assert len(endless.tried) == 6
+    assert endless.at_end, "three times is enough, and the results say so"
+
+
+def test_a_rate_must_work_for_every_seed_that_chooses(tmp_path: Path) -> None:
+    def run(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
+        if (job.rate, job.seed) == (1.0, 1):
+            raise Diverged("step 3: loss nan")
+        return {"loss": -(job.rate or 0.0)}
+
+    plan = swept(["a"], [0.5, 1.0], [0, 1, 2], lambda record: record["loss"], choosing=2, widen=False)
+    study = Study(tmp_path, Setup(plan, run), plan, lambda *_: None)
+    study.run()
+    assert study.path(Job("a", 0.5, 2)).is_file()
+    assert not study.path(Job("a", 1.0, 2)).is_file()
+
+
+def read_study_runs(folder: Path) -> list[dict[str, Any]]:
+    """Finished runs."""
+    return [json.loads(path.read_text()) for path in sorted((folder / "runs").iterdir())]
 
 
 def test_some_arms_and_what_belongs_to_none() -> None:
@@ -81,6 +120,25 @@ def test_a_study_runs_what_is_missing_and_says_how_long_it_takes(tmp_path: Path)
     assert said[1][2].startswith("a-0, step 1 of 2: half")
     assert any(" left; jobs" in what for _, _, what in said)
     assert said[-1][:2] == (4, 4)
+
+
+def test_runs_are_kept_beside_results_and_taken_up_from_there(tmp_path: Path) -> None:
+    work, results, later = (tmp_path / name for name in ("work", "results", "later"))
+    for folder in (work, results, later):
+        folder.mkdir()
+    plan = repeated(["a"], [0, 1])
+    made = Setup(plan, quick)
+    describe(work, TOY, recipe(), made, "tiny", Origin("0" * 40, "digest"))
+    Study(work, made, plan, lambda *_: None).run()
+    keep(work, results)
+    assert sorted(path.name for path in results.iterdir()) == ["runs.jsonl", "study.json"]
+    assert read_study(results) == read_study(work)
+    take_up(results, later)
+    assert read_study(later) == read_study(work)
+    ran: list[str] = []
+    more = repeated(["a"], [0, 1, 2])
+    Study(later, Setup(more, lambda job, *_: ran.append(job.name) or {}), more, lambda *_: None).run()
+    assert ran == ["a-2"]
 
 
 def test_two_processes_share_a_study(tmp_path: Path) -> None:

@@ -9,40 +9,36 @@ import scipy.stats
 from experiments.runner.statistics import (
     Interval,
     detectable,
-    difference,
-    fraction,
     interval,
-    over_seeds,
     permutation_test,
     proportion,
     ratios,
     speed_up,
     student,
+    welch,
 )
 
 VALUES = [0.31, 0.45, 0.12, 0.38, 0.51]
 OTHERS = [0.22, 0.18, 0.35, 0.05, 0.15]
 
 
-def test_bootstrap_intervals_are_scipys() -> None:
-    mine = over_seeds(VALUES, draws=20_000)
-    theirs = scipy.stats.bootstrap((VALUES,), np.mean, n_resamples=20_000, method="percentile", rng=1)
-    low, high = theirs.confidence_interval
-    # Two such bootstraps differ by what quantiles of 20,000 draws vary by: within 5 of their standard errors.
-    band = 5 * quantile_error(theirs.bootstrap_distribution)
-    assert mine.mean == pytest.approx(np.mean(VALUES))
-    assert mine.low == pytest.approx(low, abs=band)
-    assert mine.high == pytest.approx(high, abs=band)
+def test_the_interval_of_a_difference_is_welchs() -> None:
+    mine = welch(VALUES, OTHERS[:4])
+    theirs = scipy.stats.ttest_ind(VALUES, OTHERS[:4], equal_var=False).confidence_interval(0.95)
+    assert mine.mean == pytest.approx(np.mean(VALUES) - np.mean(OTHERS[:4]))
+    assert (mine.low, mine.high) == pytest.approx((theirs.low, theirs.high))
+    with pytest.raises(ValueError, match="at least 2 values of each sample, got 5 and 1"):
+        welch(VALUES, OTHERS[:1])
+    with pytest.raises(ValueError, match="two constants"):
+        welch([1.0, 1.0], [2.0, 2.0])
 
 
-def test_the_interval_of_a_difference_is_scipys() -> None:
-    mine = difference(VALUES, OTHERS, draws=20_000)
-    theirs = scipy.stats.bootstrap(
-        (VALUES, OTHERS), lambda a, b, axis: a.mean(axis) - b.mean(axis), n_resamples=20_000, method="percentile", rng=1
-    )
-    band = 5 * quantile_error(theirs.bootstrap_distribution)
-    assert mine.mean == pytest.approx(np.mean(VALUES) - np.mean(OTHERS))
-    assert (mine.low, mine.high) == pytest.approx(tuple(theirs.confidence_interval), abs=band)
+def test_an_interval_of_three_seeds_covers_what_it_says() -> None:
+    """A bootstrap of three values covers their mean in three of four samples; Student's t in 95 of 100."""
+    samples = np.random.default_rng(3).normal(size=(4000, 3))
+    found = [student(list(sample)) for sample in samples]
+    covered = np.mean([one.low <= 0 <= one.high for one in found])
+    assert abs(covered - 0.95) < 4 * math.sqrt(0.05 * 0.95 / len(samples))
 
 
 def test_what_is_detectable_is_scipys_power_of_a_t_test() -> None:
@@ -57,15 +53,10 @@ def test_what_is_detectable_is_scipys_power_of_a_t_test() -> None:
         detectable([1.0])
 
 
-def quantile_error(draws: np.ndarray) -> float:
-    """Standard error of the 2.5 % quantile of such draws: sqrt(p (1 - p) / n) / density."""
-    low, high = np.quantile(draws, [0.02, 0.03])
-    density = 0.01 / (high - low)
-    return math.sqrt(0.025 * 0.975 / len(draws)) / density
-
-
-def test_a_bootstrap_over_one_row_is_one_over_seeds() -> None:
-    assert over_seeds(VALUES, 500) == interval(np.array(VALUES)[:, None], 500)
+def test_intervals_are_over_seeds_or_over_the_items_of_one() -> None:
+    table = np.random.default_rng(2).normal(size=(4, 30))
+    assert interval(table) == student(table.mean(axis=1).tolist())
+    assert interval(table[:1]) == student(table[0].tolist())
 
 
 @pytest.mark.parametrize("one", [VALUES, VALUES[:3], [0.2, 0.2, 0.2]])
@@ -114,17 +105,6 @@ def test_wilsons_interval_needs_items():
     for right, items in ((0, 0), (3, 2), (-1, 2)):
         with pytest.raises(ValueError, match="successes of at least one item"):
             proportion(right, items)
-
-
-def test_intervals_and_fractions() -> None:
-    gains = np.full((3, 8), 0.5) + np.linspace(-0.1, 0.1, 8)
-    found = interval(gains, draws=500)
-    assert found.mean == pytest.approx(0.5)
-    assert 0.4 < found.low < 0.5 < found.high < 0.6
-    kept = fraction(gains * 0.25, gains, draws=500)
-    assert kept is not None
-    assert (kept.mean, kept.low, kept.high) == pytest.approx((0.25, 0.25, 0.25)), "numerator and denominator are paired"
-    assert fraction(gains, gains - 0.5, draws=500) is None, "no fraction of nothing"
 
 
 def test_ratios_are_those_of_a_plain_bootstrap() -> None:
