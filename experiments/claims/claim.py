@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.runner.experiment import Verdict
+from experiments.runner.experiment import Tag, Verdict
 
 
 @dataclass(frozen=True)
@@ -14,12 +14,15 @@ class Settled:
     Attributes:
         verdict: on the claim as printed.
         sentence: what is true.
-        proof: test as `tests/FILE.py::NAME`, or a heading of a page as `docs/PAGE.md#HEADING`; one or more.
+        proof: test as `tests/FILE.py::NAME`, or a heading of a page as `docs/PAGE.md#HEADING`; one or more, but for
+            "not testable here", whose sentence gives the reason.
+        tags: as `Judgement` has them.
     """
 
     verdict: Verdict
     sentence: str
-    proof: tuple[str, ...]
+    proof: tuple[str, ...] = ()
+    tags: tuple[Tag, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,14 @@ class Claim:
         where: in the paper.
         text: what it says, in our words.
         by: what settles it.
+        effect: the size of it that the paper prints, with its unit; "" if it prints none.
     """
 
     number: str
     where: str
     text: str
     by: Settled | Measured
+    effect: str = ""
 
 
 @dataclass(frozen=True)

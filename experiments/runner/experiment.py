@@ -14,6 +14,8 @@ from experiments.runner.jobs import Job, Plan
 Config = TypeVar("Config")
 Verdict = Literal["confirmed", "not confirmed", "refuted", "corrected", "not testable here"]
 
+Tag = Literal["empty", "floor", "superseded"]
+
 ROOT: Final = Path(__file__).parents[1]
 
 
@@ -41,11 +43,14 @@ class Judgement:
         claim: its number, as `docs/claims.md` has it.
         verdict: by a rule that was written before the run.
         sentence: what came out, with figures.
+        tags: "empty": the verdict holds, but so would its opposite's control; "floor": the model is too weak to show
+            the effect; "superseded": another experiment settles it, which the sentence names.
     """
 
     claim: str
     verdict: Verdict
     sentence: str
+    tags: tuple[Tag, ...] = ()
 
 
 def no_claim(results: Path) -> Sequence[Judgement]:
