@@ -2,14 +2,16 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
+from transformers import AttentionMaskInterface, DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
+from transformers.masking_utils import sdpa_mask
 
 from attnflow.models.interception import intercept
-from attnflow.models.mask_request import request_of
+from attnflow.models.mask_request import asking, request_of
 from attnflow.models.sites import find_sites, models_around
 from tests.models import outputs, tiny, tokens
 from tests.models.table import BIDIRECTIONAL, CAUSAL
@@ -178,6 +180,27 @@ def test_a_block_mask_of_the_padding_alone_stands_in_under_flex_attention():
     b, k = torch.meshgrid(torch.arange(2), torch.arange(1000), indexing="ij")
     assert torch.equal(mask.mask_mod(b, b * 0, k * 0, k), real.bool())
     assert request_of(mask).num_keys == request_of(mask.to("cpu")).num_keys == 1000
+
+
+def test_listeners_that_overlap_leave_the_mask_functions_as_they_were(monkeypatch):
+    """Threads enter and leave in any order, and others register functions meanwhile."""
+    functions = AttentionMaskInterface._global_mapping
+    monkeypatch.setitem(functions, "late", sdpa_mask)
+    del functions["late"]
+    before, model, ids = dict(functions), tiny("Llama"), tokens(1, LENGTH)
+    first, second = asking(), asking()
+    asked = first.__enter__()
+    functions["late"] = sdpa_mask
+    also = second.__enter__()
+    outputs(model, input_ids=ids)
+    first.__exit__(None, None, None)
+    outputs(model, input_ids=ids)
+    with ThreadPoolExecutor(1) as others:
+        others.submit(outputs, model, input_ids=ids).result()
+    second.__exit__(None, None, None)
+    outputs(model, input_ids=ids)
+    assert [len(one.made) for one in (asked, also)] == [1, 2]
+    assert functions == {**before, "late": sdpa_mask}
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -287,12 +287,14 @@ def _claims_of(config: PreTrainedConfig) -> list[_Claim]:
 
 
 def _register() -> None:
-    """Register attention and mask functions under our names; harmless when repeated."""
+    """Register attention and mask functions under our names, unless they are: others may be listening to them."""
     for implementation in IMPLEMENTATIONS:
         for prefix in (_OURS, _REPLACED):
-            replaced = prefix == _REPLACED
-            AttentionInterface.register(prefix + implementation, _attention(implementation, replaced))
-            AttentionMaskInterface.register(prefix + implementation, mask_function(implementation, replaced))
+            name, replaced = prefix + implementation, prefix == _REPLACED
+            if name not in AttentionInterface._global_mapping:
+                AttentionInterface.register(name, _attention(implementation, replaced))
+            if name not in AttentionMaskInterface._global_mapping:
+                AttentionMaskInterface.register(name, mask_function(implementation, replaced))
 
 
 def _selected(

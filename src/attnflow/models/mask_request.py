@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any, Final, cast
 from weakref import ref
 
@@ -27,6 +27,9 @@ FLEX: Final = "flex_attention"
 NO_SKIPS: Final = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # a mask, never None for one
 _REQUEST: Final = "_attnflow_request"  # of a mask
 _recent: Final[deque[ref[Tensor]]] = deque(maxlen=16)  # masks that were made, to know copies of them by
+_lock: Final = Lock()  # of the next two
+_listeners: Final[list[tuple[int, Asked]]] = []  # with the thread that each listens to
+_wrapped: Final[dict[str, tuple[Callable[..., AttentionMask], Callable[..., AttentionMask]]]] = {}  # (ours, theirs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,24 +209,35 @@ class Asked:
 def asking() -> Generator[Asked, None, None]:
     """Note what any model asks transformers for inside, in this thread, whatever its attention, without changing it.
 
-    Unlike `request_of`, it includes requests that needed no mask.
+    Unlike `request_of`, it includes requests that needed no mask. Threads may overlap: transformers has one table of
+    mask functions, which is wrapped while anybody listens.
     """
-    asked, here = Asked(), get_ident()
+    listener = get_ident(), Asked()
     mapping = cast(dict[str, Callable[..., AttentionMask]], AttentionMaskInterface._global_mapping)
-    before = dict(mapping)
-
-    def make(function: Callable[..., AttentionMask], request: MaskRequest) -> AttentionMask:
-        mask = function(**request.arguments)
-        if get_ident() == here:
-            asked.made.append((mask, request))
-        return mask
-
+    with _lock:
+        _listeners.append(listener)
+        for name, function in tuple(mapping.items()):
+            if mapping[name] is not _wrapped.get(name, (None, None))[0]:
+                _wrapped[name] = on_request(partial(_heard, function)), function
+                mapping[name] = _wrapped[name][0]
     try:
-        mapping.update({name: on_request(partial(make, function)) for name, function in before.items()})
-        yield asked
+        yield listener[1]
     finally:
-        mapping.clear()
-        mapping.update(before)
+        with _lock:
+            _listeners.remove(listener)
+            if not _listeners:
+                for name, (wrapper, function) in _wrapped.items():
+                    if mapping.get(name) is wrapper:  # what others have registered or removed meanwhile stays so
+                        mapping[name] = function
+                _wrapped.clear()
+
+
+def _heard(function: Callable[..., AttentionMask], request: MaskRequest) -> AttentionMask:
+    mask, here = function(**request.arguments), get_ident()
+    for thread, asked in tuple(_listeners):
+        if thread == here:
+            asked.made.append((mask, request))
+    return mask
 
 
 def pairs_asked(request: MaskRequest) -> Tensor:
