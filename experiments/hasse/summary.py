@@ -13,7 +13,7 @@ from attnflow._core.markup import aligned
 from experiments.hasse.arms import Arm
 from experiments.hasse.figure import figure
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job, Record, choosing_loss, chosen
+from experiments.runner.jobs import DIVERGED, Chosen, Job, Record, choosing_loss, chosen
 from experiments.runner.statistics import Array, student
 from experiments.runner.study import read_study
 
@@ -61,7 +61,7 @@ def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
     config, curves = about["config"], dict[str, Curve]()
     rows = config["batch_size"] * config["parts"]
     for arm, cost in about["costs"].items():
-        best = chosen(arm, config["rates"], config["seeds"], runs, choosing_loss, choosing=1)
+        best = _chosen(arm, config, runs)
         if best is None or not best.runs:
             continue
         rate, of_arm = best.rate, best.runs
@@ -73,6 +73,47 @@ def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
         tokens = np.array(steps, dtype=np.float64) * rows * config["length"]
         curves[arm] = Curve(arm, rate, of_arm, tuple(steps), tokens, flops, np.array(held))
     return about, curves
+
+
+def rates_of(arm: str, config: Mapping[str, Any]) -> list[float]:
+    """Learning rates with which a study runs an arm again; none where a seed chooses among those of all arms."""
+    return next((group[arm] for group in config.get("rerun", []) if arm in group), [])
+
+
+def _chosen(arm: str, config: Mapping[str, Any], runs: Mapping[Job, Record]) -> Chosen | None:
+    rates, seeds = rates_of(arm, config), config["seeds"]
+    if not rates:
+        return chosen(arm, config["rates"], seeds, runs, choosing_loss, choosing=1)
+    whole = [seed for seed in seeds if all(Job(arm, rate, seed) in runs for rate in rates)]
+    return chosen(arm, rates, whole, runs, choosing_loss, choosing=len(whole)) if whole else None
+
+
+def at_equal_rates(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Loss of each sparse realisation less that of its dense mask, at each of the rates that both were run again with.
+
+    What `sparse` compares are best rates, which may differ: then a difference may be one of learning rates.
+    """
+    about, finished = read_study(folder)
+    runs = {Job(**run["job"]): run for run in finished if DIVERGED not in run}
+    found: dict[str, dict[str, list[float]]] = {}
+    for arm in about["costs"]:
+        dense = arm.removeprefix("sparse ")
+        both = sorted({*rates_of(arm, about["config"])} & {*rates_of(dense, about["config"])})
+        if dense == arm or len(both) < 2:
+            continue
+        for rate in both:
+            pairs = [
+                (runs.get(Job(arm, rate, seed)), runs.get(Job(dense, rate, seed))) for seed in about["config"]["seeds"]
+            ]
+            each = [last(one) - last(other) for one, other in pairs if one is not None and other is not None]
+            if each:
+                found.setdefault(dense, {})[f"{rate:g}"] = numbers(each)
+    return found
+
+
+def last(run: Record) -> float:
+    """Held-out loss of a run after all steps."""
+    return run["measured"][-1]["held_out"]
 
 
 def numbers(values: Sequence[float] | Array) -> list[float]:
@@ -197,6 +238,7 @@ def summarise(folder: Path, results: Path) -> str:
         "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
         "arms": losses(about, curves),
         "sparse_less_dense": sparse(curves),
+        "sparse_less_dense_at_equal_rates": at_equal_rates(folder),
         "depths": depths(about, curves),
         "repeats": repeats(about, curves),
         "gains_by_depth": gains_by_depth(about, curves),
