@@ -59,20 +59,27 @@ def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
     about, finished = read_study(folder)
     runs = {Job(**run["job"]): run for run in finished}
     config, curves = about["config"], dict[str, Curve]()
-    rows = config["batch_size"] * config["parts"]
-    for arm, cost in about["costs"].items():
+    for arm in about["costs"]:
         best = _chosen(arm, config, runs)
         if best is None or not best.runs:
             continue
-        rate, of_arm = best.rate, best.runs
-        steps = [entry["step"] for entry in next(iter(of_arm.values()))["measured"]]
-        before = config["steps"] // 2 if "flops_before" in cost else 0
-        first, later = np.minimum(steps, before), np.maximum(np.array(steps) - before, 0)
-        flops = rows * (first * float(cost.get("flops_before", 0)) + later * float(cost["flops"]))
-        held = [[entry["held_out"] for entry in run["measured"]] for run in of_arm.values()]
-        tokens = np.array(steps, dtype=np.float64) * rows * config["length"]
-        curves[arm] = Curve(arm, rate, of_arm, tuple(steps), tokens, flops, np.array(held))
+        steps = [entry["step"] for entry in next(iter(best.runs.values()))["measured"]]
+        held = [[entry["held_out"] for entry in run["measured"]] for run in best.runs.values()]
+        curves[arm] = curve(arm, best.rate, best.runs, steps, np.array(held), about)
     return about, curves
+
+
+def curve(
+    arm: str, rate: float, runs: Mapping[int, Record], steps: Sequence[int], held_out: Array, about: Mapping[str, Any]
+) -> Curve:
+    """Of an arm, with the tokens and the compute that its steps have taken."""
+    config, cost = about["config"], about["costs"][arm]
+    rows = config["batch_size"] * config["parts"]
+    before = config["steps"] // 2 if "flops_before" in cost else 0
+    first, later = np.minimum(steps, before), np.maximum(np.array(steps) - before, 0)
+    flops = rows * (first * float(cost.get("flops_before", 0)) + later * float(cost["flops"]))
+    tokens = np.array(steps, dtype=np.float64) * rows * config["length"]
+    return Curve(arm, rate, runs, tuple(steps), tokens, flops, held_out)
 
 
 def rates_of(arm: str, config: Mapping[str, Any]) -> list[float]:
@@ -212,8 +219,8 @@ def written(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
         runs = list(one.runs.values())
         if all("written" in run for run in runs):
             row: dict[str, Any] = {"arm": arm, "tokens_per_pass": runs[0]["written"]["tokens_per_pass"]}
-            row["real_words"] = numbers([run["written"]["real_words"] for run in runs])
-            row["seconds"] = numbers([run["written"]["seconds"] for run in runs])
+            row["by_seed"] = {key: [run["written"][key] for run in runs] for key in ("real_words", "seconds")}
+            row |= {key: numbers(values) for key, values in row["by_seed"].items()}
             row["sample"] = runs[0]["written"]["sample"]
             if "agreement" in runs[0]:
                 each = [run["agreement"] for run in runs]
@@ -222,6 +229,28 @@ def written(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
                 row["margin"] = max(one["margin"] for one in each)
             found.append(row)
     return found
+
+
+def contents(
+    about: Mapping[str, Any],
+    curves: Mapping[str, Curve],
+    equal_rates: Mapping[str, Any],
+    texts: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What results.json holds."""
+    return {
+        "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
+        "arms": losses(about, curves),
+        "sparse_less_dense": sparse(curves),
+        "sparse_less_dense_at_equal_rates": equal_rates,
+        "depths": depths(about, curves),
+        "repeats": repeats(about, curves),
+        "gains_by_depth": gains_by_depth(about, curves),
+        "written": texts,
+        "tables": about["tables"],
+        "real_words": about["real_words"],
+        "blocks": about["config"]["blocks"],
+    }
 
 
 def summarise(folder: Path, results: Path) -> str:
@@ -234,19 +263,7 @@ def summarise(folder: Path, results: Path) -> str:
     about, curves = read_curves(folder)
     if not curves:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
-    content: dict[str, Any] = {
-        "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
-        "arms": losses(about, curves),
-        "sparse_less_dense": sparse(curves),
-        "sparse_less_dense_at_equal_rates": at_equal_rates(folder),
-        "depths": depths(about, curves),
-        "repeats": repeats(about, curves),
-        "gains_by_depth": gains_by_depth(about, curves),
-        "written": written(curves),
-        "tables": about["tables"],
-        "real_words": about["real_words"],
-        "blocks": about["config"]["blocks"],
-    }
+    content = contents(about, curves, at_equal_rates(folder), written(curves))
     write(results / "results.json", content)
     rows = [
         [arm, f"{one.rate:g}", seed, step, f"{tokens:.0f}", f"{flops:.4g}", f"{loss:.6f}"]
