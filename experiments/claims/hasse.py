@@ -230,9 +230,9 @@ HASSE: Final = Paper(
                 "confirmed",
                 "It does. A residual connection is all that the theorems use. Measured layer by layer in miniatures "
                 "with random weights: KDA (Kimi Linear, Ling 3.0), GDN (Qwen3-Next, OLMo-hybrid), lightning attention "
-                "and RWKV give the chain of causal attention at depth 1. A KDA layer with closed gates is a window of 4; "
-                "the chain stays, at a larger depth. Encoders of linear cost without a direction (Nyströmformer, FNet) "
-                "are one class.",
+                "and RWKV give the chain of causal attention at depth 1. A KDA layer with closed gates is a window of "
+                "4; the chain stays, at a larger depth. Encoders of linear cost without a direction (Nyströmformer, "
+                "FNet) are one class.",
                 (
                     "docs/maths.md#linear-attention",
                     "tests/audit/test_linear_attention.py::test_a_recurrence_is_a_dense_chain",

@@ -104,11 +104,12 @@ def _training(content: Mapping[str, Any], arms: Mapping[str, Any]) -> list[Judge
     spent = ", ".join(f"{name} {arms[name]['less_causal_at_equal_compute'][0]:+.2f}" for name in bars)
     words = {one["arm"]: one["real_words"][0] for one in content["written"]}
     weak = words.get(names[-1], 1.0) < READABLE * content["real_words"]
-    start = "Better than a table at most, and no useful text: held-out" if weak else "Held-out"
+    start = "At best better than a table, and no useful text yet. " if weak else ""
     close = [f"{better[name]['arm']} {said(better[name]['held_out'])}" for name in bars if not below[name]]
     told = f" Not told from its table: {', '.join(close)}." if close and not any(above) else ""
     sentence = (
-        f"{start} nats per token, beside a table of the last token read: {', '.join(map(each, bars))}; causal {arms['causal']['held_out'][0]:.2f}.{told} {_words(content)} "
+        f"{start}Held-out nats per token, beside a table of the last token read: {', '.join(map(each, bars))}; causal "
+        f"{arms['causal']['held_out'][0]:.2f}.{told} {_words(content)} "
         f"From scratch at equal compute, less causal: {spent}."
     )
     return [Judgement("H17", verdict, sentence, ("floor",) if weak else ())]
