@@ -118,7 +118,7 @@ def _training(content: Mapping[str, Any], arms: Mapping[str, Any]) -> list[Judge
 def _sparse(content: Mapping[str, Any], arms: Mapping[str, Any]) -> list[Judgement]:
     excess: Mapping[str, Sequence[float]] = content["sparse_less_dense"]
     wanted = {"causal", "butterfly", *(f"block {block}" for block in content["blocks"])}
-    if excess.keys() != wanted:
+    if set(excess) != wanted:
         return []
     within = all(value[2] < MARGIN for value in excess.values())
     worse = any(value[1] > MARGIN for value in excess.values())
