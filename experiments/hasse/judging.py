@@ -15,6 +15,7 @@ ROUNDING: Final = 1e-3  # between the two best logits, in float32: either may co
 SEEDS: Final = 5  # of the second study, from which on its numbers stand for those of the first
 READABLE: Final = 0.5  # of the share of real words that the text itself has: what is written below that is at the floor
 _PAIRS: Final = "tiny-pairs"
+_TO_CAUSAL: Final = ("less_causal", "less_causal_at_equal_compute")  # of an arm and causal, on the same seeds
 
 
 def judge(results: Path) -> Sequence[Judgement]:
@@ -38,6 +39,12 @@ def combined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, A
         rows |= {one[key]: one for one in second[what] if enough(*arms.get(one[key], (one[key],)))}
         return list(rows.values())
 
+    arms = {one["arm"]: one for one in first["arms"]}
+    for one in second["arms"]:
+        if enough(one["arm"]):
+            old = arms[one["arm"]]
+            kept = {} if enough(one["arm"], "causal") else {key: old[key] for key in _TO_CAUSAL if key in old}
+            arms[one["arm"]] = {**old, **one, **kept}
     controls = {
         (one["layers"], one["depth"])
         for one in second["depths"]
@@ -47,7 +54,7 @@ def combined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, A
     of_depth = {one["depth"]: (f"repeats depth {one['depth']}",) for one in second["repeats"]} | {1: ("repeats",)}
     return {
         **first,
-        "arms": merged("arms", "arm", {}),
+        "arms": list(arms.values()),
         "written": merged("written", "arm", {}),
         "repeats": merged("repeats", "depth", of_depth),
         "sparse_less_dense": {**first["sparse_less_dense"], **pairs},

@@ -66,10 +66,13 @@ def test_the_second_study_counts_from_five_seeds_on():
     second = deepcopy(first)
     for one in second["arms"]:
         one |= {"seeds": list(range(3, 11 if one["arm"] == "warm 8" else 7)), "held_out": [1.0, 0.9, 1.1]}
+        one["less_causal"] = [0.0, 0.0, 0.0]
     second["sparse_less_dense"]["block 1"] = [0.0, 0.0, 0.0]
     found = combined(first, second)
     changed = [one["arm"] for one, old in zip(found["arms"], first["arms"], strict=True) if one != old]
     assert changed == ["warm 8"]
+    new, old = (next(one for one in each["arms"] if one["arm"] == "warm 8") for each in (found, first))
+    assert (new["held_out"], new["less_causal"]) == ([1.0, 0.9, 1.1], old["less_causal"])  # causal has too few seeds
     assert found["sparse_less_dense"] == first["sparse_less_dense"]
     for one in second["arms"]:
         one["seeds"] = list(range(3, 8))
