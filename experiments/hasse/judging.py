@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,10 @@ def judge(results: Path) -> Sequence[Judgement]:
     if results.name == _PAIRS:
         content = combined(read(results.parent / "results.json"), content)
     arms = {one["arm"]: one for one in content["arms"]}
-    return [*_decoding(content), *_training(content, arms), *_sparse(content, arms)]
+    found = [*_decoding(content), *_training(content, arms), *_sparse(content, arms)]
+    renewed = [f"{arm} ({count})" for arm, count in content.get("renewed", {}).items()]
+    said_so = f" Of a second study with other seeds (how many): {', '.join(renewed)}." if renewed else ""
+    return [replace(one, sentence=one.sentence + said_so) for one in found]
 
 
 def combined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +59,7 @@ def combined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, A
     return {
         **first,
         "arms": list(arms.values()),
+        "renewed": {arm: len(one) for arm, one in seeds.items() if enough(arm)},
         "written": merged("written", "arm", {}),
         "repeats": merged("repeats", "depth", of_depth),
         "sparse_less_dense": {**first["sparse_less_dense"], **pairs},

@@ -71,6 +71,7 @@ def test_the_second_study_counts_from_five_seeds_on():
     found = combined(first, second)
     changed = [one["arm"] for one, old in zip(found["arms"], first["arms"], strict=True) if one != old]
     assert changed == ["warm 8"]
+    assert found["renewed"] == {"warm 8": 8}
     new, old = (next(one for one in each["arms"] if one["arm"] == "warm 8") for each in (found, first))
     assert (new["held_out"], new["less_causal"]) == ([1.0, 0.9, 1.1], old["less_causal"])  # causal has too few seeds
     assert found["sparse_less_dense"] == first["sparse_less_dense"]
