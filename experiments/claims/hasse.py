@@ -77,9 +77,9 @@ HASSE: Final = Paper(
             "The quotient of all nodes by equivalence is the smallest common supergraph.",
             Settled(
                 "corrected",
-                "False where one down-set holds two equivalent nodes, which the quotient shrinks; "
-                "identifying nodes across "
-                "tasks and keeping multiplicities is right, and smallest.",
+                "False where one down-set holds two equivalent nodes, which the quotient shrinks. Identifying nodes "
+                "across tasks and keeping multiplicities embeds every task. Without such repeats the result is the "
+                "smallest; with them a search decides, and it is proved where `is_minimal` says so.",
                 (
                     "tests/tasks/test_merging.py::test_theorem_3_7_fails_for_two_equal_roots_under_one_node",
                     "tests/tasks/test_merging_oracle.py::test_no_smaller_common_supergraph_exists",
@@ -108,6 +108,7 @@ HASSE: Final = Paper(
                 "It is derived from the family.",
                 ("tests/tasks/test_merging.py::test_causal_is_the_closed_form",),
             ),
+            effect="n - 1 nodes for n - 1 tasks",
         ),
         Claim(
             "H9",
@@ -124,6 +125,7 @@ HASSE: Final = Paper(
                     "test_block_two_stream_is_block_diffusion_without_first_noised_and_last_clean_block",
                 ),
             ),
+            effect="2(N - 1) nodes, 2(N - 1)l positions",
         ),
         Claim(
             "H10",
@@ -139,6 +141,7 @@ HASSE: Final = Paper(
                     "tests/tasks/test_verification.py::test_the_printed_eq_58_fails",
                 ),
             ),
+            effect="3n - 2 positions",
         ),
         Claim(
             "H11",
@@ -167,12 +170,14 @@ HASSE: Final = Paper(
             "Butterfly trains all positions bidirectionally, and no position sees its own token.",
             Settled(
                 "confirmed",
-                "No label leaks in the corrected mask, at any depth.",
+                "No label leaks in the corrected mask, at any depth. All n tokens are predicted; a third of the 3n - 2 "
+                "positions carry labels.",
                 (
                     "tests/tasks/test_leaks.py::test_against_the_definition",
                     "tests/tasks/test_families.py::test_butterfly",
                 ),
             ),
+            effect="supervision density 100 %",
         ),
         Claim(
             "H14",
@@ -209,6 +214,79 @@ HASSE: Final = Paper(
             "def. 3.8",
             "A sparse realisation that reaches its depth trains as well as the dense mask.",
             Measured("hasse"),
+        ),
+        Claim(
+            "H19",
+            "sec. 4.3",
+            "Trained to predict from both sides, a model fills the gaps of a text as it was trained, and better than "
+            "from the left (the paper fills none).",
+            Measured("infilling"),
+        ),
+        Claim(
+            "H20",
+            "sec. 5",
+            "Open in the paper: whether the information flow of linear attention also gives a partial order.",
+            Settled(
+                "confirmed",
+                "It does. A residual connection is all that the theorems use. Measured layer by layer in miniatures "
+                "with random weights: KDA (Kimi Linear, Ling 3.0), GDN (Qwen3-Next, OLMo-hybrid), lightning attention "
+                "and RWKV give the chain of causal attention at depth 1. A KDA layer with closed gates is a window of "
+                "4; the chain stays, at a larger depth. Encoders of linear cost without a direction (Nyströmformer, "
+                "FNet) are one class.",
+                (
+                    "docs/maths.md#linear-attention",
+                    "tests/audit/test_linear_attention.py::test_a_recurrence_is_a_dense_chain",
+                    "tests/audit/test_linear_attention.py::test_a_gate_that_forgets_is_a_sparse_realisation",
+                    "tests/audit/test_linear_attention.py::test_encoders_of_linear_cost_are_one_class",
+                    "tests/audit/test_measurement.py::test_recurrent_and_hybrid_models_are_chains",
+                ),
+            ),
+        ),
+        Claim(
+            "H21",
+            "sec. 5",
+            "With linear attention such as KDA or GDN the framework cannot be directly applied.",
+            Settled(
+                "corrected",
+                "To read the order it can: what a mask would say is measured, and a leak of a KDA layer is found. To "
+                "design it cannot in general, since a scan reads a chain and a mask may be any relation. Butterfly "
+                "attention can: it is two scans and a read of both states, exactly.",
+                (
+                    "docs/maths.md#linear-attention",
+                    "tests/audit/test_linear_attention.py::test_a_leak_of_kda_is_measured_and_found",
+                    "tests/audit/test_linear_attention.py::test_two_scans_are_the_butterfly_mask",
+                ),
+            ),
+        ),
+        Claim(
+            "H22",
+            "sec. 5",
+            "The framework is to give task families for MAE-like scenarios (future work).",
+            Settled(
+                "corrected",
+                "Not for masked autoencoders as they are: tasks with other visible patches share no node, so that m of "
+                "them need m n positions, and that is minimal. Families share with one visible set and targets decoded "
+                "alone (n positions), with visible sets that grow by chunks (block two-stream attention), or with one "
+                "block hidden at a time (Butterfly of blocks). Their use on images is not tested here.",
+                (
+                    "docs/maths.md#masked-autoencoders",
+                    "tests/tasks/test_masked_autoencoders.py::"
+                    "test_an_encoder_that_sees_the_visible_patches_shares_nothing",
+                    "tests/tasks/test_masked_autoencoders.py::test_one_visible_set_serves_every_target",
+                    "tests/tasks/test_masked_autoencoders.py::test_visible_sets_that_grow_share_an_ordered_encoder",
+                ),
+            ),
+        ),
+        Claim(
+            "H23",
+            "sec. 2.2",
+            "The sparser the mask, the more layers are needed for convergence.",
+            Settled(
+                "refuted",
+                "Of two masks with one order the one with fewer pairs may have the smaller depth: where pairs lie "
+                "counts, not how many there are.",
+                ("tests/order/test_flow.py::test_a_sparser_mask_may_need_fewer_layers",),
+            ),
         ),
     ),
 )

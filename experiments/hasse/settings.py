@@ -27,6 +27,8 @@ class Training:
         repeats: depths of sparse causal masks that learn rows whose second half is the first.
         seeds: of initialisation and data.
         rates: learning rates; with several, the first seed chooses for each arm.
+        rerun: if not empty, only these arms are run, each at all of its rates with all seeds. An earlier study has
+            chosen them. Groups follow one another, and within a group seeds are run in turn.
         steps: of the optimiser; "warm" arms are causal for the first half of them.
         warmup: steps; the rate is constant afterwards, so that every point of a curve is the end of a shorter run.
         batch_size: rows of a forward pass.
@@ -50,6 +52,7 @@ class Training:
     repeats: tuple[int, ...] = (2, 4, 16)
     seeds: tuple[int, ...] = (0, 1, 2)
     rates: tuple[float, ...] = (1.5e-3, 3e-3)
+    rerun: tuple[Mapping[str, tuple[float, ...]], ...] = ()
     steps: int = 800
     warmup: int = 50
     batch_size: int = 8
@@ -64,10 +67,39 @@ class Training:
         """By name."""
         return arms(self.layers, self.blocks, self.depths, self.repeats)
 
+    @property
+    def planned(self) -> Mapping[str, tuple[float, ...]]:
+        """Learning rates of each arm that is run."""
+        if not self.rerun:
+            return dict.fromkeys(self.arms, self.rates)
+        return {arm: rates for group in self.rerun for arm, rates in group.items()}
+
 
 def tiny() -> Training:
     """One CPU core; the README says how long."""
     return Training()
+
+
+def tiny_pairs() -> Training:
+    """The arms of "tiny" on which verdicts hang, with eight other seeds.
+
+    The first group has what three seeds left open: blocks of 8 against their table, the sparse masks of block 1 and
+    causal, and the two controls of depth. Block 1 has both rates, since dense and sparse had chosen different ones.
+    """
+    low, high = 1.5e-3, 3e-3
+    decisive = {
+        "warm 8": (low,),
+        "block 1": (low, high),
+        "sparse block 1": (low, high),
+        "causal": (low,),
+        "sparse causal": (low,),
+        "depth 62 of 4 layers": (low,),
+        "repeats": (low,),
+        "repeats depth 4": (low,),
+    }
+    blocks = {f"{form}block {block}": (low,) for block in (8, 2, 4) for form in ("", "sparse ")}
+    others = {"butterfly": (high,), "sparse butterfly": (low,), **blocks, "warm 4": (low,)}
+    return Training(seeds=tuple(range(3, 11)), rerun=(decisive, others))
 
 
 def small() -> Training:

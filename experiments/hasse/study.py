@@ -18,11 +18,11 @@ from experiments.hasse.settings import Training
 from experiments.hasse.tables import after, frequencies
 from experiments.hasse.writing import agreement, decoded, real
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, choosing_loss, swept
+from experiments.runner.jobs import Job, Plan, choosing_loss, swept
 
 
 def setup(config: Training) -> Setup:
-    """A run for each arm: every rate with the first seed, then the best rate with the others.
+    """A run for each arm: every rate with the first seed, then the best rate with the others; or what is run again.
 
     Raises:
         ValueError: rows that blocks do not divide, or a mask that lets a label leak.
@@ -61,7 +61,7 @@ def setup(config: Training) -> Setup:
         return said
 
     return Setup(
-        swept(list(config.arms), config.rates, config.seeds, choosing_loss, choosing=1, widen=False),
+        _plan(config),
         run,
         {
             "vocabulary": material.vocabulary,
@@ -71,6 +71,19 @@ def setup(config: Training) -> Setup:
             "real_words": _real(material, config),
         },
     )
+
+
+def _plan(config: Training) -> Plan:
+    if not config.rerun:
+        return swept(list(config.arms), config.rates, config.seeds, choosing_loss, choosing=1, widen=False)
+    jobs = [
+        Job(arm, rate, seed)
+        for group in config.rerun
+        for seed in config.seeds
+        for arm, rates in group.items()
+        for rate in rates
+    ]
+    return Plan(tuple(jobs))
 
 
 def _counted(of: TaskOf, arm: Arm, config: Training) -> Tensor:
@@ -87,7 +100,8 @@ def _costs(config: Training, material: Material) -> Mapping[str, object]:
         LeakFound: a label can be read by the position that is to predict it.
     """
     row, costs = list(range(config.length)), dict[str, object]()
-    for name, arm in config.arms.items():
+    for name in config.planned:
+        arm = config.arms[name]
         task, sizes = arm.task(material.mask_token)(row), material.sizes(config, arm)
         af.tasks.check(task).raise_if_leaks()
         causal = replace(arm, family="causal", depth=None, warm=False).task(material.mask_token)(row)

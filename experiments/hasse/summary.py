@@ -13,7 +13,7 @@ from attnflow._core.markup import aligned
 from experiments.hasse.arms import Arm
 from experiments.hasse.figure import figure
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job, Record, choosing_loss, chosen
+from experiments.runner.jobs import DIVERGED, Chosen, Job, Record, choosing_loss, chosen
 from experiments.runner.statistics import Array, student
 from experiments.runner.study import read_study
 
@@ -59,20 +59,68 @@ def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
     about, finished = read_study(folder)
     runs = {Job(**run["job"]): run for run in finished}
     config, curves = about["config"], dict[str, Curve]()
-    rows = config["batch_size"] * config["parts"]
-    for arm, cost in about["costs"].items():
-        best = chosen(arm, config["rates"], config["seeds"], runs, choosing_loss, choosing=1)
+    for arm in about["costs"]:
+        best = _chosen(arm, config, runs)
         if best is None or not best.runs:
             continue
-        rate, of_arm = best.rate, best.runs
-        steps = [entry["step"] for entry in next(iter(of_arm.values()))["measured"]]
-        before = config["steps"] // 2 if "flops_before" in cost else 0
-        first, later = np.minimum(steps, before), np.maximum(np.array(steps) - before, 0)
-        flops = rows * (first * float(cost.get("flops_before", 0)) + later * float(cost["flops"]))
-        held = [[entry["held_out"] for entry in run["measured"]] for run in of_arm.values()]
-        tokens = np.array(steps, dtype=np.float64) * rows * config["length"]
-        curves[arm] = Curve(arm, rate, of_arm, tuple(steps), tokens, flops, np.array(held))
+        steps = [entry["step"] for entry in next(iter(best.runs.values()))["measured"]]
+        held = [[entry["held_out"] for entry in run["measured"]] for run in best.runs.values()]
+        curves[arm] = curve(arm, best.rate, best.runs, steps, np.array(held), about)
     return about, curves
+
+
+def curve(
+    arm: str, rate: float, runs: Mapping[int, Record], steps: Sequence[int], held_out: Array, about: Mapping[str, Any]
+) -> Curve:
+    """Of an arm, with the tokens and the compute that its steps have taken."""
+    config, cost = about["config"], about["costs"][arm]
+    rows = config["batch_size"] * config["parts"]
+    before = config["steps"] // 2 if "flops_before" in cost else 0
+    first, later = np.minimum(steps, before), np.maximum(np.array(steps) - before, 0)
+    flops = rows * (first * float(cost.get("flops_before", 0)) + later * float(cost["flops"]))
+    tokens = np.array(steps, dtype=np.float64) * rows * config["length"]
+    return Curve(arm, rate, runs, tuple(steps), tokens, flops, held_out)
+
+
+def rates_of(arm: str, config: Mapping[str, Any]) -> list[float]:
+    """Learning rates with which a study runs an arm again; none where a seed chooses among those of all arms."""
+    return next((group[arm] for group in config.get("rerun", []) if arm in group), [])
+
+
+def _chosen(arm: str, config: Mapping[str, Any], runs: Mapping[Job, Record]) -> Chosen | None:
+    rates, seeds = rates_of(arm, config), config["seeds"]
+    if not rates:
+        return chosen(arm, config["rates"], seeds, runs, choosing_loss, choosing=1)
+    whole = [seed for seed in seeds if all(Job(arm, rate, seed) in runs for rate in rates)]
+    return chosen(arm, rates, whole, runs, choosing_loss, choosing=len(whole)) if whole else None
+
+
+def at_equal_rates(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Loss of each sparse realisation less that of its dense mask, at each of the rates that both were run again with.
+
+    What `sparse` compares are best rates, which may differ: then a difference may be one of learning rates.
+    """
+    about, finished = read_study(folder)
+    runs = {Job(**run["job"]): run for run in finished if DIVERGED not in run}
+    found: dict[str, dict[str, list[float]]] = {}
+    for arm in about["costs"]:
+        dense = arm.removeprefix("sparse ")
+        both = sorted({*rates_of(arm, about["config"])} & {*rates_of(dense, about["config"])})
+        if dense == arm or len(both) < 2:
+            continue
+        for rate in both:
+            pairs = [
+                (runs.get(Job(arm, rate, seed)), runs.get(Job(dense, rate, seed))) for seed in about["config"]["seeds"]
+            ]
+            each = [last(one) - last(other) for one, other in pairs if one is not None and other is not None]
+            if each:
+                found.setdefault(dense, {})[f"{rate:g}"] = numbers(each)
+    return found
+
+
+def last(run: Record) -> float:
+    """Held-out loss of a run after all steps."""
+    return run["measured"][-1]["held_out"]
 
 
 def numbers(values: Sequence[float] | Array) -> list[float]:
@@ -171,8 +219,8 @@ def written(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
         runs = list(one.runs.values())
         if all("written" in run for run in runs):
             row: dict[str, Any] = {"arm": arm, "tokens_per_pass": runs[0]["written"]["tokens_per_pass"]}
-            row["real_words"] = numbers([run["written"]["real_words"] for run in runs])
-            row["seconds"] = numbers([run["written"]["seconds"] for run in runs])
+            row["by_seed"] = {key: [run["written"][key] for run in runs] for key in ("real_words", "seconds")}
+            row |= {key: numbers(values) for key, values in row["by_seed"].items()}
             row["sample"] = runs[0]["written"]["sample"]
             if "agreement" in runs[0]:
                 each = [run["agreement"] for run in runs]
@@ -181,6 +229,28 @@ def written(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
                 row["margin"] = max(one["margin"] for one in each)
             found.append(row)
     return found
+
+
+def contents(
+    about: Mapping[str, Any],
+    curves: Mapping[str, Curve],
+    equal_rates: Mapping[str, Any],
+    texts: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What results.json holds."""
+    return {
+        "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
+        "arms": losses(about, curves),
+        "sparse_less_dense": sparse(curves),
+        "sparse_less_dense_at_equal_rates": equal_rates,
+        "depths": depths(about, curves),
+        "repeats": repeats(about, curves),
+        "gains_by_depth": gains_by_depth(about, curves),
+        "written": texts,
+        "tables": about["tables"],
+        "real_words": about["real_words"],
+        "blocks": about["config"]["blocks"],
+    }
 
 
 def summarise(folder: Path, results: Path) -> str:
@@ -193,18 +263,7 @@ def summarise(folder: Path, results: Path) -> str:
     about, curves = read_curves(folder)
     if not curves:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
-    content: dict[str, Any] = {
-        "interval": "mean, and 95 % of Student's t over seeds; differences are paired by seed",
-        "arms": losses(about, curves),
-        "sparse_less_dense": sparse(curves),
-        "depths": depths(about, curves),
-        "repeats": repeats(about, curves),
-        "gains_by_depth": gains_by_depth(about, curves),
-        "written": written(curves),
-        "tables": about["tables"],
-        "real_words": about["real_words"],
-        "blocks": about["config"]["blocks"],
-    }
+    content = contents(about, curves, at_equal_rates(folder), written(curves))
     write(results / "results.json", content)
     rows = [
         [arm, f"{one.rate:g}", seed, step, f"{tokens:.0f}", f"{flops:.4g}", f"{loss:.6f}"]

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Final
 
 from experiments.hasse.recipe import miniature as hasse_miniature
+from experiments.infilling.judging import judge
 from experiments.infilling.settings import Infilling, paper, small, tiny
 from experiments.infilling.study import setup
 from experiments.infilling.summary import summarise
-from experiments.runner.experiment import Experiment, no_claim
+from experiments.runner.experiment import Experiment
 
 
 def miniature(config: Infilling) -> Infilling:
@@ -24,6 +25,7 @@ EXPERIMENT: Final = Experiment(
     setup=setup,
     summarise=summarise,
     miniature=miniature,
-    judge=no_claim,
+    judge=judge,
     packages=("torch", "transformers", "tokenizers", "attnflow"),
+    rule_before=False,
 )

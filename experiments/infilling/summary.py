@@ -119,20 +119,12 @@ def rows_of(about: Mapping[str, Any], fillers: Mapping[str, Filler]) -> list[dic
     return found
 
 
-def summarise(folder: Path, results: Path) -> str:
-    """Write results.json, results.csv and figure.png, and return the table.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or no arm has run with all its learning rates.
-        MissingExtra: matplotlib is not installed.
-    """
-    about, fillers = read_fillers(folder)
-    if not fillers:
-        raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
+def contents(about: Mapping[str, Any], fillers: Mapping[str, Filler]) -> dict[str, Any]:
+    """What results.json holds."""
     config, table_rows = about["config"], about["table"]
     tokens = config["batch_size"] * config["parts"] * config["length"]  # of a step
     of_table = {what: interval(np.array([table_rows[what]])).numbers for what in _OF_ROWS}
-    content: dict[str, Any] = {
+    return {
         "interval": "mean, and 95 % of Student's t over seeds and rows; of real_words and speed over seeds",
         "block": config["blocks"][0],
         "ways": rows_of(about, fillers),
@@ -150,6 +142,19 @@ def summarise(folder: Path, results: Path) -> str:
         "samples": about["samples"],
         "costs": about["costs"],
     }
+
+
+def summarise(folder: Path, results: Path) -> str:
+    """Write results.json, results.csv and figure.png, and return the table.
+
+    Raises:
+        FileNotFoundError: no study in the folder, or no arm has run with all its learning rates.
+        MissingExtra: matplotlib is not installed.
+    """
+    about, fillers = read_fillers(folder)
+    if not fillers:
+        raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
+    content = contents(about, fillers)
     write(results / "results.json", content)
     head = ["way", "rate", "seed", "step", *_OF_ROWS, "real_words", "letters_per_second"]
     write_table(results / "results.csv", head, [line for one in fillers.values() for line in _lines(one)])
