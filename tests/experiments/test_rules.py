@@ -25,7 +25,7 @@ from experiments.geometry_checkpoints.checkpoints import fairseq
 from experiments.geometry_checkpoints.recipe import judge as judge_checkpoints
 from experiments.geometry_corpus.recipe import judge as judge_corpus
 from experiments.knowledge_answers.recipe import judge as judge_answers
-from experiments.knowledge_answers.study import SUPERVISED
+from experiments.knowledge_answers.study import AGAIN, SUPERVISED
 from experiments.knowledge_scaling.recipe import judge as judge_scaling
 from experiments.knowledge_scaling.summary import gains, name
 from experiments.knowledge_twins.recipe import judge as judge_twins
@@ -137,9 +137,13 @@ def scaling(stores: float, both: float | None) -> dict[str, object]:
     return {"widths": [32, 64], "entries": [8, 24], "gains": rows}
 
 
-def answers(soft: float | None, half: float) -> dict[str, object]:
-    shares = {"softmax grown": soft, "best grown": 0.1, SUPERVISED: 0.5}
-    arms = [{"arm": name, "sizes": {"64": {"right": around(x, half)}}} for name, x in shares.items() if x is not None]
+def answers(soft: float | None, half: float, again: float | None = None) -> dict[str, object]:
+    shares = {AGAIN: again, "softmax grown": soft, "best grown": 0.1, SUPERVISED: 0.5}
+    arms = [
+        {"arm": name, "right_by_seed": {"8": x}, "sizes": {"64": {"right": around(x, half)}}}
+        for name, x in shares.items()
+        if x is not None
+    ]
     return {"pool": 64, "arms": arms}
 
 
@@ -198,10 +202,12 @@ RULES = [
     (judge_scaling, scaling(0.02, 0.0), [NO], ""),
     (judge_scaling, scaling(0.1, 0.02), [NO], ""),
     (judge_scaling, scaling(0.1, None), [], ""),
-    (judge_answers, answers(0.95, 0.03), ["confirmed"], "with supervised reading 50%"),
-    (judge_answers, answers(0.3, 0.05), ["refuted"], "with supervised reading 50%"),
-    (judge_answers, answers(0.8, 0.15), [NO], "with supervised reading 50%"),
+    (judge_answers, answers(0.95, 0.03), ["confirmed"], "with supervised reading 50.0%"),
+    (judge_answers, answers(0.3, 0.05), ["refuted"], "with supervised reading 50.0%"),
+    (judge_answers, answers(0.8, 0.15), [NO], "with supervised reading 50.0%"),
     (judge_answers, answers(None, 0.1), [], ""),
+    (judge_answers, answers(0.95, 0.03, again=0.92), [NO], "1 new seeds"),
+    (judge_answers, answers(0.3, 0.03, again=0.94), ["confirmed"], ""),
     (judge_twins, twins(0.0, 0.0, 0.0, 0.0), ["confirmed"], ""),
     (judge_twins, twins(0.1, 0.1, 0.0, 0.0), ["refuted"], ""),
     (judge_twins, twins(0.0, 0.0, -0.1, 0.1), ["refuted"], ""),
