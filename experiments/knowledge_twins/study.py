@@ -36,7 +36,8 @@ class Schedule:
         held_out: rows for the results.
         length: tokens of a row.
         read: entries per token that models with a base read after training, beside all of them.
-        rates: learning rates; the first seed chooses for each arm.
+        rates: learning rates.
+        choosing: how many seeds choose one of them for each arm.
         steps: of the optimiser.
         warmup: steps; the rate then falls as a cosine to a tenth.
         batch_size: rows of a forward pass.
@@ -53,17 +54,18 @@ class Schedule:
     length: int = 64
     read: tuple[int, ...] = (8, 32, 128)
     rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
-    steps: int = 600
+    choosing: int = 2
+    steps: int = 2400
     warmup: int = 50
     batch_size: int = 8
     parts: int = 1
     decay: float = 0.01
-    measure_every: int = 100
-    save_every: int = 200
+    measure_every: int = 200
+    save_every: int = 400
 
 
 def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setup:
-    """A run for each arm: every rate with the first seed, then the best rate with the others."""
+    """A run for each arm: every rate with the seeds that choose one, then the best rate with the others."""
     text = load_text(plan.text, plan.tokenizer, plan.length, plan.rows, plan.held_out)
     vocabulary = len(text.tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,7 +96,7 @@ def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setu
             measure_every=plan.measure_every,
             save_every=plan.save_every,
         )
-        optimiser = torch.optim.AdamW(decayed(model, plan.decay), betas=(0.9, 0.99))
+        optimiser = torch.optim.AdamW(decayed(model, plan.decay), betas=(0.9, 0.99), fused=True)
         identity = {"arm": job.arm, "rate": job.rate, "steps": plan.steps, **sizes(arm, vocabulary, plan.length)}
         course = train(
             model, optimiser, losses, loop, folder, seed=seed, identity=identity, measure=measure, progress=progress
@@ -107,7 +109,7 @@ def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setu
         "training_rows": len(cast(Any, text.rows)),
         "sizes": {name: sizes(arm, vocabulary, plan.length) for name, arm in arms.items()},
     }
-    return Setup(swept(list(arms), plan.rates, seeds, choosing_loss, choosing=1, widen=False), run, about)
+    return Setup(swept(list(arms), plan.rates, seeds, choosing_loss, plan.choosing), run, about)
 
 
 def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from experiments.knowledge_answers.study import AGAIN, SUPERVISED
 from experiments.knowledge_scaling.recipe import judge as judge_scaling
 from experiments.knowledge_scaling.summary import gains, name
 from experiments.knowledge_twins.recipe import judge as judge_twins
-from experiments.knowledge_twins.summary import KINDS, Curve
+from experiments.knowledge_twins.summary import KINDS, PAIRS, Curve
 from experiments.runner.experiment import find, names
 from experiments.runner.files import write
 from experiments.runner.jobs import Record
@@ -106,7 +106,7 @@ def test_gains_are_paired_by_seed() -> None:
     curves: dict[str, Curve] = {}
     for place, ends in losses.items():
         runs: dict[int, Record] = {seed: {} for seed in range(len(ends))}
-        curves[name(*place)] = Curve(name(*place), 1e-3, runs, (0, 1), np.array([[9.0, end] for end in ends]))
+        curves[name(*place)] = Curve(name(*place), 1e-3, (1e-3,), runs, (0, 1), np.array([[9.0, end] for end in ends]))
     found = {one["name"]: one["each"] for one in gains(curves, (32, 64), (8, 24))}
     assert list(found) == [
         "24 entries for 8, width 32", "24 entries for 8, width 64", "width 64 for 32, 8 entries",
@@ -151,6 +151,12 @@ def twins(*losses: float, half: float = 0.01, arms: Sequence[object] = ()) -> di
     names = [f"{form}shared less {form}{kind}" for form in ("", "gated ") for kind in KINDS[1:]]
     found = [{"name": name, "loss": around(x, half)} for name, x in zip(names, losses, strict=False)]
     return {"differences": found, "arms": arms}
+
+
+def forms(*losses: float) -> dict[str, object]:
+    names = [f"{one} less {other}" for pairs in PAIRS.values() for one, other in pairs]
+    found = [{"name": name, "loss": around(x)} for name, x in zip(names, losses, strict=False)]
+    return {"differences": found, "arms": []}
 
 
 def selecting(*shares: float) -> dict[str, object]:
@@ -214,6 +220,11 @@ RULES = [
     (judge_twins, twins(0.0, 0.1, 0.0, 0.1), [NO], ""),
     (judge_twins, twins(0.0, 0.0, 0.0, 0.0, half=math.inf), [NO], ""),
     (judge_twins, twins(), [], ""),
+    (judge_twins, twins(0.1, 0.1), ["refuted", "refuted"], ""),
+    (judge_twins, twins(0.0, 0.0), [NO, "confirmed"], ""),
+    (judge_twins, forms(-0.1, 0.0, -0.02, -0.1, -0.1), ["confirmed", "refuted", NO, "confirmed"], ""),
+    (judge_twins, forms(-0.1, -0.1, -0.1, -0.1, 0.0), ["confirmed"] * 3 + ["refuted"], ""),
+    (judge_twins, forms(-0.1, -0.1, -0.1, -0.1), ["confirmed"] * 3, ""),
     (judge_twins, selecting(0.4, 0.1), ["confirmed", "corrected"], ""),
     (judge_twins, selecting(0.4, 0.5), ["confirmed", "refuted"], ""),
     (
