@@ -16,7 +16,7 @@ from experiments.daa_cost.recipe import judge as judge_cost
 from experiments.daa_cost.summary import costs
 from experiments.daa_evaluation.recipe import judge as judge_evaluation
 from experiments.daa_evaluation.summary import values_of
-from experiments.editing.summary import outcomes, table
+from experiments.editing.summary import UNSEEN, outcomes, table
 from experiments.evaluation import command
 from experiments.evaluation.measure import Score
 from experiments.facts import summary as facts
@@ -270,7 +270,8 @@ def test_shares_are_of_prompts_and_of_those_that_the_model_understood():
         edited("Norway", [True, True, False], [True, True, False], [True]),
         edited("Sweden", [True, False, False], [True, False, True], [False]),
     ]
-    before, after = outcomes(runs)
+    before, after, *others = outcomes(runs)
+    assert {one.facts for one in others} == {UNSEEN}
     assert (before.arm, after.arm, after.count) == ("before", "least change", 2)
     means = {name: value.mean for name, value in after.quantities.items()}
     # Sweden has no paraphrase that the model understood: the mean is of Norway alone.
