@@ -113,8 +113,8 @@ def judge(results: Path) -> Sequence[Judgement]:
             "K13",
             "confirmed" if held else "not confirmed",
             f"In a small model trained to read them, edits of entries are what it says afterwards; right at the worst "
-            f"of four sizes of store, {rows[0]['seeds']} seeds: {', '.join(each)}, deleted {deleted:.0%}; old values in "
-            f"at most {old:.1%} of answers. The rule asks for lower ends above 80 %.",
+            f"of four sizes of store, {rows[0]['seeds']} seeds: {', '.join(each)}, deleted {deleted:.0%}; old values "
+            f"in at most {old:.1%} of answers. The rule asks for lower ends above 80 %.",
         )
     ]
 

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from attnflow._core.markup import aligned
-from experiments.knowledge_answers.study import AGAIN, choosing_loss
+from experiments.knowledge_answers.study import AGAIN, DECISIVE, choosing_loss
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, chosen
@@ -122,6 +122,11 @@ def figure(content: Mapping[str, Any]) -> Any:
         axes.set(title=title, xlabel=label, ylim=(-0.03, 1.03))
         ends: dict[str, tuple[float, float]] = {}
         for one in content["arms"]:
+            if one["arm"] == AGAIN:  # drawn seed by seed, where it is judged
+                if title.startswith("right answers by"):
+                    rights = list(one["right_by_seed"].values())
+                    axes.plot([content["pool"]] * len(rights), rights, "o", color=colour(DECISIVE), fillstyle="none")
+                continue
             if label == "steps":
                 places, *bands = zip(*one["curve"]["right"], strict=True)
             else:
