@@ -30,8 +30,8 @@ KNOWLEDGE: Final = Paper(
             Settled(
                 "corrected",
                 "Given weights are those of cross-attention, an entry for each neuron, if and only if d_k and d_E "
-                "reach their ranks; at d_E = d full ranks do not fit. The same function may have other weights that do: ReLU "
-                "neurons can be rescaled.",
+                "reach their ranks; at d_E = d full ranks do not fit. The same function may have other weights that "
+                "do: ReLU neurons can be rescaled.",
                 (
                     _EQUIVALENT,
                     "tests/knowledge/test_conditions.py::"
@@ -50,8 +50,8 @@ KNOWLEDGE: Final = Paper(
             Settled(
                 "corrected",
                 "So it is in GPT-2, BERT and their like. LLaMA, Mistral, Qwen and Gemma are gated. With a gate of "
-                "SiLU, GELU or ReLU no finite number of entries with one key is the layer, whatever the activation; with two "
-                "keys an entry it is. A polynomial gate is the exception.",
+                "SiLU, GELU or ReLU no finite number of entries with one key is the layer, whatever the activation; "
+                "with two keys an entry it is. A polynomial gate is the exception.",
                 (
                     "docs/maths.md#why-a-gate-is-not-of-this-form",
                     "tests/knowledge/test_conditions.py::"
