@@ -16,6 +16,7 @@ from experiments.daa_cost.recipe import judge as judge_cost
 from experiments.daa_cost.summary import costs
 from experiments.daa_evaluation.recipe import judge as judge_evaluation
 from experiments.daa_evaluation.summary import values_of
+from experiments.editing.recipe import judge as judge_editing
 from experiments.editing.summary import UNSEEN, outcomes, table
 from experiments.evaluation import command
 from experiments.evaluation.measure import Score
@@ -30,6 +31,7 @@ from experiments.knowledge_scaling.recipe import judge as judge_scaling
 from experiments.knowledge_scaling.summary import gains, name
 from experiments.knowledge_twins.recipe import judge as judge_twins
 from experiments.knowledge_twins.summary import KINDS, PAIRS, Curve
+from experiments.reader.recipe import judge as judge_reader
 from experiments.runner.experiment import find, names
 from experiments.runner.files import write
 from experiments.runner.jobs import Record
@@ -153,6 +155,27 @@ def twins(*losses: float, half: float = 0.01, arms: Sequence[object] = ()) -> di
     return {"differences": found, "arms": arms}
 
 
+def edits(changed: float, leaked: float, facts: str = UNSEEN) -> dict[str, object]:
+    shares = {"fact": changed, "leaked": leaked, "kept": 0.9, "paraphrases": 0.5}
+    quantities = {key: dict(zip(("mean", "low", "high"), around(x, 0.02), strict=True)) for key, x in shares.items()}
+    return {"outcomes": [{"facts": facts, "arm": "few entries, constraints", "count": 9, "quantities": quantities}]}
+
+
+def plugged(*shares: float) -> dict[str, object]:
+    """Whole answers by a store, for made-up and public facts; one fact in the context gives 40 %, five give 20 %."""
+    cells = [{"group": "untouched", "wording": "trained"}, {"group": "deleted", "wording": "trained"}]
+    said = {"ask": shares, "context, 1 fact": (0.4, 0.4), "context, 5 facts": (0.2, 0.2)}
+    rows = {
+        way: [
+            {**cell, "kind": kind, "whole": around(one)}
+            for kind, one in zip(("made up", "public"), each, strict=False)
+            for cell in cells
+        ]
+        for way, each in said.items()
+    }
+    return {"ways": [{"way": way, "size": 64, "answers": found} for way, found in rows.items() if len(shares) > 1]}
+
+
 def forms(*losses: float) -> dict[str, object]:
     names = [f"{one} less {other}" for pairs in PAIRS.values() for one, other in pairs]
     found = [{"name": name, "loss": around(x)} for name, x in zip(names, losses, strict=False)]
@@ -220,6 +243,14 @@ RULES = [
     (judge_twins, twins(0.0, 0.1, 0.0, 0.1), [NO], ""),
     (judge_twins, twins(0.0, 0.0, 0.0, 0.0, half=math.inf), [NO], ""),
     (judge_twins, twins(), [], ""),
+    (judge_editing, edits(0.95, 0.02), ["confirmed"], "of 9 facts"),
+    (judge_editing, edits(0.95, 0.04), [NO], ""),
+    (judge_editing, edits(0.91, 0.02), [NO], ""),
+    (judge_editing, edits(0.95, 0.02, "tuned"), [], ""),
+    (judge_reader, plugged(0.7, 0.5), ["confirmed"], "made up facts 70 % against 40 %"),
+    (judge_reader, plugged(0.7, 0.3), [NO], ""),
+    (judge_reader, plugged(0.3, 0.3), ["refuted"], ""),
+    (judge_reader, plugged(), [], ""),
     (judge_twins, twins(0.1, 0.1), ["refuted", "refuted"], ""),
     (judge_twins, twins(0.0, 0.0), [NO, "confirmed"], ""),
     (judge_twins, forms(-0.1, 0.0, -0.02, -0.1, -0.1), ["confirmed", "refuted", NO, "confirmed"], ""),
