@@ -1,11 +1,16 @@
 """All arms of `knowledge_twins` start alike as functions, and forms lack what they are said to lack."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from experiments.knowledge_twins.models import Arm, build, sizes
 from experiments.knowledge_twins.recipe import ablation, tiny
 from experiments.knowledge_twins.start import targets
+from experiments.runner.experiment import find
+from experiments.runner.text import Text
+from tests.experiments.miniature import rows
 
 SIZE = (259, 64)  # vocabulary, length
 
@@ -58,3 +63,21 @@ def test_forms_have_the_parts_that_they_are_said_to_have():
     soft = build(arms["softmax"], *SIZE, seed=0).readers()[0].attention
     scores = torch.randn(3, 5)
     torch.testing.assert_close(soft.activation(scores), scores.softmax(dim=-1))
+
+
+def test_an_arm_goes_on_without_the_others(monkeypatch):
+    """With `--arms`, the seeds that follow the choice of a rate are run although other arms have not begun."""
+    text = Text(rows(8, 0), rows(2, 1).tokens, rows(3, 2).tokens, range(270))
+    monkeypatch.setattr("experiments.knowledge_twins.study.load_text", lambda *_: text)
+    experiment = find("knowledge_twins")
+    config = replace(experiment.miniature(tiny()), seeds=(0, 1, 2))
+    plan = experiment.setup(config).plan.only(["shared"])
+    done = {job: {"measured": [{"choosing": 1.0}]} for job in plan.first}
+
+    def read(job):
+        if job not in done:
+            raise FileNotFoundError(job.name)
+        return done[job]
+
+    assert [job.seed for job in plan.first] == [0]
+    assert [(job.arm, job.seed) for job in plan.then(read)] == [("shared", 1), ("shared", 2)]
