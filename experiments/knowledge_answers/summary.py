@@ -117,16 +117,13 @@ def figure(content: Mapping[str, Any]) -> Any:
         MissingExtra: matplotlib is not installed.
     """
     drawn, panels = canvas(20.0, 7.0, 1, 3)
+    repeated = any(one["arm"] == AGAIN for one in content["arms"])  # then its runs stand for the arm
+    shown = [one for one in content["arms"] if not (repeated and one["arm"] == DECISIVE)]
     titles = ("right answers over training", "right answers by facts in the pool", '"unknown" where it is right')
     for axes, title, label in zip(panels, titles, ("steps", *["facts in the pool"] * 2), strict=True):
         axes.set(title=title, xlabel=label, ylim=(-0.03, 1.03))
         ends: dict[str, tuple[float, float]] = {}
-        for one in content["arms"]:
-            if one["arm"] == AGAIN:  # drawn seed by seed, where it is judged
-                if title.startswith("right answers by"):
-                    rights = list(one["right_by_seed"].values())
-                    axes.plot([content["pool"]] * len(rights), rights, "o", color=colour(DECISIVE), fillstyle="none")
-                continue
+        for one in shown:
             if label == "steps":
                 places, *bands = zip(*one["curve"]["right"], strict=True)
             else:
@@ -135,8 +132,9 @@ def figure(content: Mapping[str, Any]) -> Any:
                 places = [int(size) for size in one["sizes"]]
                 axes.set_xticks(places, list(one["sizes"]))
                 bands = list(zip(*(shares[kind] for shares in one["sizes"].values()), strict=True))
-            plot_band(axes, places, *bands, color=colour(one["arm"]), linewidth=2.2)
-            ends[one["arm"]] = places[-1], bands[0][-1]
+            name = DECISIVE if one["arm"] == AGAIN else one["arm"]
+            plot_band(axes, places, *bands, color=colour(name), linewidth=2.2)
+            ends[name] = places[-1], bands[0][-1]
         label_ends(axes, ends)
         axes.minorticks_off()
         axes.tick_params(labelsize=SIZE)
