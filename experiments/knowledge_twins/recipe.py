@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from experiments.knowledge_twins.models import Arm
 from experiments.knowledge_twins.study import Schedule, setup
-from experiments.knowledge_twins.summary import FORMS, KINDS, PAIRS, said, summarise
+from experiments.knowledge_twins.summary import FORMS, KINDS, MATCHED, PAIRS, said, summarise
 from experiments.runner.experiment import Experiment, Judgement, Verdict
 from experiments.runner.files import read
 from experiments.runner.statistics import Interval
@@ -120,6 +120,8 @@ def miniature(config: Twins) -> Twins:
 def judge(results: Path) -> Sequence[Judgement]:
     """By the rules that the README has since before the runs; K6 by what trained ReLU layers activate."""
     content = read(results / "results.json")
+    if content.get("start") != MATCHED:  # from starts that favour the twins: nothing is said of differences
+        return _activity(content["arms"])
     found = {one["name"]: Interval(*one["loss"]) for one in content["differences"]}
     judged = [*_twins(found), *_activity(content["arms"]), *_forms(found)]
     return sorted(judged, key=lambda one: int(one.claim[1:]))

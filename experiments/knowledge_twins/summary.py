@@ -19,6 +19,7 @@ from experiments.runner.study import read_study
 
 KINDS: Final[tuple[Kind, ...]] = ("shared", "equal parameters", "equal compute")
 _GATED: Final = "gated "
+MATCHED: Final = "matched"  # how models start; results of before this was so do not say it
 FORMS: Final = ("softmax", "relu", "relu + B1", "relu + B1 + b2", "common view", "larger common view")
 PAIRS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {  # by claim: with a part, and without
     "K16": ((FORMS[1], FORMS[0]),),
@@ -116,6 +117,7 @@ def summarise(folder: Path, results: Path) -> str:
     twins = [(f"{form}shared", f"{form}{kind}") for form in ("", _GATED) for kind in KINDS[1:]]
     content: dict[str, Any] = {
         "interval": "held_out, read: mean, and 95 % of Student's t over seeds; loss: Student's t over seeds",
+        "start": MATCHED,
         "arms": arms(about, curves),
         "differences": differences(curves, [pair for some in PAIRS.values() for pair in some] if forms else twins),
     }

@@ -30,7 +30,7 @@ from experiments.knowledge_answers.study import AGAIN, SUPERVISED
 from experiments.knowledge_scaling.recipe import judge as judge_scaling
 from experiments.knowledge_scaling.summary import gains, name
 from experiments.knowledge_twins.recipe import judge as judge_twins
-from experiments.knowledge_twins.summary import KINDS, PAIRS, Curve
+from experiments.knowledge_twins.summary import KINDS, MATCHED, PAIRS, Curve
 from experiments.reader.recipe import judge as judge_reader
 from experiments.runner.experiment import find, names
 from experiments.runner.files import write
@@ -152,7 +152,7 @@ def answers(soft: float | None, half: float, again: float | None = None) -> dict
 def twins(*losses: float, half: float = 0.01, arms: Sequence[object] = ()) -> dict[str, object]:
     names = [f"{form}shared less {form}{kind}" for form in ("", "gated ") for kind in KINDS[1:]]
     found = [{"name": name, "loss": around(x, half)} for name, x in zip(names, losses, strict=False)]
-    return {"differences": found, "arms": arms}
+    return {"start": MATCHED, "differences": found, "arms": arms}
 
 
 def edits(changed: float, leaked: float, facts: str = UNSEEN) -> dict[str, object]:
@@ -179,7 +179,7 @@ def plugged(*shares: float) -> dict[str, object]:
 def forms(*losses: float) -> dict[str, object]:
     names = [f"{one} less {other}" for pairs in PAIRS.values() for one, other in pairs]
     found = [{"name": name, "loss": around(x)} for name, x in zip(names, losses, strict=False)]
-    return {"differences": found, "arms": []}
+    return {"start": MATCHED, "differences": found, "arms": []}
 
 
 def selecting(*shares: float) -> dict[str, object]:
@@ -256,6 +256,7 @@ RULES = [
     (judge_twins, forms(-0.1, 0.0, -0.02, -0.1, -0.1), ["confirmed", "refuted", NO, "confirmed"], ""),
     (judge_twins, forms(-0.1, -0.1, -0.1, -0.1, 0.0), ["confirmed"] * 3 + ["refuted"], ""),
     (judge_twins, forms(-0.1, -0.1, -0.1, -0.1), ["confirmed"] * 3, ""),
+    (judge_twins, {**selecting(0.4, 0.1), "start": "other"}, ["corrected"], ""),
     (judge_twins, selecting(0.4, 0.1), ["confirmed", "corrected"], ""),
     (judge_twins, selecting(0.4, 0.5), ["confirmed", "refuted"], ""),
     (
