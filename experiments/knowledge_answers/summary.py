@@ -81,7 +81,7 @@ def summarise(folder: Path, results: Path) -> str:
     """
     about, arms = read_arms(folder)
     sizes, pool = [str(size) for size in about["config"]["sizes"]], about["config"]["training"]["facts"]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "arm": one.name,
             "rate": one.rate,
