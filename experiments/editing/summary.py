@@ -11,9 +11,10 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.editing.study import ARMS
+from experiments.knowledge_ablation.summary import share
 from experiments.runner.figures import SIZE, canvas, colour
 from experiments.runner.files import write, write_table
-from experiments.runner.statistics import Interval, interval
+from experiments.runner.statistics import Interval, student
 from experiments.runner.study import read_study
 
 Measured = Mapping[str, Any]
@@ -30,6 +31,13 @@ _QUANTITIES: Final[Mapping[str, Callable[[Measured, Measured], float | None]]] =
 }
 
 
+_NUMBERS: Final = ("text", "change")  # the quantities that are no shares
+UNSEEN: Final = "not tuned on"
+TUNED_ON: Final = frozenset(  # on which layers, ridge, steps and rate were chosen
+    {("capital", "France"), ("capital", "Spain"), ("language", "France"), ("language", "Japan")}
+    | {("opposite", "hot"), ("opposite", "fast")}
+)
+
 # Those that are drawn, with their names there.
 _SHARES: Final = {
     "fact": "the fact",
@@ -44,7 +52,8 @@ class Outcome:
     """One arm over one set of facts.
 
     Attributes:
-        facts: "held out" or "tuned".
+        facts: "held out"; "tuned", those of `knowledge_ablation`, of which six tuned the method; or "not tuned on", all
+            but these six.
         arm: how the model was edited; "before": not.
         count: how many facts.
         quantities: with a 95 % interval over facts. Shares of prompts: of the fact and of its paraphrases that the new
@@ -62,17 +71,24 @@ class Outcome:
 def outcomes(runs: Sequence[Measured]) -> list[Outcome]:
     """Every arm with its intervals; one that has not been run is left out."""
     before = {_key(run): run["before"] for run in runs if "before" in run}
+    known = [run for run in runs if _key(run) in before]
+    sets = {
+        "held out": [run for run in known if run["held_out"]],
+        "tuned": [run for run in known if not run["held_out"]],
+        UNSEEN: [run for run in known if _key(run) not in TUNED_ON],
+    }
     made: list[Outcome] = []
-    for held_out, name in ((True, "held out"), (False, "tuned")):
-        mine = [run for run in runs if run["held_out"] is held_out and _key(run) in before]
+    for name, mine in sets.items():
         plain = [(run["before"], run["before"]) for run in mine if "before" in run]
         pairs = {arm: [(r["arms"][arm], before[_key(r)]) for r in mine if arm in r["arms"]] for arm in ARMS}
-        for arm, some in {"before": plain, **pairs}.items():
-            if some:
-                taken = {key: [take(*pair) for pair in some] for key, take in _QUANTITIES.items()}
-                values = {key: [one for one in row if one is not None] for key, row in taken.items()}
-                made.append(Outcome(name, arm, len(some), {k: interval(np.array([v])) for k, v in values.items() if v}))
+        made += [Outcome(name, arm, len(some), _over(some)) for arm, some in {"before": plain, **pairs}.items() if some]
     return made
+
+
+def _over(pairs: Sequence[tuple[Measured, Measured]]) -> dict[str, Interval]:
+    taken = {key: [take(*pair) for pair in pairs] for key, take in _QUANTITIES.items()}
+    values = {key: [one for one in row if one is not None] for key, row in taken.items()}
+    return {key: student(row) if key in _NUMBERS else share(row) for key, row in values.items() if row}
 
 
 def _share(flags: Sequence[bool], among: Sequence[bool]) -> float | None:
@@ -94,10 +110,9 @@ def summarise(folder: Path, results: Path) -> str:
     about, runs = read_study(folder)
     made = outcomes(runs)
     content = {
-        "interval": "mean, and 95 % of Student's t over facts",
+        "interval": "mean, and 95 % over facts: Student's t; Wilson's for shares that are 0 or 1 for every fact",
         "config": about["config"],
         "outcomes": [asdict(one) for one in made],
-        "runs": [{key: value for key, value in run.items() if key != "job"} for run in runs],
     }
     write(results / "results.json", content)
     rows = [
@@ -106,7 +121,7 @@ def summarise(folder: Path, results: Path) -> str:
         for name, v in one.quantities.items()
     ]
     write_table(results / "results.csv", ["facts", "arm", "count", "quantity", "mean", "low", "high"], rows)
-    figure(made).savefig(results / "figure.png", dpi=110)
+    figure([one for one in made if one.facts != UNSEEN]).savefig(results / "figure.png", dpi=110)
     return table(made)
 
 
@@ -140,7 +155,7 @@ def table(made: Sequence[Outcome]) -> str:
     lines = [["facts", "arm", "number", *_QUANTITIES]]
     for one in made:
         numbers = {name: f"{100 * value.mean:.0f} %" for name, value in one.quantities.items()}
-        shares = [numbers.get(name, "-") for name in _QUANTITIES if name not in ("text", "change")]
+        shares = [numbers.get(name, "-") for name in _QUANTITIES if name not in _NUMBERS]
         lines.append(
             [one.facts, one.arm, str(one.count), *shares, str(one.quantities["text"]),
              f"{one.quantities['change'].mean:.2g}"]

@@ -102,16 +102,19 @@ def judge(results: Path) -> Sequence[Judgement]:
         ]
     lows = {group: min(float(r["low"]) for r in rows if r["group"] == group) for group in ("inserted", "corrected")}
     old = max(float(row["old"]) for row in rows if row["group"] in ("corrected", "deleted"))
-    said = ", ".join(
-        f"{group} {min(float(r['right']) for r in rows if r['group'] == group):.0%}" for group in (*lows, "deleted")
-    )
+    each = [
+        f"{group} {min(float(r['right']) for r in rows if r['group'] == group):.0%} (lower end {low:.0%})"
+        for group, low in lows.items()
+    ]
+    deleted = min(float(row["right"]) for row in rows if row["group"] == "deleted")
     held = min(lows.values()) > 0.8 and old < 0.01  # written after these runs: of the next ones it is a prediction
     return [
         Judgement(
             "K13",
             "confirmed" if held else "not confirmed",
             f"In a small model trained to read them, edits of entries are what it says afterwards; right at the worst "
-            f"of four sizes of store: {said}; old values in at most {old:.1%} of answers.",
+            f"of four sizes of store, {rows[0]['seeds']} seeds: {', '.join(each)}, deleted {deleted:.0%}; old values "
+            f"in at most {old:.1%} of answers. The rule asks for lower ends above 80 %.",
         )
     ]
 

@@ -36,7 +36,9 @@ def judge(results: Path) -> Sequence[Judgement]:
             "confirmed" if specific else "not confirmed",
             f"Of SmolLM2-135M converted, {size} entries edited change {changed['mean']:.0%} of the facts, and the "
             f"answer leaks to {leaked['mean']:.0%} of other facts; ablated, they cost the fact "
-            f"{-cut['fact']['mean']:.1f} nats and other facts of its relation {-cut['other_facts']['mean']:.1f}.",
+            f"{-cut['fact']['mean']:.1f} nats and other facts of its relation {-cut['other_facts']['mean']:.1f}. "
+            "Superseded by the experiment editing (K20): its method changes all of these facts, and leaks to none.",
+            ("superseded",),
         )
     ]
 

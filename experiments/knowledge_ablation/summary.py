@@ -13,7 +13,7 @@ from attnflow._core.markup import aligned
 from experiments.knowledge_ablation.ablate import METHODS
 from experiments.runner.figures import canvas, colour, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.statistics import Interval, interval
+from experiments.runner.statistics import Interval, proportion, student
 from experiments.runner.study import read_study
 
 Measured = Mapping[str, Any]
@@ -33,6 +33,7 @@ _QUANTITIES: Final[Mapping[str, Callable[[Measured, Measured], float]]] = {
     "other_facts_kept": lambda after, _: float(np.mean(after["other_facts_kept"])),
     "other_facts_leaked": lambda after, _: float(np.mean(after["other_facts_leaked"])),
 }
+_SHARES: Final = ("_kept", "_changed", "_leaked")  # ends of the names of shares
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,22 @@ def outcomes(runs: Sequence[Measured]) -> list[Outcome]:
 
 
 def _outcome(change: str, method: str, entries: int, pairs: Sequence[tuple[Measured, Measured]]) -> Outcome:
-    values = {name: np.array([[take(after, before) for after, before in pairs]]) for name, take in _QUANTITIES.items()}
-    return Outcome(change, method, entries, len(pairs), {name: interval(v) for name, v in values.items()})
+    values = {name: [take(after, before) for after, before in pairs] for name, take in _QUANTITIES.items()}
+    found = {name: share(v) if name.endswith(_SHARES) else student(v) for name, v in values.items()}
+    return Outcome(change, method, entries, len(pairs), found)
+
+
+def share(values: Sequence[float]) -> Interval:
+    """Mean share over facts with the interval of Student's t; of facts that have all or nothing, with Wilson's.
+
+    Where all facts agree, the interval of Student's t has no width, however few they are.
+
+    >>> print(share([0.5, 1.0, 1.0]), share([1.0, 1.0, 1.0]).low > 0.4)
+    0.8333 True
+    """
+    if all(one in (0.0, 1.0) for one in values):
+        return proportion(round(sum(values)), len(values))
+    return student(values)
 
 
 def summarise(folder: Path, results: Path) -> str:
@@ -88,7 +103,7 @@ def summarise(folder: Path, results: Path) -> str:
     about, runs = read_study(folder)
     found = outcomes(runs)
     content = {
-        "interval": "mean, and 95 % of Student's t over facts",
+        "interval": "mean, and 95 % over facts: Student's t; Wilson's for shares that are 0 or 1 for every fact",
         "config": about["config"],
         "facts": [run["fact"] for run in runs],
         "outcomes": [asdict(one) for one in found],

@@ -16,10 +16,12 @@ from experiments.facts.corpus import UNKNOWN, Corpus
 from experiments.facts.model import FactEncoder, FactReader
 from experiments.facts.training import SOFTMAX, FactTraining, train
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Record, swept
+from experiments.runner.jobs import Job, Plan, Record, swept
 
 SUPERVISED: Final = "supervised"
 NO_NEAR: Final = "no near misses"
+DECISIVE: Final = "best grown"
+AGAIN: Final = "best grown again"  # the decisive arm alone, with seeds that no earlier run had
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Answers:
         asked: facts that are asked for, of each size; a quarter as many questions are about facts that are not there.
         seeds: of initialisation and of all that is drawn.
         rates: learning rates; the first seed chooses for each arm.
+        new_seeds: of the decisive arm alone, at `new_rate`, which an earlier study had chosen.
+        new_rate: learning rate of these runs.
         measure_every: steps.
     """
 
@@ -48,6 +52,8 @@ class Answers:
     asked: int = 128
     seeds: tuple[int, ...] = (0, 1, 2)
     rates: tuple[float, ...] = (1e-3, 3e-3)
+    new_seeds: tuple[int, ...] = tuple(range(8, 20))
+    new_rate: float = 3e-3
     measure_every: int = 200
 
     @property
@@ -63,7 +69,7 @@ class Answers:
             "sparsemax grown": replace(sparse, first_facts=self.first_facts),
             "softmax": soft,
             "softmax grown": grown,
-            "best grown": replace(grown, best=self.best),
+            DECISIVE: replace(grown, best=self.best),
             NO_NEAR: replace(grown, near=0.0),
         }
 
@@ -86,7 +92,7 @@ def small() -> Answers:
         retrieval=0.0,
         nearest=0.0,
     )
-    return Answers(training, best=32, sizes=(16, 64, 256, 1024, 4096), asked=512, measure_every=500)
+    return Answers(training, best=32, sizes=(16, 64, 256, 1024, 4096), asked=512, new_seeds=(), measure_every=500)
 
 
 def paper() -> Answers:
@@ -100,7 +106,7 @@ def miniature(config: Answers) -> Answers:
     training = replace(config.training, dim=16, layers=1, steps=2, facts=12, questions=8, warmup=1)
     return replace(
         config, training=training, best=3, sizes=(4, 12), asked=4, seeds=config.seeds[:2], rates=config.rates[:1],
-        measure_every=1,
+        new_seeds=config.new_seeds[:2], measure_every=1,
     )  # fmt: skip
 
 
@@ -155,11 +161,11 @@ def ask(
 
 
 def setup(config: Answers) -> Setup:
-    """A run for each arm: every rate with the first seed, then the best rate with the others."""
+    """The decisive arm with new seeds; then each arm, every rate with the first seed, the best with the others."""
 
     def run(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
         seed, near = cast(int, job.seed), config.training.near
-        settings = replace(config.arms[job.arm], rate=cast(float, job.rate))
+        settings = replace(config.arms[DECISIVE if job.arm == AGAIN else job.arm], rate=cast(float, job.rate))
         pool = config.training.facts
 
         def measure(reader: FactReader, encoder: FactEncoder) -> Mapping[str, object]:
@@ -179,7 +185,9 @@ def setup(config: Answers) -> Setup:
             "told": told,
         }
 
-    return Setup(swept(list(config.arms), config.rates, config.seeds, choosing_loss, choosing=1, widen=False), run)
+    every_arm = swept(list(config.arms), config.rates, config.seeds, choosing_loss, choosing=1, widen=False)
+    again = tuple(Job(AGAIN, config.new_rate, seed) for seed in config.new_seeds)
+    return Setup(Plan(again + every_arm.first, every_arm.then, len(again) + every_arm.count), run)
 
 
 def choosing_loss(run: Record) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
 from attnflow._core.markup import aligned
-from experiments.knowledge_answers.study import choosing_loss
+from experiments.knowledge_answers.study import AGAIN, DECISIVE, choosing_loss
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, chosen
@@ -26,7 +26,7 @@ class Arm:
 
     Attributes:
         name: of it.
-        rate: chosen on the first seed.
+        rate: chosen on the first seed; of the decisive arm with new seeds, set in advance.
         runs: finished ones, by seed.
     """
 
@@ -35,9 +35,13 @@ class Arm:
     runs: Mapping[int, Record]
 
     def share(self, size: str, kind: str) -> list[float]:
-        """Mean, low, high over seeds and questions."""
+        """Mean, low, high over seeds."""
         answers = [run["told"][size][kind] for run in self.runs.values()]
         return interval(np.array(answers, dtype=np.float64)).numbers
+
+    def by_seed(self, size: str) -> dict[str, float]:
+        """Share of right answers of each run."""
+        return {str(seed): float(np.mean(run["told"][size]["right"])) for seed, run in self.runs.items()}
 
     def curve(self, kind: str) -> list[list[float]]:
         """Of each measurement in training step, mean, low, high over seeds."""
@@ -56,7 +60,10 @@ def read_arms(folder: Path) -> tuple[Mapping[str, Any], list[Arm]]:
     """
     about, finished = read_study(folder)
     runs, config, found = {Job(**run["job"]): run for run in finished}, about["config"], list[Arm]()
-    for name in dict.fromkeys(job.arm for job in runs):
+    new = {cast(int, job.seed): run for job, run in runs.items() if job.arm == AGAIN}
+    if new:
+        found.append(Arm(AGAIN, config["new_rate"], dict(sorted(new.items()))))
+    for name in dict.fromkeys(job.arm for job in runs if job.arm != AGAIN):
         best = chosen(name, config["rates"], config["seeds"], runs, choosing_loss, choosing=1)
         if best is not None and best.runs:
             found.append(Arm(name, best.rate, best.runs))
@@ -73,12 +80,12 @@ def summarise(folder: Path, results: Path) -> str:
         MissingExtra: matplotlib is not installed.
     """
     about, arms = read_arms(folder)
-    sizes = [str(size) for size in about["config"]["sizes"]]
-    rows = [
+    sizes, pool = [str(size) for size in about["config"]["sizes"]], about["config"]["training"]["facts"]
+    rows: list[dict[str, Any]] = [
         {
             "arm": one.name,
             "rate": one.rate,
-            "seeds": list(one.runs),
+            "right_by_seed": one.by_seed(str(pool)),
             "sizes": {size: {kind: one.share(size, kind) for kind in KINDS} for size in sizes},
             "curve": {kind: one.curve(kind) for kind in ("right", "unknown")},
             "seconds": float(np.mean([run["seconds"] for run in one.runs.values()])),
@@ -87,14 +94,15 @@ def summarise(folder: Path, results: Path) -> str:
     ]
     content: dict[str, Any] = {
         "interval": "mean, and 95 % of Student's t over seeds",
-        "pool": about["config"]["training"]["facts"],
+        "pool": pool,
         "arms": rows,
     }
     write(results / "results.json", content)
+    about_arms = [([row["arm"], f"{row['rate']:g}", len(row["right_by_seed"])], row["sizes"]) for row in rows]
     lines = [
-        [row["arm"], f"{row['rate']:g}", len(row["seeds"]), size, kind, *(f"{number:.4f}" for number in shares[kind])]
-        for row in rows
-        for size, shares in row["sizes"].items()
+        [*named, size, kind, *(f"{number:.4f}" for number in shares[kind])]
+        for named, of_sizes in about_arms
+        for size, shares in of_sizes.items()
         for kind in KINDS
     ]
     write_table(results / "results.csv", ["arm", "rate", "seeds", "facts", "answers", "share", "low", "high"], lines)
@@ -109,11 +117,13 @@ def figure(content: Mapping[str, Any]) -> Any:
         MissingExtra: matplotlib is not installed.
     """
     drawn, panels = canvas(20.0, 7.0, 1, 3)
+    repeated = any(one["arm"] == AGAIN for one in content["arms"])  # then its runs stand for the arm
+    shown = [one for one in content["arms"] if not (repeated and one["arm"] == DECISIVE)]
     titles = ("right answers over training", "right answers by facts in the pool", '"unknown" where it is right')
     for axes, title, label in zip(panels, titles, ("steps", *["facts in the pool"] * 2), strict=True):
         axes.set(title=title, xlabel=label, ylim=(-0.03, 1.03))
         ends: dict[str, tuple[float, float]] = {}
-        for one in content["arms"]:
+        for one in shown:
             if label == "steps":
                 places, *bands = zip(*one["curve"]["right"], strict=True)
             else:
@@ -122,8 +132,9 @@ def figure(content: Mapping[str, Any]) -> Any:
                 places = [int(size) for size in one["sizes"]]
                 axes.set_xticks(places, list(one["sizes"]))
                 bands = list(zip(*(shares[kind] for shares in one["sizes"].values()), strict=True))
-            plot_band(axes, places, *bands, color=colour(one["arm"]), linewidth=2.2)
-            ends[one["arm"]] = places[-1], bands[0][-1]
+            name = DECISIVE if one["arm"] == AGAIN else one["arm"]
+            plot_band(axes, places, *bands, color=colour(name), linewidth=2.2)
+            ends[name] = places[-1], bands[0][-1]
         label_ends(axes, ends)
         axes.minorticks_off()
         axes.tick_params(labelsize=SIZE)
@@ -141,10 +152,10 @@ def table(content: Mapping[str, Any]) -> str:
         pool = one["sizes"].get(str(content["pool"]), one["sizes"][sizes[0]])
         rights = [said(one["sizes"][size]["right"]) for size in sizes]
         ends = [said(pool["unknown"]), said(pool["moved"])]
-        lines.append([one["arm"], f"{one['rate']:g}", str(len(one["seeds"])), *rights, *ends])
+        lines.append([one["arm"], f"{one['rate']:g}", str(len(one["right_by_seed"])), *rights, *ends])
     return aligned(lines, left=range(len(head)))
 
 
 def said(value: Sequence[float]) -> str:
     """An interval of shares in text."""
-    return "{:.0%} [{:.0%}, {:.0%}]".format(*value)
+    return "{:.1%} [{:.1%}, {:.1%}]".format(*value)

@@ -30,7 +30,9 @@ class Grid:
         seeds: of initialisation and data.
     """
 
-    schedule: Schedule = field(default_factory=lambda: Schedule(rates=(3e-3, 6e-3)))
+    schedule: Schedule = field(
+        default_factory=lambda: Schedule(rates=(3e-3, 6e-3), steps=600, measure_every=100, save_every=200)
+    )
     widths: tuple[int, ...] = (32, 64, 96)
     entries: tuple[int, ...] = (128, 512, 2048)
     layers: int = 4

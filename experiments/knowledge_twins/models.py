@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attnflow.knowledge import ModularConfig, ModularForCausalLM
 from attnflow.knowledge.attention import HIDDEN
+from experiments.knowledge_twins.start import BETWEEN, match
 
 Kind = Literal["shared", "equal parameters", "equal compute"]
 _HEAD = 32  # width of an attention head, or 64 as from a width of 512 on
@@ -34,7 +35,11 @@ class Arm:
         layers: of the model.
         entries: of the base; of a twin, of the base that it is compared with.
         gated: SiLU and two keys for each entry, or ReLU and one.
-        best: how many entries each token reads in each layer, in training and after; None: all.
+        softmax: weights of entries are a softmax of their scores, as in ordinary attention (eq. 6).
+        thresholds: whether there is B1, a network for each layer (eq. 8).
+        bias: whether there is b2 (eq. 9).
+        common: whether all layers read the entries by the same W_K, W_V and B1, with a W_Q of their own each.
+        larger: whether such a base has so many more entries that parameters are equal to those with layers' own.
     """
 
     kind: Kind
@@ -42,12 +47,22 @@ class Arm:
     layers: int
     entries: int
     gated: bool = False
-    best: int | None = None
+    softmax: bool = False
+    thresholds: bool = True
+    bias: bool = True
+    common: bool = False
+    larger: bool = False
 
     @property
     def shared(self) -> bool:
         """Whether it has a base."""
         return self.kind == "shared"
+
+    @property
+    def rows(self) -> int:
+        """Entries of the base."""
+        saved = (self.layers - 1) * ((2 * self.width + HIDDEN) * self.width + 2 * HIDDEN + 1)
+        return self.entries + round(saved / self.width) * self.larger
 
     def modular(self, vocabulary: int, length: int) -> ModularConfig:
         """Of the model with a base; of a twin, of the one that it is compared with."""
@@ -56,10 +71,9 @@ class Arm:
             hidden_size=self.width,
             num_hidden_layers=self.layers,
             num_attention_heads=max(1, self.width // (64 if self.width >= 512 else _HEAD)),
-            num_entries=self.entries,
+            num_entries=self.rows,
             knowledge_activation="silu" if self.gated else "relu",
             gated=self.gated,
-            entries_per_token=self.best,
             max_position_embeddings=length,
         )
 
@@ -71,7 +85,7 @@ class Arm:
         """
         keys = 2 if self.gated else 1
         projections = (2 + keys) * self.width**2
-        return self.layers * (projections + (keys + 1) * self.entries * self.width)
+        return self.layers * (projections + (keys + 1) * self.rows * self.width)
 
     def neurons(self, vocabulary: int, length: int) -> int:
         """In each layer of a twin."""
@@ -116,30 +130,59 @@ def feed_forward_twin(config: ModularConfig) -> Any:
 
 
 def build(arm: Arm, vocabulary: int, length: int, seed: int) -> Any:
-    """The model, initialised by the seed: matrices N(0, 0.02), of readers and entries N(0, 1 / fan-in)."""
+    """The model, initialised by the seed such that all arms start alike: see `match`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _made(arm, vocabulary, length)
+    ordinary = Arm("equal parameters", arm.width, arm.layers, arm.entries, arm.gated)
+    match(model, ordinary.neurons(vocabulary, length), seed)
+    return model
+
+
+def _made(arm: Arm, vocabulary: int, length: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     config: Any = arm.modular(vocabulary, length)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        if arm.shared:
-            return ModularForCausalLM(config)
-        twin = feed_forward_twin(config)
-        twin.intermediate_size = arm.neurons(vocabulary, length)
-        return AutoModelForCausalLM.from_config(twin)
+    if arm.shared:
+        model = ModularForCausalLM(config)
+        _reduce(model, arm)
+        return model
+    twin = feed_forward_twin(config)
+    twin.intermediate_size = arm.neurons(vocabulary, length)
+    return AutoModelForCausalLM.from_config(twin)
+
+
+def _reduce(model: ModularForCausalLM, arm: Arm) -> None:
+    """Take away what the arm does not have: what is left out stays at zero, and is not trained."""
+    first = model.readers()[0].attention
+    for reader in model.readers():
+        attention = reader.attention
+        if arm.softmax:
+            attention.activation = _softmax
+        if not arm.thresholds:
+            attention.threshold_network.requires_grad_(False)
+        if not arm.bias:
+            cast(nn.Parameter, attention.output_bias).requires_grad_(False)
+        if arm.common:
+            attention.key, attention.value = first.key, first.value
+            attention.threshold_network = first.threshold_network
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    return scores.softmax(dim=-1)
 
 
 def sizes(arm: Arm, vocabulary: int, length: int) -> dict[str, int]:
-    """Parameters of the whole model and of what stands between self-attentions; multiply-adds per token of the latter.
+    """Trained parameters of the whole model and of what stands between self-attentions; multiply-adds per token there.
 
     Returns:
         "parameters", "between", "operations", and of twins the "neurons" of a layer.
     """
     with torch.device("meta"):
-        model: nn.Module = build(arm, vocabulary, length, 0)
-    parameters = sum(p.numel() for p in model.parameters())
-    parts = (".mlp.", ".reader.", "model.knowledge.")
-    between = sum(p.numel() for name, p in model.named_parameters() if any(part in name for part in parts))
+        model: nn.Module = _made(arm, vocabulary, length)
+    trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = sum(count for _, count in trained)
+    between = sum(count for name, count in trained if any(part in name for part in BETWEEN))
     found = {"parameters": parameters, "between": between}
     if arm.shared:
         return {**found, "operations": arm.operations}

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from experiments.knowledge_twins.models import Arm
 from experiments.knowledge_twins.study import Schedule, setup
-from experiments.knowledge_twins.summary import KINDS, said, summarise
+from experiments.knowledge_twins.summary import FORMS, KINDS, MATCHED, PAIRS, said, summarise
 from experiments.runner.experiment import Experiment, Judgement, Verdict
 from experiments.runner.files import read
+from experiments.runner.statistics import Interval
 
 MARGIN: Final = 0.02  # nats per token: the smallest difference of interest
 
@@ -25,24 +26,29 @@ class Twins:
         width: of the models.
         layers: of the models.
         entries: of the bases.
-        best: entries per token that one arm reads, in training and after.
         seeds: of initialisation and data.
+        forms: whether forms of the shared model are compared (knowledge, sec. 3.1 and 4) in place of twins.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
     width: int = 64
     layers: int = 4
     entries: int = 512
-    best: int = 32
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    forms: bool = False
 
     @property
     def arms(self) -> dict[str, Arm]:
         """By name."""
         size = (self.width, self.layers, self.entries)
-        found = {kind: Arm(kind, *size) for kind in KINDS}
-        found["shared best"] = Arm("shared", *size, best=self.best)
-        return found | {f"gated {kind}": Arm(kind, *size, gated=True) for kind in KINDS}
+        if not self.forms:
+            twins = {kind: Arm(kind, *size) for kind in KINDS}
+            return twins | {f"gated {kind}": Arm(kind, *size, gated=True) for kind in KINDS}
+        full = Arm("shared", *size)
+        bare = replace(full, thresholds=False, bias=False)
+        every = (replace(bare, softmax=True), bare, replace(full, bias=False), full)
+        common = replace(full, common=True)
+        return dict(zip(FORMS, (*every, common, replace(common, larger=True)), strict=True))
 
 
 def tiny() -> Twins:
@@ -50,13 +56,19 @@ def tiny() -> Twins:
     return Twins()
 
 
+def ablation() -> Twins:
+    """The same models and text, a quarter of the steps: the parts of the shared model one by one."""
+    steps = {"steps": 600, "measure_every": 100, "save_every": 200}
+    return Twins(replace(Schedule(), read=(), **steps), forms=True)
+
+
 def small() -> Twins:
     """One GPU: bytes of Shakespeare's works in rows of 256, 8 layers of width 256."""
     schedule = Schedule(
         held_out=256, length=256, read=(32, 128, 512), rates=(5e-4, 1e-3, 2e-3), steps=500, batch_size=64,
-        save_every=250,
+        measure_every=100, save_every=250,
     )  # fmt: skip
-    return Twins(schedule, width=256, layers=8, entries=4096, best=128)
+    return Twins(schedule, width=256, layers=8, entries=4096)
 
 
 def paper() -> Twins:
@@ -77,7 +89,7 @@ def paper() -> Twins:
         measure_every=250,
         save_every=250,
     )
-    return Twins(schedule, width=768, layers=12, entries=8192, best=256)
+    return Twins(schedule, width=768, layers=12, entries=8192)
 
 
 def brief(schedule: Schedule) -> Schedule:
@@ -90,6 +102,7 @@ def brief(schedule: Schedule) -> Schedule:
         length=16,
         read=(2,),
         rates=schedule.rates[:1],
+        choosing=1,
         steps=2,
         warmup=1,
         batch_size=2,
@@ -101,24 +114,50 @@ def brief(schedule: Schedule) -> Schedule:
 
 def miniature(config: Twins) -> Twins:
     """Two layers of width 32 with 24 entries, two steps, two seeds."""
-    return Twins(brief(config.schedule), width=32, layers=2, entries=24, best=4, seeds=config.seeds[:2])
+    return Twins(brief(config.schedule), width=32, layers=2, entries=24, seeds=config.seeds[:2], forms=config.forms)
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """K4 by the rule that the README has since before the run; K6 by what trained ReLU layers activate."""
+    """By the rules that the README has since before the runs; K6 by what trained ReLU layers activate."""
     content = read(results / "results.json")
-    found: Mapping[str, Any] = {one["name"]: one for one in content["differences"]}
-    wanted = [f"{form}shared less {form}{kind}" for form in ("", "gated ") for kind in KINDS[1:]]
-    if not found.keys() >= set(wanted):
+    if content.get("start") != MATCHED:  # from starts that favour the twins: nothing is said of differences
+        return _activity(content["arms"])
+    found = {one["name"]: Interval(*one["loss"]) for one in content["differences"]}
+    judged = [*_twins(found), *_activity(content["arms"]), *_forms(found)]
+    return sorted(judged, key=lambda one: int(one.claim[1:]))
+
+
+def _twins(found: Mapping[str, Interval]) -> list[Judgement]:
+    """K4, and whether sharing makes parameters go further."""
+    said_of = [f"{form}shared less {form}{kind}" for form in ("", "gated ") for kind in KINDS[1:]]
+    pairs = [[name for name in names if name in found] for names in (said_of[:2], said_of[2:])]
+    if len(pairs[0]) < 2:
         return []
-    values = {name: found[name]["loss"] for name in wanted}
-    same = all(low > -MARGIN and high < MARGIN for _, low, high in values.values())
-    beyond = {name: low > MARGIN or high < -MARGIN for name, (_, low, high) in values.items()}
-    differs = any(all(beyond[name] for name in pair) for pair in (wanted[:2], wanted[2:]))
+    values = {name: found[name] for names in pairs for name in names}
+    same = len(values) == len(said_of) and all(one.low > -MARGIN and one.high < MARGIN for one in values.values())
+    beyond = {name: one.low > MARGIN or one.high < -MARGIN for name, one in values.items()}
+    differs = any(len(names) == 2 and all(beyond[name] for name in names) for names in pairs)
     verdict: Verdict = "confirmed" if same else "refuted" if differs else "not confirmed"
-    each = ", ".join(f"{name} {said(value)}" for name, value in values.items())
-    sentence = f"Held-out nats per token of models trained jointly from scratch, margin {MARGIN}: {each}."
-    return [Judgement("K4", verdict, sentence), *_activity(content["arms"])]
+    each = ", ".join(f"{name} {said(one.numbers)}" for name, one in values.items())
+    sentence = f"Held-out nats per token of models trained jointly from scratch from matched starts, margin {MARGIN}: "
+    own = found[said_of[0]]
+    saves: Verdict = "confirmed" if own.high < MARGIN else "refuted" if own.low > MARGIN else "not confirmed"
+    thrift = f"At equal parameters the shared model's loss less that of layers with their own: {said(own.numbers)}."
+    return [Judgement("K4", verdict, f"{sentence}{each}."), Judgement("K15", saves, thrift)]
+
+
+def _forms(found: Mapping[str, Interval]) -> list[Judgement]:
+    """Each part of the mechanism: whether the model with it is better by more than the margin than that without."""
+    judged: list[Judgement] = []
+    for claim, names in PAIRS.items():
+        values = {name: found[name] for name in (f"{one} less {other}" for one, other in names) if name in found}
+        if len(values) == len(names):
+            helps = all(one.high < -MARGIN for one in values.values())
+            useless = any(one.low > -MARGIN for one in values.values())
+            verdict: Verdict = "confirmed" if helps else "refuted" if useless else "not confirmed"
+            each = ", ".join(f"{name} {said(one.numbers)}" for name, one in values.items())
+            judged.append(Judgement(claim, verdict, f"Held-out nats per token, margin {MARGIN}: {each}."))
+    return judged
 
 
 def _activity(arms: Sequence[Mapping[str, Any]]) -> list[Judgement]:
@@ -138,7 +177,7 @@ def _activity(arms: Sequence[Mapping[str, Any]]) -> list[Judgement]:
 EXPERIMENT: Final = Experiment(
     name="knowledge_twins",
     question="Does a language model with one shared base learn as well as its feed-forward twins?",
-    recipes={"tiny": tiny, "small": small, "paper": paper},
+    recipes={"tiny": tiny, "ablation": ablation, "small": small, "paper": paper},
     setup=lambda config: setup(config.schedule, config.arms, config.seeds),
     summarise=summarise,
     miniature=miniature,

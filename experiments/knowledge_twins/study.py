@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -16,7 +16,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge import Retrieval
 from experiments.knowledge_twins.models import Arm, build, sizes
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, choosing_loss, swept
+from experiments.runner.jobs import Job, Plan, Read, choosing_loss, swept
 from experiments.runner.packing import Drawn
 from experiments.runner.text import load_text
 from experiments.runner.training import Loop, cosine, decayed, train
@@ -36,7 +36,8 @@ class Schedule:
         held_out: rows for the results.
         length: tokens of a row.
         read: entries per token that models with a base read after training, beside all of them.
-        rates: learning rates; the first seed chooses for each arm.
+        rates: learning rates.
+        choosing: how many seeds choose one of them for each arm.
         steps: of the optimiser.
         warmup: steps; the rate then falls as a cosine to a tenth.
         batch_size: rows of a forward pass.
@@ -53,17 +54,18 @@ class Schedule:
     length: int = 64
     read: tuple[int, ...] = (8, 32, 128)
     rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
-    steps: int = 600
+    choosing: int = 2
+    steps: int = 2400
     warmup: int = 50
     batch_size: int = 8
     parts: int = 1
     decay: float = 0.01
-    measure_every: int = 100
-    save_every: int = 200
+    measure_every: int = 200
+    save_every: int = 400
 
 
 def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setup:
-    """A run for each arm: every rate with the first seed, then the best rate with the others."""
+    """A run for each arm: every rate with the seeds that choose one, then the best rate with the others."""
     text = load_text(plan.text, plan.tokenizer, plan.length, plan.rows, plan.held_out)
     vocabulary = len(text.tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,7 +96,7 @@ def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setu
             measure_every=plan.measure_every,
             save_every=plan.save_every,
         )
-        optimiser = torch.optim.AdamW(decayed(model, plan.decay), betas=(0.9, 0.99))
+        optimiser = torch.optim.AdamW(decayed(model, plan.decay), betas=(0.9, 0.99), fused=True)
         identity = {"arm": job.arm, "rate": job.rate, "steps": plan.steps, **sizes(arm, vocabulary, plan.length)}
         course = train(
             model, optimiser, losses, loop, folder, seed=seed, identity=identity, measure=measure, progress=progress
@@ -107,7 +109,23 @@ def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setu
         "training_rows": len(cast(Any, text.rows)),
         "sizes": {name: sizes(arm, vocabulary, plan.length) for name, arm in arms.items()},
     }
-    return Setup(swept(list(arms), plan.rates, seeds, choosing_loss, choosing=1, widen=False), run, about)
+    return Setup(
+        _each([swept([arm], plan.rates, seeds, choosing_loss, plan.choosing) for arm in arms], seeds), run, about
+    )
+
+
+def _each(plans: Sequence[Plan], seeds: Sequence[int]) -> Plan:
+    """The plans of all arms, seeds in turn; an arm goes on when its own runs are there, whatever others have run."""
+
+    def then(read: Read) -> list[Job]:
+        found: list[Job] = []
+        for plan in plans:
+            with suppress(FileNotFoundError):
+                found += plan.then(read)
+        return sorted(found, key=lambda job: seeds.index(cast(int, job.seed)))
+
+    first = sorted((job for plan in plans for job in plan.first), key=lambda job: seeds.index(cast(int, job.seed)))
+    return Plan(tuple(first), then, sum(plan.count for plan in plans))
 
 
 def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

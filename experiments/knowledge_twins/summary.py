@@ -19,6 +19,14 @@ from experiments.runner.study import read_study
 
 KINDS: Final[tuple[Kind, ...]] = ("shared", "equal parameters", "equal compute")
 _GATED: Final = "gated "
+MATCHED: Final = "matched"  # how models start; results of before this was so do not say it
+FORMS: Final = ("softmax", "relu", "relu + B1", "relu + B1 + b2", "common view", "larger common view")
+PAIRS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {  # by claim: with a part, and without
+    "K16": ((FORMS[1], FORMS[0]),),
+    "K17": ((FORMS[2], FORMS[1]),),
+    "K18": ((FORMS[3], FORMS[2]),),
+    "K19": ((FORMS[3], FORMS[4]), (FORMS[3], FORMS[5])),
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class Curve:
 
     Attributes:
         arm: its name.
-        rate: chosen on the first seed.
+        rate: chosen by the first seeds.
+        tried: rates that were tried.
         runs: finished ones, by seed.
         steps: of the measurements.
         held_out: nats per token, [seeds, steps].
@@ -35,6 +44,7 @@ class Curve:
 
     arm: str
     rate: float
+    tried: tuple[float, ...]
     runs: Mapping[int, Record]
     steps: tuple[int, ...]
     held_out: Array
@@ -55,12 +65,12 @@ def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:
     runs, config = {Job(**run["job"]): run for run in finished}, about["config"]
     plan, curves = config["schedule"], dict[str, Curve]()
     for arm in about["sizes"]:
-        best = chosen(arm, plan["rates"], config["seeds"], runs, choosing_loss, choosing=1)
+        best = chosen(arm, plan["rates"], config["seeds"], runs, choosing_loss, plan["choosing"])
         if best is not None and best.runs:
-            rate, of_arm = best.rate, best.runs
+            of_arm = best.runs
             steps = tuple(entry["step"] for entry in next(iter(of_arm.values()))["measured"])
             held = np.array([[entry["held_out"] for entry in run["measured"]] for run in of_arm.values()])
-            curves[arm] = Curve(arm, rate, of_arm, steps, held)
+            curves[arm] = Curve(arm, best.rate, best.tried, of_arm, steps, held)
     if not curves:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
     return about, curves
@@ -71,7 +81,8 @@ def arms(about: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[dict[str
     found: list[dict[str, Any]] = []
     for arm, one in curves.items():
         runs = list(one.runs.values())
-        row: dict[str, Any] = {"arm": arm, "rate": one.rate, "seeds": list(one.runs), **about["sizes"][arm]}
+        row: dict[str, Any] = {"arm": arm, "rate": one.rate, "tried": one.tried, "seeds": list(one.runs)}
+        row.update(about["sizes"][arm])
         row["held_out"] = student(one.held_out[:, -1].tolist()).numbers
         row["seconds"] = float(np.mean([run["seconds"] for run in runs]))
         if "read" in runs[0]:
@@ -102,15 +113,18 @@ def summarise(folder: Path, results: Path) -> str:
         MissingExtra: matplotlib is not installed.
     """
     about, curves = read_curves(folder)
-    pairs = [(f"{form}shared", f"{form}{kind}") for form in ("", _GATED) for kind in KINDS[1:]]
+    forms = about["config"]["forms"]
+    twins = [(f"{form}shared", f"{form}{kind}") for form in ("", _GATED) for kind in KINDS[1:]]
     content: dict[str, Any] = {
         "interval": "held_out, read: mean, and 95 % of Student's t over seeds; loss: Student's t over seeds",
+        "start": MATCHED,
         "arms": arms(about, curves),
-        "differences": differences(curves, [*pairs, ("shared best", "shared")]),
+        "differences": differences(curves, [pair for some in PAIRS.values() for pair in some] if forms else twins),
     }
     write(results / "results.json", content)
     write_curves(results / "results.csv", curves)
-    figure(content, curves).savefig(results / "figure.png", dpi=110)
+    drawn = figure_of_forms(content) if forms else figure(content, curves)
+    drawn.savefig(results / "figure.png", dpi=110)
     return table(content)
 
 
@@ -163,9 +177,32 @@ def _differences(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     for place, one in enumerate(reversed(rows)):
         mean, low, high = one["loss"]
         other = one["name"].split(" less ")[1].removeprefix(_GATED)
-        axes.plot([low, high], [place, place], color=colour(other), linewidth=2.5)
-        axes.plot(mean, place, "o", color=colour(other), markersize=9)
+        line = colour(other) if other in KINDS else "0.2"
+        axes.plot([low, high], [place, place], color=line, linewidth=2.5)
+        axes.plot(mean, place, "o", color=line, markersize=9)
     axes.set_yticks(range(len(rows)), [one["name"].replace(" less ", "\nless ") for one in reversed(rows)])
+
+
+def figure_of_forms(content: Mapping[str, Any]) -> Any:
+    """Held-out loss of each form of the shared model, and what each part changes.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    drawn, panels = canvas(15.0, 5.5, 1, 2)
+    losses, rows = panels
+    losses.set(title="held-out loss, nats per token", xlabel="nats per token")
+    for place, one in enumerate(reversed(content["arms"])):
+        mean, low, high = one["held_out"]
+        losses.plot([low, high], [place, place], color="0.2", linewidth=2.5)
+        losses.plot(mean, place, "o", color="0.2", markersize=9)
+    losses.set_yticks(range(len(content["arms"])), [one["arm"] for one in reversed(content["arms"])])
+    _differences(rows, content["differences"])
+    for axes in panels:
+        axes.tick_params(labelsize=SIZE)
+        axes.title.set_fontsize(SIZE)
+        axes.xaxis.label.set_fontsize(SIZE)
+    return drawn
 
 
 def _read(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

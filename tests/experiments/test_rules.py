@@ -16,7 +16,8 @@ from experiments.daa_cost.recipe import judge as judge_cost
 from experiments.daa_cost.summary import costs
 from experiments.daa_evaluation.recipe import judge as judge_evaluation
 from experiments.daa_evaluation.summary import values_of
-from experiments.editing.summary import outcomes, table
+from experiments.editing.recipe import judge as judge_editing
+from experiments.editing.summary import UNSEEN, outcomes, table
 from experiments.evaluation import command
 from experiments.evaluation.measure import Score
 from experiments.facts import summary as facts
@@ -25,11 +26,12 @@ from experiments.geometry_checkpoints.checkpoints import fairseq
 from experiments.geometry_checkpoints.recipe import judge as judge_checkpoints
 from experiments.geometry_corpus.recipe import judge as judge_corpus
 from experiments.knowledge_answers.recipe import judge as judge_answers
-from experiments.knowledge_answers.study import SUPERVISED
+from experiments.knowledge_answers.study import AGAIN, SUPERVISED
 from experiments.knowledge_scaling.recipe import judge as judge_scaling
 from experiments.knowledge_scaling.summary import gains, name
 from experiments.knowledge_twins.recipe import judge as judge_twins
-from experiments.knowledge_twins.summary import KINDS, Curve
+from experiments.knowledge_twins.summary import KINDS, MATCHED, PAIRS, Curve
+from experiments.reader.recipe import judge as judge_reader
 from experiments.runner.experiment import find, names
 from experiments.runner.files import write
 from experiments.runner.jobs import Record
@@ -106,7 +108,7 @@ def test_gains_are_paired_by_seed() -> None:
     curves: dict[str, Curve] = {}
     for place, ends in losses.items():
         runs: dict[int, Record] = {seed: {} for seed in range(len(ends))}
-        curves[name(*place)] = Curve(name(*place), 1e-3, runs, (0, 1), np.array([[9.0, end] for end in ends]))
+        curves[name(*place)] = Curve(name(*place), 1e-3, (1e-3,), runs, (0, 1), np.array([[9.0, end] for end in ends]))
     found = {one["name"]: one["each"] for one in gains(curves, (32, 64), (8, 24))}
     assert list(found) == [
         "24 entries for 8, width 32", "24 entries for 8, width 64", "width 64 for 32, 8 entries",
@@ -137,16 +139,47 @@ def scaling(stores: float, both: float | None) -> dict[str, object]:
     return {"widths": [32, 64], "entries": [8, 24], "gains": rows}
 
 
-def answers(soft: float | None, half: float) -> dict[str, object]:
-    shares = {"softmax grown": soft, "best grown": 0.1, SUPERVISED: 0.5}
-    arms = [{"arm": name, "sizes": {"64": {"right": around(x, half)}}} for name, x in shares.items() if x is not None]
+def answers(soft: float | None, half: float, again: float | None = None) -> dict[str, object]:
+    shares = {AGAIN: again, "softmax grown": soft, "best grown": 0.1, SUPERVISED: 0.5}
+    arms = [
+        {"arm": name, "right_by_seed": {"8": x}, "sizes": {"64": {"right": around(x, half)}}}
+        for name, x in shares.items()
+        if x is not None
+    ]
     return {"pool": 64, "arms": arms}
 
 
 def twins(*losses: float, half: float = 0.01, arms: Sequence[object] = ()) -> dict[str, object]:
     names = [f"{form}shared less {form}{kind}" for form in ("", "gated ") for kind in KINDS[1:]]
     found = [{"name": name, "loss": around(x, half)} for name, x in zip(names, losses, strict=False)]
-    return {"differences": found, "arms": arms}
+    return {"start": MATCHED, "differences": found, "arms": arms}
+
+
+def edits(changed: float, leaked: float, facts: str = UNSEEN) -> dict[str, object]:
+    shares = {"fact": changed, "leaked": leaked, "kept": 0.9, "paraphrases": 0.5}
+    quantities = {key: dict(zip(("mean", "low", "high"), around(x, 0.02), strict=True)) for key, x in shares.items()}
+    return {"outcomes": [{"facts": facts, "arm": "few entries, constraints", "count": 9, "quantities": quantities}]}
+
+
+def plugged(*shares: float) -> dict[str, object]:
+    """Whole answers by a store, for made-up and public facts; one fact in the context gives 40 %, five give 20 %."""
+    cells = [{"group": "untouched", "wording": "trained"}, {"group": "deleted", "wording": "trained"}]
+    said = {"ask": shares, "context, 1 fact": (0.4, 0.4), "context, 5 facts": (0.2, 0.2)}
+    rows = {
+        way: [
+            {**cell, "kind": kind, "whole": around(one)}
+            for kind, one in zip(("made up", "public"), each, strict=False)
+            for cell in cells
+        ]
+        for way, each in said.items()
+    }
+    return {"ways": [{"way": way, "size": 64, "answers": found} for way, found in rows.items() if len(shares) > 1]}
+
+
+def forms(*losses: float) -> dict[str, object]:
+    names = [f"{one} less {other}" for pairs in PAIRS.values() for one, other in pairs]
+    found = [{"name": name, "loss": around(x)} for name, x in zip(names, losses, strict=False)]
+    return {"start": MATCHED, "differences": found, "arms": []}
 
 
 def selecting(*shares: float) -> dict[str, object]:
@@ -198,16 +231,32 @@ RULES = [
     (judge_scaling, scaling(0.02, 0.0), [NO], ""),
     (judge_scaling, scaling(0.1, 0.02), [NO], ""),
     (judge_scaling, scaling(0.1, None), [], ""),
-    (judge_answers, answers(0.95, 0.03), ["confirmed"], "with supervised reading 50%"),
-    (judge_answers, answers(0.3, 0.05), ["refuted"], "with supervised reading 50%"),
-    (judge_answers, answers(0.8, 0.15), [NO], "with supervised reading 50%"),
+    (judge_answers, answers(0.95, 0.03), ["confirmed"], "with supervised reading 50.0%"),
+    (judge_answers, answers(0.3, 0.05), ["refuted"], "with supervised reading 50.0%"),
+    (judge_answers, answers(0.8, 0.15), [NO], "with supervised reading 50.0%"),
     (judge_answers, answers(None, 0.1), [], ""),
+    (judge_answers, answers(0.95, 0.03, again=0.92), [NO], "1 new seeds"),
+    (judge_answers, answers(0.3, 0.03, again=0.94), ["confirmed"], ""),
     (judge_twins, twins(0.0, 0.0, 0.0, 0.0), ["confirmed"], ""),
     (judge_twins, twins(0.1, 0.1, 0.0, 0.0), ["refuted"], ""),
     (judge_twins, twins(0.0, 0.0, -0.1, 0.1), ["refuted"], ""),
     (judge_twins, twins(0.0, 0.1, 0.0, 0.1), [NO], ""),
     (judge_twins, twins(0.0, 0.0, 0.0, 0.0, half=math.inf), [NO], ""),
     (judge_twins, twins(), [], ""),
+    (judge_editing, edits(0.95, 0.02), ["confirmed"], "of 9 facts"),
+    (judge_editing, edits(0.95, 0.04), [NO], ""),
+    (judge_editing, edits(0.91, 0.02), [NO], ""),
+    (judge_editing, edits(0.95, 0.02, "tuned"), [], ""),
+    (judge_reader, plugged(0.7, 0.5), ["confirmed"], "made up facts 70 % against 40 %"),
+    (judge_reader, plugged(0.7, 0.3), [NO], ""),
+    (judge_reader, plugged(0.3, 0.3), ["refuted"], ""),
+    (judge_reader, plugged(), [], ""),
+    (judge_twins, twins(0.1, 0.1), ["refuted", "refuted"], ""),
+    (judge_twins, twins(0.0, 0.0), [NO, "confirmed"], ""),
+    (judge_twins, forms(-0.1, 0.0, -0.02, -0.1, -0.1), ["confirmed", "refuted", NO, "confirmed"], ""),
+    (judge_twins, forms(-0.1, -0.1, -0.1, -0.1, 0.0), ["confirmed"] * 3 + ["refuted"], ""),
+    (judge_twins, forms(-0.1, -0.1, -0.1, -0.1), ["confirmed"] * 3, ""),
+    (judge_twins, {**selecting(0.4, 0.1), "start": "other"}, ["corrected"], ""),
     (judge_twins, selecting(0.4, 0.1), ["confirmed", "corrected"], ""),
     (judge_twins, selecting(0.4, 0.5), ["confirmed", "refuted"], ""),
     (
@@ -253,7 +302,8 @@ def test_shares_are_of_prompts_and_of_those_that_the_model_understood():
         edited("Norway", [True, True, False], [True, True, False], [True]),
         edited("Sweden", [True, False, False], [True, False, True], [False]),
     ]
-    before, after = outcomes(runs)
+    before, after, *others = outcomes(runs)
+    assert {one.facts for one in others} == {UNSEEN}
     assert (before.arm, after.arm, after.count) == ("before", "least change", 2)
     means = {name: value.mean for name, value in after.quantities.items()}
     # Sweden has no paraphrase that the model understood: the mean is of Norway alone.

@@ -1,4 +1,4 @@
-"""When feed-forward layers are cross-attention: said so, one is built; denied, a rank forbids it."""
+"""When feed-forward layers are cross-attention: said so, one is built; denied, a rank forbids it with these weights."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_where_it_denies_a_rank_forbids_it():
     assert float(missed.norm() / bias.norm()) > 0.1
     assert "[W_1^T | W_2] has rank 8, and thresholds need one more coordinate, but entries have width" in str(full)
     narrow = str(conditions(first, second, 3, 9, thresholds=bias))
-    assert narrow == "not exact: W_1 has rank 4, but keys have width d_k = 3"
+    assert narrow == "not exact with these weights: W_1 has rank 4, but keys have width d_k = 3"
 
 
 def test_two_keys_share_one_query():
@@ -128,3 +128,91 @@ def test_two_keys_share_one_query():
     found = asked(keys, second, biases, 8, 10)
     assert (found.key_rank, found.entry_rank, found.threshold_rank, found.ok) == (8, 10, 0, True)
     assert "[W_gate | W_up] has rank 8, but keys have width d_k = 5" in str(asked(keys, second, biases, 5, 12))
+
+
+def test_it_is_a_statement_about_the_weights_and_not_about_the_function():
+    """Denied for the weights given, and yet the function is cross-attention of these widths: ReLU neurons rescaled."""
+    first, second = torch.tensor([[1.0, 1.0]]).double(), torch.tensor([[1.0], [4.0]]).double()
+    bias = torch.tensor([1.0, 2.0]).double()
+    found = conditions(first, second, key_dim=1, entry_dim=1, thresholds=bias)
+    assert not found.ok
+    assert str(found).startswith("not exact with these weights: [W_1^T | W_2] has rank 2")
+    # Entries 1 and 2 with B1(e) = 3e - 2: relu(e h + B1(e)) e is relu(h + 1) and 2 relu(2h + 4) = 4 relu(h + 2).
+    attention = GeneralizedCrossAttention(1, 1, 1).double()
+    hidden, out = attention.threshold_network[0], attention.threshold_network[2]
+    with torch.no_grad():
+        for weight in attention.parameters():
+            weight.zero_()
+        for ones in (attention.query, attention.key, attention.value):
+            ones.fill_(1.0)
+        hidden.weight[0], hidden.weight[1] = 3.0, -3.0
+        hidden.bias[0], hidden.bias[1] = -2.0, 2.0
+        out.weight[0, 0], out.weight[0, 1] = 1.0, -1.0
+    tokens = torch.linspace(-5, 5, 101).double()[:, None]
+    exact = torch.relu(tokens @ first + bias) @ second
+    assert torch.equal(attention(tokens, torch.tensor([[1.0], [2.0]]).double()), exact)
+
+    torch.manual_seed(0)
+    keys, scales = torch.randn(3, 12).double(), torch.rand(12).double() + 0.5
+    values = keys.T @ torch.randn(3, 3).double()
+    tokens = torch.randn(50, 3).double()
+    narrow = conditions(keys, values, key_dim=3, entry_dim=3)
+    rescaled = conditions(keys * scales, values / scales[:, None], key_dim=3, entry_dim=3)
+    assert (narrow.entry_rank, narrow.ok, rescaled.entry_rank, rescaled.ok) == (3, True, 6, False)
+    torch.testing.assert_close(
+        torch.relu(tokens @ keys) @ values, torch.relu(tokens @ (keys * scales)) @ (values / scales[:, None])
+    )
+
+
+def gated_neuron(gate):
+    """h -> gate(h . g + 0.3) (h . u - 0.2) in two dimensions."""
+    directions = torch.tensor([[0.8, -0.5], [0.3, 0.9]]).double()
+    return lambda h: gate(h @ directions[0] + 0.3) * (h @ directions[1] - 0.2)
+
+
+def differentiated(function, directions, point):
+    """The mixed derivative of a function along directions, one after the other."""
+    point = point.clone().requires_grad_()
+    value = function(point)
+    for one in directions:
+        if not value.requires_grad:  # a constant
+            return 0.0
+        value = torch.autograd.grad(value, point, create_graph=True, materialize_grads=True)[0] @ one
+    return float(value.detach())
+
+
+def test_a_gated_neuron_is_no_finite_sum_of_entries_but_for_a_polynomial_gate():
+    """Derivatives across its keys, one each, are zero for any cross-attention, and not for a gated neuron."""
+    torch.manual_seed(0)
+    keys, biases, values = torch.randn(4, 2).double(), torch.randn(4).double(), torch.randn(4).double()
+    across = [torch.stack([-key[1], key[0]]) for key in keys]
+    point = torch.tensor([0.4, -0.7]).double()
+    for act in (torch.nn.functional.silu, torch.nn.functional.gelu, torch.tanh):
+        entries = lambda h, act=act: act(keys @ h + biases) @ values  # noqa: E731
+        assert abs(differentiated(entries, across[:3], point)) > 1e-3, "one key is left"
+        assert abs(differentiated(entries, across, point)) < 1e-12
+    for gate in (torch.nn.functional.silu, torch.nn.functional.gelu):
+        assert abs(differentiated(gated_neuron(gate), across, point)) > 1e-2
+    assert abs(differentiated(gated_neuron(lambda x: x), across, point)) < 1e-12
+
+
+def test_a_layer_with_an_identity_gate_is_cross_attention_with_squares():
+    """x y = ((x + y)^2 - (x - y)^2) / 4: two entries for each neuron."""
+    torch.manual_seed(0)
+    gate, up, down = torch.randn(5, 7).double(), torch.randn(5, 7).double(), torch.randn(7, 5).double()
+    gate_bias, bias = torch.randn(7).double(), torch.randn(7).double()
+    entries = torch.cat(
+        [
+            torch.cat([(gate + sign * up).T, sign * down / 4, (gate_bias + sign * bias)[:, None]], dim=1)
+            for sign in (1, -1)
+        ]
+    )
+    attention = GeneralizedCrossAttention(5, 5, 11, activation=torch.square, threshold="coordinate", bias=False)
+    attention = attention.double()
+    with torch.no_grad():
+        attention.query[0] = torch.eye(5) * 5**0.5
+        attention.key.zero_()[0, 0, :5] = torch.eye(5)
+        attention.value.zero_()[0, 5:10] = torch.eye(5)
+    hidden = torch.randn(9, 5).double()
+    expected = ((hidden @ gate + gate_bias) * (hidden @ up + bias)) @ down
+    torch.testing.assert_close(attention(hidden, entries), expected)

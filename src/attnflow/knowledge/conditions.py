@@ -1,4 +1,4 @@
-"""When a feed-forward layer is generalized cross-attention exactly, for given widths of keys and entries."""
+"""When the weights of a feed-forward layer are those of generalized cross-attention, for given widths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conditions:
-    """Whether a feed-forward layer can be written neuron by neuron with keys of width d_k and entries of width d_E."""
+    """Whether given weights can be written neuron by neuron with keys of width d_k and entries of width d_E."""
 
     key_rank: int  # rank(W_1), or rank([W_gate | W_up]), which d_k must reach
     entry_rank: int  # rank([W_1^T | W_2]), or rank([W_gate^T | W_up^T | W_2]): coordinates for keys and values
@@ -24,7 +24,7 @@ class Conditions:
 
     @property
     def ok(self) -> bool:
-        """Whether the layer can be written exactly."""
+        """Whether these weights can be written exactly; if not, the same function may still have weights that can."""
         return self.key_rank <= self.key_dim and self.entry_rank + self.threshold_rank <= self.entry_dim
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Conditions:
             joined = "[W_gate^T | W_up^T | W_2]" if self.gated else "[W_1^T | W_2]"
             width = f"d_E = {self.entry_dim} (residual {self.residual:.2g} at best)"
             reasons.append(f"{joined} has rank {self.entry_rank}{more}, but entries have width {width}")
-        return "not exact: " + "; ".join(reasons)
+        return "not exact with these weights: " + "; ".join(reasons)
 
 
 def conditions(
@@ -55,14 +55,17 @@ def conditions(
     gate: Float[Tensor, "model_dim entries"] | None = None,
     gate_thresholds: Float[Tensor, " entries"] | None = None,
 ) -> Conditions:
-    """Whether act(h W_1 + b_1) W_2 is cross-attention of given widths exactly (knowledge, sec. 5, corrected).
+    """Whether the weights of act(h W_1 + b_1) W_2 are those of cross-attention of given widths (knowledge, sec. 5).
 
-    With one entry for each neuron and a B1 that is affine in it, as "coordinate" and "mlp" thresholds can be: if and
-    only if rank(W_1) <= d_k, and d_E reaches rank([W_1^T | W_2]) plus the coordinates that b_1 needs of its own. It
-    needs none where it lies in the span of the columns of [W_1^T | W_2] and of the constant, as without biases; else
-    one. (Another B1 can do without it wherever neurons with equal rows have equal thresholds.) A gated layer, our
-    extension with two keys and one query, needs the same of [W_gate | W_up], [W_gate^T | W_up^T | W_2] and both
-    thresholds; then `first` and `thresholds` are W_up and b_up.
+    Entry i folds into neuron i, with the same key, threshold and value; B1 is affine in the entry, as "coordinate" and
+    "mlp" thresholds can be. That is possible if and only if rank(W_1) <= d_k, and d_E reaches rank([W_1^T | W_2]) plus
+    the coordinates that b_1 needs of its own. It needs none where it lies in the span of the columns of [W_1^T | W_2]
+    and of the constant, as without biases; else one. (Another B1 can do without it wherever neurons with equal rows
+    have equal thresholds.) A gated layer, our extension with two keys and one query, needs the same of
+    [W_gate | W_up], [W_gate^T | W_up^T | W_2] and both thresholds; then `first` and `thresholds` are W_up and b_up.
+
+    This speaks of the weights, not of the function, which other weights may have, too: a ReLU neuron stays the same
+    where (w, b, v) become (c w, c b, v / c) with c > 0, and the ranks may fall.
 
     Cost: a singular value decomposition of entries x 2 model_dim (gated: 3 model_dim), in float64.
 

@@ -98,11 +98,12 @@ def test_what_cannot_be_converted_says_why():
         af.UnsupportedArchitecture, match=r"no feed-forward layers that are known .* nothing was converted"
     ):
         af.knowledge.from_ffn(tiny("Mamba2", torch.float32))
-    with pytest.raises(ValueError, match=r"not exact: .* has rank .* entries have width d_E = 32"):
+    with pytest.raises(ValueError, match=r"not exact with these weights: .* has rank .* entries have width d_E = 32"):
         af.knowledge.from_ffn(tiny("GPT2", torch.float32), entry_dim=32)
     for name in ("Llama", "Phi3"):  # separate maps, and one for both keys
         with pytest.raises(
-            ValueError, match=r"first gated layer is not exact: \[W_gate\^T \| W_up\^T \| W_2\] has rank"
+            ValueError,
+            match=r"first gated layer is not exact with these weights: \[W_gate\^T \| W_up\^T \| W_2\] has rank",
         ):
             af.knowledge.from_ffn(tiny(name, torch.float32), entry_dim=32)
         with pytest.raises(ValueError, match=r"\[W_gate \| W_up\] has rank \d+, but keys have width d_k = 3"):
