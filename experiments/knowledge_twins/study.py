@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -16,7 +16,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge import Retrieval
 from experiments.knowledge_twins.models import Arm, build, sizes
 from experiments.runner.experiment import Setup
-from experiments.runner.jobs import Job, Plan, Read, choosing_loss, swept
+from experiments.runner.jobs import Job, choosing_loss, swept
 from experiments.runner.packing import Drawn
 from experiments.runner.text import load_text
 from experiments.runner.training import Loop, cosine, decayed, train
@@ -109,23 +109,7 @@ def setup(plan: Schedule, arms: Mapping[str, Arm], seeds: Sequence[int]) -> Setu
         "training_rows": len(cast(Any, text.rows)),
         "sizes": {name: sizes(arm, vocabulary, plan.length) for name, arm in arms.items()},
     }
-    return Setup(
-        _each([swept([arm], plan.rates, seeds, choosing_loss, plan.choosing) for arm in arms], seeds), run, about
-    )
-
-
-def _each(plans: Sequence[Plan], seeds: Sequence[int]) -> Plan:
-    """The plans of all arms, seeds in turn; an arm goes on when its own runs are there, whatever others have run."""
-
-    def then(read: Read) -> list[Job]:
-        found: list[Job] = []
-        for plan in plans:
-            with suppress(FileNotFoundError):
-                found += plan.then(read)
-        return sorted(found, key=lambda job: seeds.index(cast(int, job.seed)))
-
-    first = sorted((job for plan in plans for job in plan.first), key=lambda job: seeds.index(cast(int, job.seed)))
-    return Plan(tuple(first), then, sum(plan.count for plan in plans))
+    return Setup(swept(list(arms), plan.rates, seeds, choosing_loss, plan.choosing), run, about)
 
 
 def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final, cast
@@ -100,16 +101,19 @@ def swept(
         widen: whether to widen; studies of November 2026 and before did not.
     """
 
+    def next_of(arm: str, read: Read) -> list[Job]:
+        tried = tried_rates(arm, rates, seeds[:choosing], read)
+        best = best_rate(arm, tried, seeds[:choosing], read, loss)
+        wider = _wider(best, tried, rates) if widen else None
+        if wider is None:
+            return [Job(arm, best, seed) for seed in seeds[choosing:]]
+        return [Job(arm, wider, seed) for seed in seeds[:choosing]]
+
     def then(read: Read) -> list[Job]:
         found: list[Job] = []
         for arm in arms:
-            tried = tried_rates(arm, rates, seeds[:choosing], read)
-            best = best_rate(arm, tried, seeds[:choosing], read, loss)
-            wider = _wider(best, tried, rates) if widen else None
-            if wider is None:
-                found += [Job(arm, best, seed) for seed in seeds[choosing:]]
-            else:
-                found += [Job(arm, wider, seed) for seed in seeds[:choosing]]
+            with suppress(FileNotFoundError):  # an arm that was not to be run: see `Plan.only`
+                found += next_of(arm, read)
         return sorted(found, key=lambda job: seeds.index(cast(int, job.seed)))
 
     first = tuple(Job(arm, rate, seed) for seed in seeds[:choosing] for arm in arms for rate in rates)
