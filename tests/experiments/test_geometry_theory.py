@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from attnflow.geometry.scores import symmetry
 from experiments.geometry_theory import theory
+from experiments.geometry_theory.language_model import LENGTH, LanguageModel
 from tests.models.options import WIDTH
 from tests.models.table import AUDITED, CAUSAL
 
@@ -108,3 +110,21 @@ def test_theorem_2_3_as_printed_holds_for_rows_as_for_columns():
         rows, columns = matrix.norm(dim=1), matrix.norm(dim=0)
         more = [int((columns > w).sum() - (rows > w).sum()) for w in torch.cat([rows, columns])]
         assert max(more) > 0 > min(more)
+
+
+def test_pairs_of_masked_tokens_are_those_of_remark_s1_15():
+    model = LanguageModel(20, 16, 2, 2, seed=0).double()
+    model.loss(torch.arange(400) % 20, "bidirectional", 0.3, torch.Generator().manual_seed(1)).backward()
+    tokens, weights, gradient = model.layers()[-1].recorded()
+    beta, masked = theory.score_gradient(weights, gradient), model.masked
+    assert (beta.transpose(1, 2)[~masked] == 0).all()  # without a loss there is no gradient in the last layer
+    share, agreement, both, one, below = theory.masked_pairs(model).tolist()
+    pairs = [(b, i, j) for b, i in masked.nonzero().tolist() for j in range(LENGTH) if j != i]
+    mutual = [(b, i, j) for b, i, j in pairs if masked[b, j]]
+    assert share == pytest.approx(len(mutual) / len(pairs))
+    products = sum(beta[b, :, i, j] @ beta[b, :, j, i] for b, i, j in mutual)
+    assert agreement == pytest.approx(float(products / sum(beta[b, :, i, j].square().sum() for b, i, j in mutual)))
+    for found, some in ((both, mutual), (one, [pair for pair in pairs if pair not in mutual])):
+        terms = (beta[b, :, i, j].sum() * torch.outer(tokens[b, i], tokens[b, j]) for b, i, j in some)
+        assert found == pytest.approx(float(symmetry(sum(terms))))
+    assert 0 < below < 1
