@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from experiments.geometry_init.study import Initialisation, paper, paper_12, setup, sizes, small, tiny
+from experiments.geometry_init.rates import judge_rates
+from experiments.geometry_init.study import Initialisation, paper, paper_12, rates, setup, sizes, small, tiny
 from experiments.geometry_init.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement, Verdict
 from experiments.runner.files import read
@@ -45,7 +46,7 @@ def judge(results: Path) -> Sequence[Judgement]:
     def said(value: Sequence[float], digits: int = 2) -> str:
         return "{0:+.{3}f} [{1:+.{3}f}, {2:+.{3}f}]".format(*value, digits)
 
-    found: list[Judgement] = []
+    found = judge_rates(content) if "rates" in content else []
     if ("masked", "symmetric") in compared:
         one, small_one = compared["masked", "symmetric"], compared.get(("masked", "symmetric small"))
         beside = "" if small_one is None else f"; at the scale of the default {said(small_one['loss'], 4)}"
@@ -57,8 +58,6 @@ def judge(results: Path) -> Sequence[Judgement]:
         sentence = f"Speed-up over the scale-matched control {one['speed_up']:.0%}; control against itself {null}."
         found.append(Judgement("G14", "confirmed" if fast else "refuted" if slow else "not confirmed", sentence))
     rules = {
-        "symmetry, masked less causal": ("G9", 1, "Symmetry at the end of training, masked less causal"),
-        "directionality, masked less causal": ("G10", 1, "Directionality (columns: negative), masked less causal"),
         "symmetry, late less early layers, masked": ("G11", 1, "Symmetry of late less early layers, masked"),
         "directionality, late less early layers, causal": (
             "G12",
@@ -73,15 +72,19 @@ def judge(results: Path) -> Sequence[Judgement]:
         ),
     }
     for name, (claim, wanted, sentence) in rules.items():
-        if name in contrasts:
+        if name in contrasts and claim not in {one.claim for one in found}:
             found.append(Judgement(claim, sign(contrasts[name], wanted), f"{sentence}: {said(contrasts[name])}."))
+    if ("causal", "penalty columns") in compared:
+        value = compared["causal", "penalty columns"]["loss"]
+        sentence = f"Held-out loss with a penalty on 1 + D less that without, causal: {said(value, 4)} nats."
+        found.append(Judgement("G32", sign(value, -1), sentence))
     return found
 
 
 EXPERIMENT: Final = Experiment(
     name="geometry_init",
     question="Does a symmetric initialisation make encoders learn better, and how do S and D grow in training?",
-    recipes={"tiny": tiny, "small": small, "paper": paper, "paper-12": paper_12},
+    recipes={"tiny": tiny, "rates": rates, "small": small, "paper": paper, "paper-12": paper_12},
     setup=setup,
     summarise=summarise,
     miniature=miniature,
