@@ -74,7 +74,7 @@ def implicit_step(
     """How M moves when W_q and W_k take a small step down the gradient: `-(G W_k^T W_k + W_q^T W_q G)` a learning rate.
 
     Remark S1.6. M itself is no parameter, and its step is not proportional to -G: the gradient passes through both
-    projections, of rank head_dim at most. (The paper calls both terms rank 1; each is a sum of such terms.)
+    projections. Of one pair, `G = beta_ij x_i x_j^T`, both terms have rank 1 (eq. S41); of a batch, head_dim at most.
 
     Args:
         query: W_q of one head as `nn.Linear` stores it.
