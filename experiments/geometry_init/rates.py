@@ -58,8 +58,8 @@ def by_rate(every: Sequence[Curves], best: Mapping[tuple[str, str], float]) -> l
                 add(contrast, start, which, (one, other), masked.end(quantity) - causal.end(quantity))
             add(LATE_SYMMETRY, start, which, (one,), late(masked.symmetry[:, -1]))
             add(LATE_DIRECTIONALITY, start, which, (other,), late(causal.directionality[:, -1]))
-            add(MIDDLE, start, which, (other,), _middle(causal))
-            add(SETTLING, start, which, (one,), _settling(masked))
+            add(MIDDLE, start, which, (other,), middle(causal))
+            add(SETTLING, start, which, (one,), settling(masked))
     return found
 
 
@@ -84,16 +84,16 @@ def late(values: Array) -> Array:
     return difference
 
 
-def _settling(one: Curves) -> Array:
-    """[seeds]"""
+def settling(one: Curves) -> Array:
+    """[seeds], how much later the later half of the layers settles, in shares of all steps."""
     return late(settled(one.steps, np.moveaxis(one.symmetry, 1, -1)))
 
 
-def _middle(one: Curves) -> Array:
+def middle(one: Curves) -> Array:
     """[seeds], mean of S over the middle half of the layers."""
     layers = one.symmetry.shape[2]
-    middle: Array = one.symmetry[:, -1, layers // 4 : layers - layers // 4].mean(axis=1)
-    return middle
+    found: Array = one.symmetry[:, -1, layers // 4 : layers - layers // 4].mean(axis=1)
+    return found
 
 
 def judge_rates(content: Mapping[str, Any]) -> list[Judgement]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from experiments.geometry_init.rates import judge_rates
+from experiments.geometry_init.rates import MIDDLE, SETTLING, judge_rates
 from experiments.geometry_init.study import Initialisation, paper, paper_12, rates, setup, sizes, small, tiny
 from experiments.geometry_init.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement, Tag, Verdict
@@ -60,7 +60,13 @@ def judge(results: Path) -> Sequence[Judgement]:
         sentence = f"Speed-up over the scale-matched control {one['speed_up']:.0%}; control against itself {null}."
         verdict: Verdict = "confirmed" if fast else "refuted" if slow else "not confirmed"
         found.append(Judgement("G14", verdict, sentence, tags))
+    # One rate for both objectives, or the difference is not of objectives alone.
+    used = {one["objective"]: one["rate"] for one in content["arms"] if one["arm"] == "default"}
     rules = {
+        "symmetry, masked less causal": ("G9", 1, "Symmetry at the end of training, masked less causal"),
+        "directionality, masked less causal": ("G10", 1, "Directionality (columns: negative), masked less causal"),
+        MIDDLE: ("G30", -1, MIDDLE),
+        SETTLING: ("G31", -1, SETTLING),
         "symmetry, late less early layers, masked": ("G11", 1, "Symmetry of late less early layers, masked"),
         "directionality, late less early layers, causal": (
             "G12",
@@ -76,7 +82,10 @@ def judge(results: Path) -> Sequence[Judgement]:
     }
     for name, (claim, wanted, sentence) in rules.items():
         if name in contrasts and claim not in {one.claim for one in found}:
-            found.append(Judgement(claim, sign(contrasts[name], wanted), f"{sentence}: {said(contrasts[name])}."))
+            uneven = claim in ("G9", "G10") and len(set(used.values())) > 1
+            more = f", but with a rate of {used['masked']:g} and one of {used['causal']:g}" if uneven else ""
+            verdict = "not confirmed" if uneven else sign(contrasts[name], wanted)
+            found.append(Judgement(claim, verdict, f"{sentence}: {said(contrasts[name])}{more}."))
     if ("causal", "penalty columns") in compared:
         value = compared["causal", "penalty columns"]["loss"]
         sentence = f"Held-out loss with a penalty on 1 + D less that without, causal: {said(value, 4)} nats."

@@ -12,7 +12,7 @@ import numpy as np
 from attnflow._core.markup import aligned
 from experiments.geometry_init.curves import QUANTITIES, Curves, read_curves, read_table
 from experiments.geometry_init.model import CONTROLS
-from experiments.geometry_init.rates import by_rate, choices_of, late, said_of
+from experiments.geometry_init.rates import MIDDLE, SETTLING, by_rate, choices_of, late, middle, said_of, settling
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
 from experiments.runner.statistics import Array, Interval, permutation_test, speed_up, student
@@ -87,6 +87,9 @@ def contrasts(every: Sequence[Curves]) -> dict[str, Interval]:
         if one is not None:
             ends = late(getattr(one, quantity)[:, -1])
             found[f"{quantity}, late less early layers, {objective}"] = student(ends.tolist())
+    for name, one, take in ((MIDDLE, causal, middle), (SETTLING, masked, settling)):
+        if one is not None:
+            found[name] = student(take(one).tolist())
     symmetric = of.get(("masked", "symmetric"))
     scaled = of.get(("masked", "scaled"))
     add("symmetry at the end, symmetric less scaled", symmetric, scaled, lambda one: one.end("symmetry"))
