@@ -13,6 +13,26 @@ from experiments.geometry_init.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement, Tag, Verdict
 from experiments.runner.files import read
 
+# Name in the results -> (claim, the sign that it asks for, how it is said).
+_CONTRASTS: Final = {
+    "symmetry, masked less causal": ("G9", 1, "Symmetry at the end of training, masked less causal"),
+    "directionality, masked less causal": ("G10", 1, "Directionality (columns: negative), masked less causal"),
+    MIDDLE: ("G30", -1, MIDDLE),
+    SETTLING: ("G31", -1, SETTLING),
+    "symmetry, late less early layers, masked": ("G11", 1, "Symmetry of late less early layers, masked"),
+    "directionality, late less early layers, causal": (
+        "G12",
+        -1,
+        "Directionality of late less early layers, causal",
+    ),
+    "symmetry at the end, symmetric less scaled": ("G15", 1, "Symmetry at the end, symmetric less scaled start"),
+    "spread of symmetry over layers, symmetric less scaled": (
+        "G16",
+        -1,
+        "Range of S over layers, symmetric less scaled",
+    ),
+}
+
 
 def miniature(config: Initialisation) -> Initialisation:
     """Two layers of width 8, two steps, two seeds."""
@@ -62,25 +82,7 @@ def judge(results: Path) -> Sequence[Judgement]:
         found.append(Judgement("G14", verdict, sentence, tags))
     # One rate for both objectives, or the difference is not of objectives alone.
     used = {one["objective"]: one["rate"] for one in content["arms"] if one["arm"] == "default"}
-    rules = {
-        "symmetry, masked less causal": ("G9", 1, "Symmetry at the end of training, masked less causal"),
-        "directionality, masked less causal": ("G10", 1, "Directionality (columns: negative), masked less causal"),
-        MIDDLE: ("G30", -1, MIDDLE),
-        SETTLING: ("G31", -1, SETTLING),
-        "symmetry, late less early layers, masked": ("G11", 1, "Symmetry of late less early layers, masked"),
-        "directionality, late less early layers, causal": (
-            "G12",
-            -1,
-            "Directionality of late less early layers, causal",
-        ),
-        "symmetry at the end, symmetric less scaled": ("G15", 1, "Symmetry at the end, symmetric less scaled start"),
-        "spread of symmetry over layers, symmetric less scaled": (
-            "G16",
-            -1,
-            "Range of S over layers, symmetric less scaled",
-        ),
-    }
-    for name, (claim, wanted, sentence) in rules.items():
+    for name, (claim, wanted, sentence) in _CONTRASTS.items():
         if name in contrasts and claim not in {one.claim for one in found}:
             uneven = claim in ("G9", "G10") and len(set(used.values())) > 1
             more = f", but with a rate of {used['masked']:g} and one of {used['causal']:g}" if uneven else ""
