@@ -188,7 +188,7 @@ def judge(results: Path) -> Sequence[Judgement]:
     both = [_sign(each) for each in (up, more)]
     pairs = [{name: Interval(**value) for name, value in study["pairs"][stage].items()} for stage in _GRADIENTS]
     agree = {_sign(each["agreement"]) for each in pairs}
-    said = [f"{each['agreement']:.2f}" for each in pairs]
+    said = [f"{each['agreement']:.3f}" for each in pairs]
     return [
         Judgement("G3", _verdict(-_sign(down)), f"After training on the next token, M has D = {down:.2f}."),
         Judgement(
