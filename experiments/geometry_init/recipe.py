@@ -18,7 +18,7 @@ _CONTRASTS: Final = {
     "symmetry, masked less causal": ("G9", 1, "Symmetry at the end of training, masked less causal"),
     "directionality, masked less causal": ("G10", 1, "Directionality (columns: negative), masked less causal"),
     MIDDLE: ("G30", -1, MIDDLE),
-    SETTLING: ("G31", -1, SETTLING),
+    SETTLING: ("G31", -1, "Share of the steps until S has settled, late less early layers, masked"),
     "symmetry, late less early layers, masked": ("G11", 1, "Symmetry of late less early layers, masked"),
     "directionality, late less early layers, causal": (
         "G12",
@@ -57,7 +57,9 @@ def judge(results: Path) -> Sequence[Judgement]:
     """By intervals over seeds that exclude 0; the rule stands in the README since before the run."""
     content = read(results / "results.json")
     # Encoders of this scale gain 0.2 nats over a table of frequencies: how W_q and W_k begin can hardly show yet.
-    tags: tuple[Tag, ...] = ("floor",) if read(results / "study.json")["scale"] == "tiny" else ()
+    first = read(results / "study.json")["scale"] == "tiny"
+    tags: tuple[Tag, ...] = ("floor",) if first else ()
+    late_rule = " (rule written after the run)" if first else ""
     compared = {(one["objective"], one["arm"]): one for one in content["comparisons"]}
     contrasts = content["contrasts"]
 
@@ -86,11 +88,12 @@ def judge(results: Path) -> Sequence[Judgement]:
         if name in contrasts and claim not in {one.claim for one in found}:
             uneven = claim in ("G9", "G10") and len(set(used.values())) > 1
             more = f", but with a rate of {used['masked']:g} and one of {used['causal']:g}" if uneven else ""
+            more += late_rule if claim in ("G30", "G31") else ""
             verdict = "not confirmed" if uneven else sign(contrasts[name], wanted)
             found.append(Judgement(claim, verdict, f"{sentence}: {said(contrasts[name])}{more}."))
     if ("causal", "penalty columns") in compared:
         value = compared["causal", "penalty columns"]["loss"]
-        sentence = f"Held-out loss with a penalty on 1 + D less that without, causal: {said(value, 4)} nats."
+        sentence = f"Held-out loss with a penalty on 1 + D less that without, causal: {said(value, 4)} nats{late_rule}."
         found.append(Judgement("G32", sign(value, -1), sentence))
     return found
 
