@@ -5,51 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from attnflow._core.markup import aligned
+from experiments.geometry_init.curves import QUANTITIES, Curves, read_curves, read_table
 from experiments.geometry_init.model import CONTROLS
+from experiments.geometry_init.rates import MIDDLE, SETTLING, by_rate, choices_of, late, middle, said_of, settling
 from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
 from experiments.runner.files import write, write_table
-from experiments.runner.jobs import Job, Record, choosing_loss, chosen
 from experiments.runner.statistics import Array, Interval, permutation_test, speed_up, student
-from experiments.runner.study import read_study
-
-_QUANTITIES: Final = ("held_out", "symmetry", "directionality")
-
-
-@dataclass(frozen=True)
-class Curves:
-    """One arm at its chosen learning rate.
-
-    Attributes:
-        objective: "masked" or "causal".
-        arm: how W_q and W_k begin, or what is added to the loss.
-        rate: chosen on the first seed.
-        seeds: that have run.
-        steps: of the measurements.
-        held_out: loss, [seeds, steps].
-        symmetry: S of each layer, [seeds, steps, layers].
-        directionality: likewise.
-        seconds: of a run, mean.
-    """
-
-    objective: str
-    arm: str
-    rate: float
-    seeds: tuple[int, ...]
-    steps: tuple[int, ...]
-    held_out: Array
-    symmetry: Array
-    directionality: Array
-    seconds: float
-
-    def end(self, quantity: str) -> Array:
-        """[seeds], at the last step; of S and D the median over layers."""
-        values: Array = getattr(self, quantity)[:, -1]
-        return values if quantity == "held_out" else np.median(values, axis=1)
+from experiments.runner.study import LINES, RUNS
 
 
 @dataclass(frozen=True)
@@ -75,37 +42,10 @@ class Comparison:
     null: tuple[float, float, float]
 
 
-def read_curves(folder: Path) -> list[Curves]:
-    """Every arm whose learning rates have all been tried.
-
-    Raises:
-        FileNotFoundError: no study in the folder, or none of its jobs is finished.
-    """
-    about, finished = read_study(folder)
-    runs = {Job(**run["job"]): run for run in finished}
-    config = about["config"]
-    curves = list[Curves]()
-    for objective in ("masked", "causal"):
-        for arm in config[objective]:
-            best = chosen(f"{objective} {arm}", config["rates"], config["seeds"], runs, choosing_loss, choosing=1)
-            if best is not None:
-                curves.append(_curves(objective, arm, best.rate, best.runs))
-    return curves
-
-
-def _curves(objective: str, arm: str, rate: float, runs: Mapping[int, Record]) -> Curves:
-    def table(quantity: str) -> Array:
-        return np.array([[entry[quantity] for entry in run["measured"]] for run in runs.values()], dtype=np.float64)
-
-    steps = tuple(entry["step"] for entry in next(iter(runs.values()))["measured"])
-    seconds = float(np.mean([run["seconds"] for run in runs.values()]))
-    return Curves(objective, arm, rate, tuple(runs), steps, *(table(name) for name in _QUANTITIES), seconds)
-
-
 def compare(arm: Curves, control: Curves) -> Comparison:
     """An arm with its control, on the seeds that both have."""
     shared = [seed for seed in arm.seeds if seed in control.seeds]
-    mine, theirs = (each.held_out[[each.seeds.index(seed) for seed in shared]] for each in (arm, control))
+    mine, theirs = (each.of_seeds(shared, each.held_out) for each in (arm, control))
     pairs = [speed_up(arm.steps, a, b) for a in mine for b in theirs]
     null = [speed_up(arm.steps, a, b) for i, a in enumerate(theirs) for j, b in enumerate(theirs) if i != j] or [0.0]
     low, high = np.percentile(null, [2.5, 97.5])
@@ -136,20 +76,20 @@ def contrasts(every: Sequence[Curves]) -> dict[str, Interval]:
     def add(name: str, one: Curves | None, other: Curves | None, take: Any) -> None:
         if one is not None and other is not None:
             seeds = [seed for seed in one.seeds if seed in other.seeds]
-            values = [take(each)[[each.seeds.index(seed) for seed in seeds]] for each in (one, other)]
+            values = [each.of_seeds(seeds, take(each)) for each in (one, other)]
             found[name] = student((values[0] - values[1]).tolist())
 
     masked, causal = of.get(("masked", "default")), of.get(("causal", "default"))
     add("symmetry, masked less causal", masked, causal, lambda one: one.end("symmetry"))
     add("directionality, masked less causal", masked, causal, lambda one: one.end("directionality"))
-    late = {"symmetry": "masked", "directionality": "causal"}
-    for quantity, objective in late.items():
+    for quantity, objective in (("symmetry", "masked"), ("directionality", "causal")):
         one = of.get((objective, "default"))
         if one is not None:
-            values: Array = getattr(one, quantity)[:, -1]
-            half = values.shape[1] // 2
-            ends = (values[:, -half:].mean(axis=1) - values[:, :half].mean(axis=1)).tolist()
-            found[f"{quantity}, late less early layers, {objective}"] = student(ends)
+            ends = late(getattr(one, quantity)[:, -1])
+            found[f"{quantity}, late less early layers, {objective}"] = student(ends.tolist())
+    for name, one, take in ((MIDDLE, causal, middle), (SETTLING, masked, settling)):
+        if one is not None:
+            found[name] = student(take(one).tolist())
     symmetric = of.get(("masked", "symmetric"))
     scaled = of.get(("masked", "scaled"))
     add("symmetry at the end, symmetric less scaled", symmetric, scaled, lambda one: one.end("symmetry"))
@@ -167,14 +107,35 @@ def _spread(one: Curves) -> Array:
 def summarise(folder: Path, results: Path) -> str:
     """Write results.json, results.csv and figure.png, and return the table.
 
+    The runs of the scale "tiny" were not kept. Its results are computed again from the table beside them:
+    `python -m experiments geometry_init --summary --work experiments/geometry_init/results`.
+
     Raises:
         FileNotFoundError: no study in the folder, or none of its jobs is finished.
         MissingExtra: matplotlib is not installed.
     """
-    every = read_curves(folder)
+    kept = (folder / RUNS).is_dir() or (folder / LINES).is_file()
+    every, choices = read_curves(folder) if kept else (read_table(folder), [])
     if not every:
         raise FileNotFoundError(f"no arm in {folder} has run with all its learning rates")
-    compared, contrasted = comparisons(every), contrasts(every)
+    best = {(one.objective, one.arm): one.rate for one in choices}
+    curves = [one for one in every if best.get((one.objective, one.arm), one.rate) == one.rate]
+    compared, contrasted = comparisons(curves), contrasts(curves)
+    content = content_of(curves, compared, contrasted)
+    more = ""
+    if choices:
+        content |= {"choices": choices_of(choices), "rates": by_rate(every, best)}
+        more = "\n" + said_of(content["choices"], content["rates"])
+    write(results / "results.json", content)
+    write_table(results / "results.csv", *_rows(every))
+    figure(curves).savefig(results / "figure.png", dpi=150)
+    return table(curves, compared, contrasted) + more
+
+
+def content_of(
+    every: Sequence[Curves], compared: Sequence[Comparison], contrasted: Mapping[str, Interval]
+) -> dict[str, Any]:
+    """What `results.json` holds of the arms at their best rates."""
     arms = [
         {
             "objective": one.objective,
@@ -182,31 +143,31 @@ def summarise(folder: Path, results: Path) -> str:
             "rate": one.rate,
             "seeds": list(one.seeds),
             "seconds": one.seconds,
-            **{name: student(one.end(name).tolist()).numbers for name in _QUANTITIES},
+            **{name: student(one.end(name).tolist()).numbers for name in QUANTITIES},
             "symmetry_by_layer": one.symmetry[:, -1].mean(axis=0).tolist(),
             "directionality_by_layer": one.directionality[:, -1].mean(axis=0).tolist(),
         }
         for one in every
     ]
-    content = {
+    return {
         "interval": "mean, and 95 % of Student's t over seeds; S and D are medians over layers",
         "arms": arms,
         "comparisons": [{**asdict(one), "loss": one.loss.numbers} for one in compared],
         "contrasts": {name: value.numbers for name, value in contrasted.items()},
     }
-    write(results / "results.json", content)
+
+
+def _rows(every: Sequence[Curves]) -> tuple[list[str], list[list[object]]]:
+    """Head and lines of `results.csv`, which `read_table` reads."""
     rows: list[list[object]] = []
     for one in every:
         for number, step in enumerate(one.steps):
-            for seed, held_out, s, d in zip(one.seeds, *(getattr(one, q)[:, number] for q in _QUANTITIES), strict=True):
+            for seed, held_out, s, d in zip(one.seeds, *(getattr(one, q)[:, number] for q in QUANTITIES), strict=True):
                 layers = [f"{value:.5f}" for value in (*s, *d)]
                 rows.append([one.objective, one.arm, f"{one.rate:g}", seed, step, f"{held_out:.6f}", *layers])
     count = every[0].symmetry.shape[2]
     head = ["objective", "arm", "rate", "seed", "step", "held_out_loss"]
-    head += [f"{letter}_{layer}" for letter in "SD" for layer in range(count)]
-    write_table(results / "results.csv", head, rows)
-    figure(every).savefig(results / "figure.png", dpi=150)
-    return table(every, compared, contrasted)
+    return [*head, *(f"{letter}_{layer}" for letter in "SD" for layer in range(count))], rows
 
 
 def table(every: Sequence[Curves], compared: Sequence[Comparison], contrasted: Mapping[str, Interval]) -> str:
@@ -268,5 +229,5 @@ def _drawn(one: Curves, default: Curves | None, quantity: str) -> Array | None:
     if default is None:
         return None
     seeds = [seed for seed in one.seeds if seed in default.seeds]
-    mine, theirs = (each.held_out[[each.seeds.index(seed) for seed in seeds]] for each in (one, default))
+    mine, theirs = (each.of_seeds(seeds, each.held_out) for each in (one, default))
     return mine - theirs

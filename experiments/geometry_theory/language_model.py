@@ -55,6 +55,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(embedding.weight, std=0.02)
         self.norm = nn.LayerNorm(width)
         self.mask_token = vocabulary
+        self.masked = torch.empty(0, 0, dtype=torch.bool)  # of the last batch, [row, position]; empty if causal
 
     def loss(
         self, text: Int[Tensor, "length"], objective: Objective, mask_share: float, generator: torch.Generator
@@ -65,7 +66,7 @@ class LanguageModel(nn.Module):
         inputs, targets = window[:, :-1], window[:, 1:]
         if objective == "causal":
             return functional.cross_entropy(self(inputs, causal=True).flatten(0, 1), targets.flatten())
-        masked = torch.rand(inputs.shape, generator=generator) < mask_share
+        self.masked = masked = torch.rand(inputs.shape, generator=generator) < mask_share
         logits = self(inputs.masked_fill(masked, self.mask_token), causal=False)
         return functional.cross_entropy(logits[masked], inputs[masked])
 

@@ -23,6 +23,13 @@ from experiments.runner.training import Course, Loop, train
 Stage = Literal["gradient", "first step", "late gradient", "training"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("causal", "bidirectional")
 STAGES: Final[tuple[Stage, ...]] = ("gradient", "first step", "late gradient", "training")
+PAIRS: Final = {
+    "share": "both masked, of pairs of a masked query",
+    "agreement": "S of the coefficients where both are masked",
+    "both": "S of the sum where both are masked",
+    "one": "S of the sum where the query alone is masked",
+    "unmasked": "energy of queries that are not masked, first layer",
+}
 
 
 def score_gradient(
@@ -67,7 +74,7 @@ def implicit_step(
     """How M moves when W_q and W_k take a small step down the gradient: `-(G W_k^T W_k + W_q^T W_q G)` a learning rate.
 
     Remark S1.6. M itself is no parameter, and its step is not proportional to -G: the gradient passes through both
-    projections, of rank head_dim at most. (The paper calls both terms rank 1; each is a sum of such terms.)
+    projections. Of one pair, `G = beta_ij x_i x_j^T`, both terms have rank 1 (eq. S41); of a batch, head_dim at most.
 
     Args:
         query: W_q of one head as `nn.Linear` stores it.
@@ -75,6 +82,32 @@ def implicit_step(
         gradient: G, with respect to M.
     """
     return -(gradient @ key.mT @ key + query.mT @ query @ gradient)
+
+
+def masked_pairs(model: LanguageModel) -> Float[Tensor, "5"]:
+    """Remark S1.15 on the last batch: do pairs of two masked tokens, which predict each other, add what is symmetric?
+
+    The remark sums over queries that are masked, as the gradient of the last layer does: no other position has a loss.
+    In a layer below it, every query has a gradient.
+
+    Returns:
+        In the order of `PAIRS`. Of the last layer: the share of pairs (i, j), i masked and j another token, in which
+        j is masked too; tr(beta beta) / |beta|^2 over these, 1 if beta_ij = beta_ji; S of their sum; S of the sum of
+        the others. Of the first layer: the share of |beta|^2 that queries have which are not masked.
+    """
+    masked = model.masked
+    same = torch.eye(masked.shape[1], dtype=torch.bool)
+    both = (masked[:, :, None] & masked[:, None, :] & ~same)[:, None]
+    one = (masked[:, :, None] & ~masked[:, None, :])[:, None]
+    first, last = model.layers()[0], model.layers()[-1]
+    tokens, weights, gradient = last.recorded()
+    beta = score_gradient(weights, gradient)
+    mutual = beta * both
+    agreement = (mutual * mutual.mT).sum() / mutual.square().sum()
+    sums = [symmetry(rank_one_sum(tokens, (beta * part).sum(1))) for part in (both, one)]
+    energy = score_gradient(*first.recorded()[1:]).square().sum((1, 3))
+    share = both.sum() / (both.sum() + one.sum())
+    return torch.stack([share, agreement, *sums, energy[~masked].sum() / energy.sum()])
 
 
 @dataclass(frozen=True)
@@ -107,6 +140,7 @@ class UpdateStudy:
         rows: one for each stage and objective, and their difference.
         seeds: models trained for each objective.
         steps: optimiser steps of each.
+        pairs: of the masked objective, at "gradient" and "late gradient": what `masked_pairs` returns.
         losses: mean loss of the last tenth of the steps, by objective.
         unigram_loss: entropy of the frequencies of tokens, the loss of a guess that looks at no context.
     """
@@ -114,6 +148,7 @@ class UpdateStudy:
     rows: tuple[Measured, ...]
     seeds: int
     steps: int
+    pairs: dict[str, dict[str, Interval]]
     losses: dict[Objective, Interval]
     unigram_loss: float
 
@@ -130,6 +165,8 @@ class UpdateStudy:
         for row in self.rows:
             cells = [f"{cell:.3f}" for cell in (row.symmetry, row.directionality, row.more_columns)]
             lines.append(f"{row.stage:<14} {row.objective:<14} {cells[0]:<25} {cells[1]:<25} {cells[2]}")
+        for stage, found in self.pairs.items():
+            lines += [f"{stage:<14} {PAIRS[name]:<55} {value:.3f}" for name, value in found.items()]
         return "\n".join(lines)
 
 
@@ -189,6 +226,9 @@ def run_updates(
             course.tensors["gradient"], course.tensors["first step"] = _gradient_and_step(model)
         if step == steps - 1:
             course.tensors["late gradient"], _ = _gradient_and_step(model)
+        for stage, when in (("gradient", 0), ("late gradient", steps - 1)):
+            if step == when and objective == "bidirectional":
+                course.tensors[f"pairs, {stage}"] = masked_pairs(model)
 
     train(
         model,
@@ -206,6 +246,11 @@ def run_updates(
     found = {**course.tensors, "training": model.bilinear_forms() - before}
     return {
         "scores": {stage: _scores(found[stage]).tolist() for stage in STAGES},
+        "pairs": {
+            stage: dict(zip(PAIRS, found[f"pairs, {stage}"].tolist(), strict=True))
+            for stage in STAGES
+            if f"pairs, {stage}" in found
+        },
         "loss": statistics.fmean(entry["loss"] for entry in course.log[-last:]),
         "entropy": torch.special.entr(frequencies).sum().item(),
         "seconds": course.seconds,
@@ -221,7 +266,9 @@ def study_of(runs: Mapping[Objective, Sequence[Mapping[str, Any]]], steps: int) 
     rows = [row for stage in STAGES for row in _rows(stage, *(values(objective, stage) for objective in OBJECTIVES))]
     losses: dict[Objective, Interval] = {o: student([run["loss"] for run in runs[o]]) for o in OBJECTIVES}
     entropy = statistics.fmean(run["entropy"] for run in runs["causal"])
-    return UpdateStudy(tuple(rows), len(runs["causal"]), steps, losses, entropy)
+    masked = [run["pairs"] for run in runs["bidirectional"]]
+    pairs = {stage: {name: student([run[stage][name] for run in masked]) for name in PAIRS} for stage in masked[0]}
+    return UpdateStudy(tuple(rows), len(runs["causal"]), steps, pairs, losses, entropy)
 
 
 def _gradient_and_step(model: LanguageModel) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,13 @@
-"""Proposition 2.2 on real attention layers, and theorem 2.3 as it is printed."""
+"""The statements of the geometry paper about updates: on real attention layers, exactly, and by drawing."""
 
 import math
 
 import pytest
 import torch
 
+from attnflow.geometry.scores import directionality, symmetry
 from experiments.geometry_theory import theory
+from experiments.geometry_theory.language_model import LENGTH, LanguageModel
 from tests.models.options import WIDTH
 from tests.models.table import AUDITED, CAUSAL
 
@@ -98,13 +100,105 @@ def test_coefficients_of_a_query_add_up_to_zero():
     torch.testing.assert_close(beta.sum(-1), torch.zeros(2, 5, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-def test_theorem_2_3_as_printed_holds_for_rows_as_for_columns():
-    """There is a w above which more columns than rows have their norms, and a w the other way round, in every matrix.
+def test_theorem_2_3_as_printed_is_vacuous():
+    """There is a w above which more columns than rows have their norms, and one the other way round, or neither.
 
-    Squared norms of rows and of columns have one mean, the mean of P(norm > w) over all w; so neither is larger
-    everywhere unless both have the same distribution.
+    Squares of row norms and of column norms have one sum, so that neither counts more above every w. Where the norms
+    are the same numbers, as in symmetric and skew matrices, there is no such w at all.
     """
-    for matrix in torch.randn(200, 12, 12) * torch.rand(200, 1, 12):
-        rows, columns = matrix.norm(dim=1), matrix.norm(dim=0)
-        more = [int((columns > w).sum() - (rows > w).sum()) for w in torch.cat([rows, columns])]
-        assert max(more) > 0 > min(more)
+    drawn = torch.randint(-3, 4, (200, 6, 6), generator=torch.Generator().manual_seed(0))
+    for matrix, normal in ((m, n) for d in drawn for m, n in ((d, False), (d + d.T, True), (d - d.T, True))):
+        rows, columns = matrix.square().sum(1), matrix.square().sum(0)
+        more = [int((columns >= w).sum() - (rows >= w).sum()) for w in torch.cat([rows, columns])]
+        same = torch.equal(rows.sort().values, columns.sort().values)
+        assert same or not normal
+        assert set(more) == {0} if same else max(more) > 0 > min(more)
+
+
+def test_a_token_adds_to_rows_and_columns_as_proposition_s1_7_says():
+    x, beta = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
+    context = [(beta[:, j] @ x, x[j]) for j in range(5)]  # of token j: sum_i beta_ij x_i, and x_j
+    predicted = [(x[i], beta[i] @ x) for i in range(5)]
+    for pairs in (context, predicted):
+        total = sum(torch.outer(column, row) for column, row in pairs)
+        torch.testing.assert_close(total, theory.rank_one_sum(x[None], beta[None]), rtol=1e-12, atol=1e-12)
+    for column, row in context:
+        update = torch.outer(column, row)
+        assert torch.equal(
+            update[:, 2], column * row[2]
+        )  # eq. S42: the sum of what is predicted, times an entry of x_j
+        assert torch.equal(update[3], column[3] * row)  # eq. S43
+
+
+def test_rows_and_columns_grow_alike_in_the_mean():
+    """Propositions S1.8 and S1.9, by all signs of embeddings x = sign * scale: expectations without an error."""
+    signs = torch.cartesian_prod(*[torch.tensor([-1, 1])] * 9).unflatten(1, (3, 3))
+    scale, beta = torch.tensor([1, 2, 3]), torch.tensor([2, -1])
+    for context in (scale, torch.tensor([3, 1, 1])):
+        column = (signs[:, :2] * scale * beta[:, None]).sum(1)
+        updates = column[:, :, None] * (signs[:, 2] * context)[:, None]
+        rows, columns = updates.square().sum(2), updates.square().sum(1)
+        assert torch.equal(rows.sum(1), columns.sum(1))  # in every update: both are its squared norm
+        ratio = columns.double().mean(0) / rows.double().mean(0)
+        shares = [s.square() / s.square().sum() for s in (context, scale)]
+        torch.testing.assert_close(ratio, (shares[0] / shares[1]).double())  # 1 where both covariances are the same
+
+
+@pytest.mark.parametrize(
+    ("law", "low", "high"), [("normal", -0.04, 0.04), ("heavy tails", -1, -0.1), ("signs", 0.9, 1)]
+)
+def test_directionality_of_one_update_is_that_of_the_law_of_embeddings(law, low, high):
+    """16 predicted tokens and one context: sums are nearer to normal than what is summed, and that alone tells them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        draw = {
+            "normal": lambda *size: torch.randn(size),
+            "heavy tails": lambda *size: torch.distributions.StudentT(3.0).sample(torch.Size(size)),
+            "signs": lambda *size: torch.randint(2, size) * 2.0 - 1,
+        }[law]
+        column, row = (draw(2000, 16, 64) * torch.randn(2000, 16, 1)).sum(1), draw(2000, 64)
+    assert low < directionality(column[:, :, None] * row[:, None]).mean() < high
+
+
+@pytest.mark.parametrize("rank", [None, 32])
+def test_directionality_of_random_matrices_vanishes_with_their_size(rank):
+    """Proposition S1.18.3, of independent entries and of products of two such matrices."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(size):
+        if rank is None:
+            return torch.randn(150, size, size, generator=generator)
+        query, key = torch.randn(2, 150, rank, size, generator=generator)
+        return query.mT @ key
+
+    small, large = directionality(drawn(64)), directionality(drawn(256))
+    assert large.mean().abs() < 4 * large.std() / 150**0.5
+    assert large.std() == pytest.approx(small.std() / 2, rel=0.25)  # as 1 / sqrt(d)
+
+
+def test_a_pair_moves_m_by_two_terms_of_rank_one():
+    """Remark S1.6: of one pair both have rank 1; those of a batch have that of the head."""
+    query, key, x = (torch.randn(size, 12, dtype=torch.float64) for size in (4, 4, 20))
+    pair, batch = torch.outer(x[0], x[1]), theory.rank_one_sum(x[None], torch.randn(1, 20, 20, dtype=torch.float64))
+    for gradient, rank in ((pair, 1), (batch, 4)):
+        terms = gradient @ key.mT @ key, query.mT @ query @ gradient
+        torch.testing.assert_close(theory.implicit_step(query, key, gradient), -(terms[0] + terms[1]))
+        assert [int(torch.linalg.matrix_rank(term)) for term in terms] == [rank, rank]
+
+
+def test_pairs_of_masked_tokens_are_those_of_remark_s1_15():
+    model = LanguageModel(20, 16, 2, 2, seed=0).double()
+    model.loss(torch.arange(400) % 20, "bidirectional", 0.3, torch.Generator().manual_seed(1)).backward()
+    tokens, weights, gradient = model.layers()[-1].recorded()
+    beta, masked = theory.score_gradient(weights, gradient), model.masked
+    assert (beta.transpose(1, 2)[~masked] == 0).all()  # without a loss there is no gradient in the last layer
+    share, agreement, both, one, below = theory.masked_pairs(model).tolist()
+    pairs = [(b, i, j) for b, i in masked.nonzero().tolist() for j in range(LENGTH) if j != i]
+    mutual = [(b, i, j) for b, i, j in pairs if masked[b, j]]
+    assert share == pytest.approx(len(mutual) / len(pairs))
+    products = sum(beta[b, :, i, j] @ beta[b, :, j, i] for b, i, j in mutual)
+    assert agreement == pytest.approx(float(products / sum(beta[b, :, i, j].square().sum() for b, i, j in mutual)))
+    for found, some in ((both, mutual), (one, [pair for pair in pairs if pair not in mutual])):
+        terms = (beta[b, :, i, j].sum() * torch.outer(tokens[b, i], tokens[b, j]) for b, i, j in some)
+        assert found == pytest.approx(float(symmetry(sum(terms))))
+    assert 0 < below < 1

@@ -25,6 +25,7 @@ from experiments.facts.world import GROUPS
 from experiments.geometry_checkpoints.checkpoints import fairseq
 from experiments.geometry_checkpoints.recipe import judge as judge_checkpoints
 from experiments.geometry_corpus.recipe import judge as judge_corpus
+from experiments.geometry_theory.recipe import judge as judge_theory
 from experiments.knowledge_answers.recipe import judge as judge_answers
 from experiments.knowledge_answers.study import AGAIN, SUPERVISED
 from experiments.knowledge_scaling.recipe import judge as judge_scaling
@@ -189,8 +190,22 @@ def selecting(*shares: float) -> dict[str, object]:
 
 def checkpoints(encoders: Sequence[float], decoders: Sequence[float]) -> dict[str, object]:
     sides = [("encoder", value) for value in encoders] + [("decoder", value) for value in decoders]
-    about = {"model": "m", "modality": "audio"}
+    about = {"model": "m", "modality": "audio", "tower": ""}
     return {"parts": [{**about, "side": side, "symmetry": x, "directionality": x} for side, x in sides]}
+
+
+def updates(down: float, apart: float, up: float, more: float, *agreements: float) -> dict[str, object]:
+    def said(value: float) -> dict[str, float]:
+        return dict(zip(("mean", "low", "high"), around(value), strict=True))
+
+    rows = [("causal", 0.0, down), ("bidirectional", up, 0.0), ("difference", more, apart)]
+    found = [
+        {"objective": one, "stage": stage, "symmetry": said(s), "directionality": said(d)}
+        for one, s, d in rows for stage in ("gradient", "training")
+    ]  # fmt: skip
+    stages = zip(("gradient", "late gradient"), agreements, strict=True)
+    pairs = {stage: {name: said(x) for name in ("agreement", "share", "unmasked")} for stage, x in stages}
+    return {"rows": found, "pairs": pairs}
 
 
 def model(**changes: float) -> dict[str, object]:
@@ -267,6 +282,11 @@ RULES = [
     ),
     (judge_checkpoints, checkpoints((0.5, 0.1), (0.2,)), [NO, NO, NO], "No model of vision."),
     (judge_checkpoints, checkpoints((0.1,), (0.2, 0.3)), ["refuted", "refuted", NO], "No model of vision."),
+    (judge_checkpoints, checkpoints((*[0.5] * 8, 0.1), (0.05, 0.2)), [NO], "17 of 18 pairs, one-sided p = 0.036"),
+    (judge_theory, updates(-0.4, 0.4, 0.5, 0.4, 0.1, 0.1), ["confirmed"] * 4, "D = -0.40 [-0.41, -0.39]"),
+    (judge_theory, updates(-0.4, 0.0, 0.5, 0.0, 0.1, 0.0), ["confirmed", NO, NO, NO], ""),
+    (judge_theory, updates(0.4, -0.4, -0.5, 0.4, -0.1, -0.1), ["refuted"] * 4, ""),
+    (judge_theory, updates(0.0, 0.4, 0.5, -0.4, 0.1, -0.1), [NO, NO, "confirmed", NO], ""),
     (judge_corpus, combinations(), ["confirmed"], ""),
     (judge_corpus, combinations(**{"order, form of a head": 0.8}), ["corrected"], ""),
     (judge_corpus, combinations(**{"within the hull of tokens": 0.5}), ["corrected"], ""),

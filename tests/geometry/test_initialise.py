@@ -144,8 +144,22 @@ def test_full_form_alone_leaves_the_queries_of_a_group_independent(initialise, s
         assert torch.equal(live.query().detach(), query)
         assert deviation(m.sum(0), sign) < 1e-6
         scores = af.geometry.symmetry(m)
-        assert (scores * sign).mean() == pytest.approx(1 / 2, abs=0.2)
+        own_part = len(query) / live.num_heads / WIDTH if sign > 0 else 0  # a skew form has no trace to add up
+        assert (scores * sign).mean() == pytest.approx((1 + own_part) / (2 + own_part), abs=0.15)
         assert (scores * sign).max() < 0.7
+
+
+def test_heads_of_a_group_keep_a_share_of_the_symmetry_of_their_sum():
+    """(1 + r/d) / (n + r/d) for n independent queries of width r that share a key; likewise for keys paired wrongly."""
+    width, size, n = 288, 32, 3
+    query = torch.randn(n * n, size, width, generator=torch.Generator().manual_seed(0))
+    key = query.unflatten(0, (n, n)).sum(1)
+    heads = torch.stack([query[h].T @ key[h // n] for h in range(n * n)])
+    assert af.geometry.symmetry(heads.sum(0)) == pytest.approx(1, abs=1e-5)
+    share = (1 + size / width) / (n + size / width)  # 0.357
+    assert af.geometry.symmetry(heads).mean() == pytest.approx(share, abs=0.006)
+    wrong = torch.stack([query[h].T @ key[h % n] for h in range(n * n)]).sum(0)
+    assert af.geometry.symmetry(wrong) == pytest.approx(share, abs=0.015)
 
 
 def test_symmetric_forms_are_positive_semi_definite():

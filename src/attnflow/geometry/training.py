@@ -82,7 +82,8 @@ def init_symmetric_(
     if and only if `W_q,h = B_h W_k` with B_h symmetric. (The rows of M_h lie in the row space of W_k; if M_h = M_h^T so
     do its columns, hence M_h = W_k^T B_h W_k with B_h symmetric, where W_k cancels on the right.) So `per_head` writes
     the queries, with random positive semi-definite B_h. Without it W_k := c sum_h W_q,h makes the full form alone
-    symmetric and leaves the queries of a group independent; each head then has a symmetry of about 1/group.
+    symmetric and leaves the n queries of a group independent; each head then has a symmetry of about
+    (1 + head_dim/d) / (n + head_dim/d).
 
     Biases, rotations of positions and norms of queries and keys are as they were; what they add is not symmetric.
 
