@@ -64,7 +64,7 @@ def _right(axes: Any, found: Mapping[str, Any]) -> None:
                 _dots(axes, one, row + 0.18 * (number - 1.5), colour(arm))
     for arm in _ARMS:
         axes.plot([], [], "o", color=colour(arm), label=arm)
-    _finish(axes, ["as in training", "longer"], "linked words right, mean of three kinds", 4 / 9)
+    _finish(axes, ["as in training", "longer"], "linked words right", 4 / 9)
     axes.legend(fontsize=0.75 * SIZE, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
 
 
@@ -84,14 +84,14 @@ def _symmetry(axes: Any, content: Mapping[str, Any]) -> None:
                 markersize=7,
                 label=None if row else {"real": "MiniLM"}.get(model, model),
             )
-    _finish(axes, list(_READINGS.values()), "antisymmetric share, quartiles of heads", 0.5)
+    _finish(axes, list(_READINGS.values()), "antisymmetric share of heads", 0.5)
     axes.legend(fontsize=0.75 * SIZE, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
 
 
 def _dots(axes: Any, one: Mapping[str, Any], place: float, shade: str) -> None:
     values = list(one["by_seed"].values())
     mean, low, high = one["t"]
-    axes.plot(values, [place] * len(values), "o", color=shade, alpha=0.25, markersize=4, markeredgewidth=0)
+    axes.plot(values, [place] * len(values), "o", color=shade, alpha=0.45, markersize=4, markeredgewidth=0)
     if len(values) > 1:
         axes.plot([low, high], [place, place], color=shade, linewidth=2)
     axes.plot(mean, place, "o", color=shade, markersize=7)

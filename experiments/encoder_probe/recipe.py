@@ -63,7 +63,8 @@ def _links(found: dict[str, Interval]) -> list[Judgement]:
     empty = verdict == "confirmed" and all(found[name].low > 0 for name in plain)
 
     def share(name: str) -> str:
-        return f"{found[name].mean + 0.5:.0%} [{found[name].low + 0.5:.0%}, {found[name].high + 0.5:.0%}]"
+        low, high = max(found[name].low + 0.5, 0.0), min(found[name].high + 0.5, 1.0)  # no share lies beyond
+        return f"{found[name].mean + 0.5:.0%} [{low:.0%}, {high:.0%}]"
 
     shares = ", ".join(
         f"{pair} {share(f'B, {pair}: less half')} (plain attention's scores {share(name)})"
