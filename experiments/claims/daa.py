@@ -138,5 +138,18 @@ DAA: Final = Paper(
         Claim("D20", "sec. 6", "The guidance network alone can be tuned to a new text.", Measured("bias_comparison")),
         Claim("D21", "sec. 6", "Fine-tuning changes B in ways that show the task.", Measured("bias_comparison")),
         Claim("D22", "sec. 7", "An encoder with dense B gains on masked tokens.", Measured("bias_comparison")),
+        Claim(
+            "D26",
+            "sec. 7",
+            "In an encoder B learns directed links, from a verb to its subject, from a pronoun to its antecedent and "
+            "between cause and effect one way, and this helps.",
+            Measured("encoder_probe"),
+        ),
+        Claim(
+            "D27",
+            "sec. 7",
+            "Self-attention of BERT is fundamentally symmetric: i attends to j by the same potential as j to i.",
+            Measured("encoder_probe"),
+        ),
     ),
 )

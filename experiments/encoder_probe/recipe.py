@@ -1,0 +1,113 @@
+"""The probe of encoders as the runner takes it, and the rules by which it judges claims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from experiments.bias_comparison.settings import bert
+from experiments.encoder_probe.study import Probe, setup
+from experiments.encoder_probe.summary import HEADS, summarise
+from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.runner.files import read
+from experiments.runner.statistics import Interval
+
+_SMALLEST: Final = 0.02  # accuracy that is worth having
+_SYMMETRIC: Final = 0.01  # antisymmetric share of a head's scores, at most
+_ASYMMETRIC: Final = 0.05  # at least
+
+
+def miniature(config: Probe) -> Probe:
+    """Two steps of four sentences, a width of 16, two seeds, no real encoder."""
+    return replace(
+        config,
+        sizes={**bert(16, 2, 2), "initializer_range": 0.1},
+        hidden_dim=64,
+        rates=config.rates[:1],
+        seeds=config.seeds[:2],
+        choosing=1,
+        steps=2,
+        batch_size=4,
+        tested=4,
+        looked_at=2,
+        encoder="untrained",
+        sentences=2,
+    )
+
+
+def judge(results: Path) -> Sequence[Judgement]:
+    """By the rules that stand in the README since before the run."""
+    content = read(results / "results.json")
+    found = {name: Interval(*one["t"]) for name, one in content["quantities"].items()}
+    return [*_links(found), *_symmetry(content["symmetry"])]
+
+
+def _links(found: dict[str, Interval]) -> list[Judgement]:
+    """D26: do links point, and does it help?"""
+    pairs = [f"{kind} to {head}" for kind, head in HEADS.items()]
+    needed = [f"B, {pair}: less {other}" for pair in pairs for other in ("half", "random")]
+    way = "B, effect and cause, one way: less half"
+    gains = [f"right, far: guidance less {arm}" for arm in ("plain", "key", "dense")]
+    if not all(name in found for name in (*needed, way, *gains)):
+        return []
+    points = [pair for pair in pairs if all(found[f"B, {pair}: less {other}"].low > 0 for other in ("half", "random"))]
+    one_way, helps = found[way].low > 0, all(found[name].low > 0 for name in gains)
+    verdict: Verdict = "not confirmed"
+    if len(points) == len(pairs) and one_way and helps:
+        verdict = "confirmed"
+    elif not points and not one_way and found[gains[0]].high < _SMALLEST:
+        verdict = "refuted"
+    plain = [f"scores of plain, {pair}: less half" for pair in pairs]
+    empty = verdict == "confirmed" and all(found[name].low > 0 for name in plain)
+
+    def share(name: str) -> str:
+        low, high = max(found[name].low + 0.5, 0.0), min(found[name].high + 0.5, 1.0)  # no share lies beyond
+        return f"{found[name].mean + 0.5:.0%} [{low:.0%}, {high:.0%}]"
+
+    shares = ", ".join(
+        f"{pair} {share(f'B, {pair}: less half')} (plain attention's scores {share(name)})"
+        for pair, name in zip(pairs, plain, strict=True)
+    )
+    said = (
+        f"Share of sentences in which the row-centred B is higher at the right word than at distractors: {shares}; "
+        f"higher from effect to cause than back: {share(way)}. Linked words filled in rightly in longer "
+        f"sentences, guidance less plain: {found[gains[0]]:.3f}, less key: {found[gains[1]]:.3f}, less "
+        f"dense: {found[gains[2]]:.3f}."
+    )
+    return [Judgement("D26", verdict, said, ("empty",) if empty else ())]
+
+
+def _symmetry(content: dict[str, Any] | None) -> list[Judgement]:
+    """D27: the median head in the kindest reading, which is that of words alone with rows and columns centred."""
+    if content is None or content["encoder"] == "untrained":
+        return []
+    heads = content["heads"]
+    real, random = (heads[name]["words"] for name in ("real", "random"))
+    kind = real["double-centred"]
+    verdict: Verdict = "not confirmed"
+    if kind[1] > _ASYMMETRIC:  # the lower quartile
+        verdict = "refuted"
+    elif kind[2] < _SYMMETRIC:  # the upper quartile
+        verdict = "confirmed"
+    said = (
+        f"Antisymmetric share (0: symmetric, 0.5: unrelated) in the median head of {content['encoder']} on "
+        f"{content['sentences']} sentences: scores {real['scores'][0]:.2f}, with rows and columns centred "
+        f"{kind[0]:.2f} (least head {kind[3]:.2f}), weights {real['weights'][0]:.2f}; a random network "
+        f"{random['double-centred'][0]:.2f}. "
+        "Scores are symmetric for all inputs only if W_q^T W_k is, and weights not even then."
+    )
+    return [Judgement("D27", verdict, said)]
+
+
+EXPERIMENT: Final = Experiment(
+    name="encoder_probe",
+    question="Does a dense bias in an encoder point from a word to the one that it depends on, and does that help?",
+    recipes={"tiny": Probe},
+    setup=setup,
+    summarise=summarise,
+    miniature=miniature,
+    judge=judge,
+    packages=("torch", "transformers", "attnflow"),
+)
