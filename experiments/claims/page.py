@@ -19,6 +19,7 @@ from experiments.runner.experiment import ROOT, Judgement, find, names
 PAPERS: Final = (HASSE, DAA, GEOMETRY, KNOWLEDGE)
 PAGE: Final = ROOT.parent / "docs" / "claims.md"
 NOT_RUN: Final = "not run yet"
+_LARGE: Final = ("small", "paper")  # scales that need a GPU; all others are parts of "tiny"
 Judged = dict[str, tuple[Judgement, str, str]]  # claim -> (what the results say, experiment, scale)
 
 _HEAD: Final = """# Is it true? The papers, claim by claim
@@ -152,7 +153,8 @@ def _outcome(claim: Claim, judged: Judged) -> tuple[str, str]:
         return NOT_RUN, ""
     one, name, scale = judged[claim.number]
     after = () if find(name).rule_before else ("rule after",)
-    return _qualified(one.verdict, (scale, *one.tags, *after)), one.sentence
+    size = scale if scale.startswith(_LARGE) else "tiny"
+    return _qualified(one.verdict, (size, *one.tags, *after)), one.sentence
 
 
 def _qualified(verdict: str, words: Sequence[str]) -> str:
