@@ -222,10 +222,9 @@ def gated_never(claims: Mapping[str, Claim]) -> Finding:
 
 
 def _quoted(title: str, claims: Mapping[str, Claim], *numbers: str) -> Finding:
-    """A finding that claims state, all of them settled by proofs or tests, and none of them as printed."""
+    """A finding that the first of some claims states. Proofs or tests settle all of them, and none holds as printed."""
     settled = [_settled(claims, number) for number in numbers]
-    holds = all(one.verdict in ("corrected", "refuted") for one in settled)
-    return Finding(title, " ".join(one.sentence for one in settled), numbers, holds)
+    return Finding(title, settled[0].sentence, numbers, all(one.verdict in ("corrected", "refuted") for one in settled))
 
 
 def _settled(claims: Mapping[str, Claim], number: str) -> Settled:
