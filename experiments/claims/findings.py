@@ -90,7 +90,7 @@ def no_gain(claims: Mapping[str, Claim]) -> Finding | None:
         f"Held-out loss of guidance less that of plain training, at equal parameters and tokens: {less:.4f} nats. The "
         f"study was fine enough: it would have seen a true difference of {seen:.4f} nats four times out of five.",
         ("D7", "D17"),
-        max(-less.low, less.high, seen) < _NO_DIFFERENCE,
+        less.high >= 0 and max(-less.low, less.high, seen) < _NO_DIFFERENCE,
         "bias_comparison",
     )
 
@@ -116,8 +116,9 @@ def cost_as_printed(claims: Mapping[str, Claim]) -> Finding:
 
 def depth_is_not_enough(claims: Mapping[str, Claim]) -> Finding:
     """Of a sparse mask, where far tokens have to be read."""
-    arms = results_of("hasse")["arms"]
-    dense, deep, wide = (_of(arms, arm=name) for name in ("repeats", "repeats depth 4", "repeats depth 2"))
+    first, second = results_of("hasse"), results_of("hasse", "tiny-pairs")  # the second has some arms with more seeds
+    arms = {one["arm"]: one for study in (first, second) if study for one in study["arms"] if len(one["seeds"]) > 2}
+    dense, deep, wide = (arms[name] for name in ("repeats", "repeats depth 4", "repeats depth 2"))
     return Finding(
         "A sparse mask that reaches far enough may still not learn",
         f"The second half of each row repeats the first. With {deep['layers']} layers, a sparse mask of depth "
