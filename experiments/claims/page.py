@@ -42,6 +42,7 @@ _WORDS: Final = """## What the words mean
 - **refuted**: the claim is false. There is a counterexample, or the effect is clear of zero on the other side.
 - **not confirmed**: we measured, and the result fits the claim and its opposite. That does not make the claim false.
 - **not testable here**: it takes a model, data or hardware that we do not have. The table says which.
+- **not run yet**: there is an experiment, and it has no results so far.
 
 Words in italics stand below a verdict that needs a qualification.
 
