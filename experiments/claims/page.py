@@ -75,7 +75,7 @@ def _findings() -> list[str]:
     lines: list[str] = []
     by_number = {claim.number: claim for claim in claims()}
     for place, one in enumerate(findings(claims()), 1):
-        numbers = ", ".join(f"[{number}](#{number.lower()})" for number in one.claims)
+        numbers = ", ".join(f"[{number}](#{number.lower()})" for number in one.claims if number in by_number)
         source = _experiment(one.experiment) if one.experiment else _by(by_number[one.claims[0]])
         lines.append(f"{place}. **{one.title}.** {one.text} (By {source}; {numbers}.)")
         if one.picture:
