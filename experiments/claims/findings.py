@@ -217,7 +217,7 @@ def facts_edited(claims: Mapping[str, Claim]) -> Finding:
         f"The feed-forward layers of SmolLM2-135M become entries; {config['entries']} of them in each of "
         f"{len(config['layers'])} layers are edited. Of {new['count']} held-out facts {said(new, 'fact')} change, and "
         f"{said(new, 'leaked')} of other facts take over the new answer. Of the {known['count']} facts of an earlier "
-        f"experiment, {config['tuned']} of which chose the settings, {said(known, 'fact')} change and "
+        f"experiment ({config['tuned']} chose the settings) {said(known, 'fact')} change, and "
         f"{said(known, 'leaked')} leak. Paraphrases follow where the model understands them: "
         f"{said(new, 'paraphrases understood')} of these, {said(new, 'paraphrases')} of all.",
         ("K20", "K12"),
@@ -272,12 +272,6 @@ def half_active(claims: Mapping[str, Claim]) -> Finding:
         max(shared) < 0.5 and max(shared) < max(gated),
         "knowledge_twins",
     )
-
-
-def _quoted(title: str, claims: Mapping[str, Claim], *numbers: str) -> Finding:
-    """A finding that the first of some claims states. Proofs or tests settle all of them, and none holds as printed."""
-    settled = [_settled(claims, number) for number in numbers]
-    return Finding(title, settled[0].sentence, numbers, all(one.verdict in ("corrected", "refuted") for one in settled))
 
 
 def _settled(claims: Mapping[str, Claim], number: str) -> Settled:
