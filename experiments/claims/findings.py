@@ -252,8 +252,8 @@ def not_symmetric(claims: Mapping[str, Claim]) -> Finding | None:
     return Finding(
         "Attention of an encoder is far from symmetric",
         f"An antisymmetric share of 0 means symmetric, and random weights have {chance[0]:.2f}. With rows and columns "
-        f"centred, the kindest reading, scores of MiniLM's median head have {scores[0]:.2f}; its attention weights have "
-        f'{real["weights"][0]:.2f}. The paper calls the attention of BERT "fundamentally symmetric".',
+        f"centred, the kindest reading, scores of MiniLM's median head have {scores[0]:.2f}; its attention weights "
+        f'have {real["weights"][0]:.2f}. The paper calls the attention of BERT "fundamentally symmetric".',
         ("D27",),
         scores[1] > 0.05,  # the lower quartile over heads
         "encoder_probe",
