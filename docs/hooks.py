@@ -1,4 +1,4 @@
-"""Experiments as pages of the site: they lie beside `docs/`, each with its README, results and figure."""
+"""Experiments as pages of the site, and tests as files: they lie beside `docs/`, and pages link to them."""
 
 import re
 from pathlib import Path
@@ -9,17 +9,18 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 SHOWN = {".md", ".csv", ".json", ".png"}
+LINKED = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add them as if they lay in `docs/experiments`."""
-    for path in sorted((ROOT / "experiments").rglob("*")):
-        if path.suffix in SHOWN and "runs" not in path.parts:
-            name = path.relative_to(ROOT).as_posix()
-            files.append(File.generated(config, name, abs_src_path=str(path)))
+    """Add them as if they lay in `docs`: all that experiments show, and each test that the page of claims names."""
+    shown = [path for path in (ROOT / "experiments").rglob("*") if path.suffix in SHOWN and "runs" not in path.parts]
+    named = {ROOT / name for name in LINKED.findall((ROOT / "docs" / "claims.md").read_text())}
+    for path in sorted((*shown, *named)):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that lead out of `docs` to an experiment, as a reader of the repository follows them."""
-    return re.sub(r"\]\(\.\./((?:\.\./)*experiments/)", r"](\1", markdown)
+    """Links that lead out of `docs`, as a reader of the repository follows them."""
+    return re.sub(r"\]\(\.\./((?:\.\./)*(?:experiments|tests)/)", r"](\1", markdown)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from experiments.claims.claim import Claim, Measured, Settled
 from experiments.claims.daa import DAA
+from experiments.claims.findings import findings
 from experiments.claims.geometry import GEOMETRY
 from experiments.claims.hasse import HASSE
 from experiments.claims.knowledge import KNOWLEDGE
@@ -17,36 +19,79 @@ from experiments.runner.experiment import ROOT, Judgement, find, names
 PAPERS: Final = (HASSE, DAA, GEOMETRY, KNOWLEDGE)
 PAGE: Final = ROOT.parent / "docs" / "claims.md"
 NOT_RUN: Final = "not run yet"
+_LARGE: Final = ("small", "paper")  # scales that need a GPU; all others are parts of "tiny"
+Judged = dict[str, tuple[Judgement, str, str]]  # claim -> (what the results say, experiment, scale)
 
 _HEAD: Final = """# Is it true? The papers, claim by claim
 
-Made by `python -m experiments.claims` from the claims in `experiments/claims/` and the committed results of the
-experiments; a test keeps it so. A claim about all masks or all weights is settled by a proof or a test, one about
-training by an experiment, whose rule was written before its run where nothing else is said. Verdicts are on
-the claim as printed, at the scale that is named; `tiny` is two CPU cores, and says nothing of billions of parameters.
+attnflow rests on four papers. Here are their {count} claims, each with a verdict and with what stands behind it: a
+proof, a test, or an experiment that you can run. Ten findings that surprised us come first. Then come
+[what the words mean](#what-the-words-mean) and every claim.
+
+`python -m experiments.claims` makes this page from `experiments/claims/` and from the committed results of the
+[experiments](../experiments/README.md). No number is copied by hand, and a test fails where page and results differ.
+
+## Ten findings
+"""
+
+_WORDS: Final = """## What the words mean
+
+- **confirmed**: the claim holds as it is printed. A proof or a test shows it, or the effect is clear of zero.
+- **corrected**: something close to the claim holds, and the table says what. The printed statement is wrong, or leaves
+  out what it needs.
+- **refuted**: the claim is false. There is a counterexample, or the effect is clear of zero on the other side.
+- **not confirmed**: we measured, and the result fits the claim and its opposite. That does not make the claim false.
+- **not testable here**: it takes a model, data or hardware that we do not have. The table says which.
+- **not run yet**: there is an experiment, and it has no results so far.
+
+Words in italics stand below a verdict that needs a qualification.
+
+- *tiny* is the scale of the experiment: two CPU cores, for minutes or hours. Models that are trained from scratch have
+  at most about a million parameters, pretrained ones at most 135 million. It says nothing about billions.
+- *empty*: the verdict follows its rule and says little, because a control does the same.
+- *floor*: the model is too weak to show the effect, with and without what is tested.
+- *superseded*: another experiment answers the question better, and the table names it.
+- *rule after*: the rule of the verdict was written after the run. All other rules were committed before it.
+
+Claims about all masks or all weights are settled by proofs and tests, claims about training by experiments. The paper's
+effect is the size that the paper prints, in its own setting: it is not comparable with ours directly. Numbers in
+brackets are 95 % intervals, by Student's t over seeds where nothing else is said.
 """
 
 
 def page() -> str:
     """The page as it should be now."""
     judged = judgements()
-    lines = [_HEAD, _counts(judged), ""]
+    lines = [_HEAD.format(count=len(claims())), *_findings(), _WORDS, "## How many", "", _counts(judged), ""]
     for paper in PAPERS:
         lines += [f"## {paper.title}", "", f'Called "{paper.name}" in docstrings.', ""]
-        lines += ["| | where | claim | verdict | what we have | by |", "|---|---|---|---|---|---|"]
+        lines += ["| | claim | paper's effect | verdict | what we have | by |", "|---|---|---|---|---|---|"]
         lines += [_row(claim, judged) for claim in paper.claims]
         lines.append("")
     return "\n".join(lines)
 
 
-def judgements() -> dict[str, tuple[Judgement, str, str]]:
+def _findings() -> list[str]:
+    lines: list[str] = []
+    by_number = {claim.number: claim for claim in claims()}
+    for place, one in enumerate(findings(claims()), 1):
+        numbers = ", ".join(f"[{number}](#{number.lower()})" for number in one.claims if number in by_number)
+        source = _experiment(one.experiment) if one.experiment else _by(by_number[one.claims[0]])
+        lines.append(f"{place}. **{one.title}.** {one.text} (By {source}; {numbers}.)")
+        if one.picture:
+            file, shown = one.picture
+            lines += ["", f"    ![{shown}](../experiments/{one.experiment}/results/{file})", ""]
+    return [*lines, ""]
+
+
+def judgements() -> Judged:
     """Number of a claim -> (what the results say, experiment, scale); results of the largest scale count.
 
     Raises:
         ValueError: an experiment judges a claim that is not its own.
     """
     own = {claim.number: claim.by.experiment for claim in claims() if isinstance(claim.by, Measured)}
-    found: dict[str, tuple[Judgement, str, str]] = {}
+    found: Judged = {}
     for name in names():
         experiment = find(name)
         for scale in experiment.recipes:
@@ -95,41 +140,65 @@ def _exists(proof: str) -> bool:
     return not part or re.search(rf"^def {part}\(", text, re.MULTILINE) is not None
 
 
-def _row(claim: Claim, judged: dict[str, tuple[Judgement, str, str]]) -> str:
+def _row(claim: Claim, judged: Judged) -> str:
+    number = f'<a id="{claim.number.lower()}"></a>{claim.number}'
+    cells = [number, f"{claim.text} ({claim.where})", claim.effect, *_outcome(claim, judged), _by(claim)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _outcome(claim: Claim, judged: Judged) -> tuple[str, str]:
+    """Verdict, with what qualifies it, and sentence."""
     if isinstance(claim.by, Settled):
-        links = "<br>".join(_link(proof) for proof in claim.by.proof)
-        cells = [claim.by.verdict, claim.by.sentence, links]
-    elif claim.number in judged:
-        one, name, scale = judged[claim.number]
-        when = "" if find(name).rule_before else "; rule written after the run"
-        cells = [f"{one.verdict} ({scale}{when})", one.sentence, f"[{name}](../experiments/{name}/README.md)"]
-    else:
-        name = claim.by.experiment
-        readme = (ROOT / name / "README.md").is_file()
-        cells = [NOT_RUN, "", f"[{name}](../experiments/{name}/README.md)" if readme else f"{name}, to come"]
-    return (
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in (claim.number, claim.where, claim.text, *cells)) + " |"
-    )
+        return _qualified(claim.by.verdict, claim.by.tags), claim.by.sentence
+    if claim.number not in judged:
+        return NOT_RUN, ""
+    one, name, scale = judged[claim.number]
+    after = () if find(name).rule_before else ("rule after",)
+    size = scale if scale.startswith(_LARGE) else "tiny"
+    return _qualified(one.verdict, (size, *one.tags, *after)), one.sentence
+
+
+def _qualified(verdict: str, words: Sequence[str]) -> str:
+    return f"{verdict}<br>*{', '.join(words)}*" if words else verdict
+
+
+def _by(claim: Claim) -> str:
+    """Links to what settles a claim."""
+    if isinstance(claim.by, Settled):
+        return ", ".join(_link(proof) for proof in claim.by.proof)
+    return _experiment(claim.by.experiment)
+
+
+def _experiment(name: str) -> str:
+    words = name.replace("_", " ")  # lines end between words
+    readme = ROOT / name / "README.md"
+    return f"[{words}](../experiments/{name}/README.md)" if readme.is_file() else f"{words}, to come"
 
 
 def _link(proof: str) -> str:
     if proof.startswith("docs/"):
         return f"[proof]({proof.removeprefix('docs/')})"
-    names = [re.sub("([/_])", r"\1<wbr>", name) for name in proof.split("::")]  # lines end between words
-    return " ".join(f"<code>{name}</code>" for name in names)
+    file, _, name = proof.partition("::")
+    return f'[test](../{file} "{name}")' if name else f"[tests](../{file})"
 
 
-def _counts(judged: dict[str, tuple[Judgement, str, str]]) -> str:
-    def verdict(claim: Claim) -> str:
-        if isinstance(claim.by, Settled):
-            return claim.by.verdict
-        return judged[claim.number][0].verdict if claim.number in judged else NOT_RUN
-
-    order = ("confirmed", "corrected", "refuted", "not confirmed", "not testable here", NOT_RUN)
-    lines = ["| paper | " + " | ".join(order) + " |", "|---" * (len(order) + 1) + "|"]
+def _counts(judged: Judged) -> str:
+    verdicts: dict[str, Counter[str]] = {paper.name: Counter() for paper in PAPERS}
     for paper in PAPERS:
-        counts = Counter(verdict(claim) for claim in paper.claims)
-        lines.append(f"| {paper.name} | " + " | ".join(str(counts[name]) for name in order) + " |")
+        for claim in paper.claims:
+            one = claim.by
+            if isinstance(one, Measured):
+                one = judged[claim.number][0] if claim.number in judged else None
+            verdicts[paper.name].update((NOT_RUN,) if one is None else (one.verdict, *one.tags))
+    order = {
+        name: name for name in ("confirmed", "corrected", "refuted", "not confirmed", "not testable here", NOT_RUN)
+    }
+    order |= {name: f"of these *{name}*" for name in ("empty", "floor", "superseded")}
+    lines = ["| | " + " | ".join(verdicts) + " |", "|---" * (len(PAPERS) + 1) + "|"]
+    for name, shown in order.items():
+        counts = [of[name] for of in verdicts.values()]
+        if any(counts):
+            lines.append(f"| {shown} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join(lines)
 
 
