@@ -177,7 +177,7 @@ def tiny() -> Comparison:
 
 def text() -> Comparison:
     """Continued training on text: every arm at every rate, ten seeds, which together choose each arm's rate."""
-    part = replace(_continued(), steady=True, rates=(3e-4, 1e-3, 3e-3))
+    part = replace(_continued(), steady=True, rates=(1e-3, 3e-3, 9e-3))
     return Comparison((part,), seeds=tuple(range(10)), choosing=10, widen=True)
 
 
