@@ -36,12 +36,14 @@ def contrasts(results: Results) -> Contrasts:
 def _continued(results: Results) -> Contrasts:
     """Of continued training: each difference at every rate that both arms have run with all seeds; what is tuned."""
     made: Contrasts = {}
-    own = results.get(("text", "guidance"))
-    for (part, arm), one in results.items() if own is not None else ():
-        for rate in sorted(own.by_rate.keys() & one.by_rate.keys()) if part == "text" and one is not own else ():
-            made[f"text: loss at {rate:g}, guidance less {arm}"] = paired(own.end(rate=rate), one.end(rate=rate))
-    if own is not None and ("text", "plain") in results:
-        made["text: share of the steps saved, guidance less plain"] = _saved(own, results["text", "plain"])
+    arms = {arm: one for (part, arm), one in results.items() if part == "text"}
+    if "guidance" in arms:
+        own = arms.pop("guidance")
+        for arm, one in arms.items():
+            for rate in sorted(own.by_rate.keys() & one.by_rate.keys()):
+                made[f"text: loss at {rate:g}, guidance less {arm}"] = paired(own.end(rate=rate), one.end(rate=rate))
+        if "plain" in arms:
+            made["text: share of the steps saved, guidance less plain"] = _saved(own, arms["plain"])
     if ("tuned", "guidance") in results:
         one = results["tuned", "guidance"]
         made["tuned: loss, guidance less start"] = paired(one.end(), _before(one))

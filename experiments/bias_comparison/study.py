@@ -101,7 +101,7 @@ class Runs:
             if part.steady:
                 start.carry(optimiser)
 
-            def measure(now: nn.Module, step: int) -> dict[str, object]:
+            def measure(now: nn.Module, step: int) -> Mapping[str, object]:
                 del step
                 return self._measure(now, rows, _RESULTS)
 

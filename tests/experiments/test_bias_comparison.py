@@ -89,7 +89,7 @@ def study(
     write(folder / "study.json", {"config": config})
     for (arm, rate, seed), loss in losses.items():
         job = Job(f"text {arm}", rate, seed)
-        run = {"parameters": 1, "choosing": loss, "extras": {}, "measured": [{"step": 0, "loss": 5.0}]}
+        run: dict[str, Any] = {"parameters": 1, "choosing": loss, "extras": {}, "measured": [{"step": 0, "loss": 5.0}]}
         run["measured"] += [{"step": step, "loss": loss + 1 / step} for step in (1, 2, 3)]
         write(folder / "runs" / f"{job.name}.json", {"job": {"arm": job.arm, "rate": rate, "seed": seed}, **run})
     return folder
