@@ -116,7 +116,7 @@ def arm_of(model: nn.Module, name: str, hidden_dim: int = 64, layers: Placement 
 
 
 @contextmanager
-def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions") -> Generator[Any]:
+def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions", backend: str = "auto") -> Generator[Any]:
     """The model with an arm, freshly initialised from a seed; as it was afterwards.
 
     Every arm but ALiBi and He's initialisation begins as the model itself, exactly.
@@ -126,6 +126,7 @@ def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions") -> G
         arm: made by `arm_of` for this model.
         seed: of what is added.
         trained: "additions" freezes the model itself. What is trained is float32 at least, from then on.
+        backend: that computes attention with a bias; see `attach`.
 
     Yields:
         The model to train: the one given or, for LoRA, its wrapper.
@@ -140,7 +141,7 @@ def fitted(model: Any, arm: Arm, seed: int, trained: Trained = "additions") -> G
         if trained == "additions":
             model.requires_grad_(False)
         if arm.bias is not None:
-            stack.callback(attach(model, arm.bias).remove)
+            stack.callback(attach(model, arm.bias, backend=backend).remove)
         if arm.ranks is not None:
             wrapped = _adapted(model, arm.ranks)
             stack.callback(lambda: wrapped.unload())

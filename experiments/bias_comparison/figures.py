@@ -12,7 +12,7 @@ from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_ba
 from experiments.runner.statistics import Interval, student
 
 if TYPE_CHECKING:
-    from experiments.bias_comparison.summary import Result
+    from experiments.bias_comparison.results import Result
 
 _TEXTS: Final = {"text": "text, all trained", "tuned": "new text, base frozen", "encoder": "encoder, masked"}
 _DRAWN: Final = ("plain", "alibi", "key", "guidance")  # of retrieval by depth

@@ -23,7 +23,6 @@ _PAIR, _QUERY, _LABEL, _FILLER = range(8, 72), range(72, 88), range(88, 92), ran
 _PAIRS: Final = 3  # of recall
 CONTEXT: Final = 24  # its tokens before the questions
 _WRITES, _REBOUND = 12, 3  # of rebinding
-_CANDIDATES, _SUMS = 16, (10, 18)  # of relation
 _NAMES, _OBJECTS = range(16, 24), range(24, 32)
 _NUMBER: Final = 32  # + n is the number n, up to 18
 _Q, _A, _COLON, _HAS, _STOP, _HE, _BUYS, _MORE, _PLUS, _EQUALS = range(1, 11)
@@ -109,24 +108,6 @@ def distance(batch: int, generator: torch.Generator) -> Sequences:
     return Sequences(tokens, _last(tokens))
 
 
-def relation(batch: int, generator: torch.Generator) -> Sequences:
-    """Sixteen candidates, each with a number and a label, then four numbers: the label of the one related to each.
-
-    Two numbers are related if they add up to one of two given sums: a function of the pair that has two ridges, and
-    that no product of few numbers of each comes close to.
-    """
-    place = torch.arange(_KINDS)
-    related = torch.isin(place[:, None] + place, torch.tensor(_SUMS))
-    kinds = torch.randint(_KINDS, (batch * 8, _CANDIDATES), generator=generator)
-    answerable = related[:, kinds].sum(dim=2).T == 1  # [more than batch, number that may be asked]
-    chosen = answerable.any(dim=1).nonzero()[:batch, 0]
-    kinds, answerable = kinds[chosen], answerable[chosen]
-    labels = torch.randint(_LABELS, kinds.shape, generator=generator)
-    asked = torch.multinomial(answerable.float(), 4, replacement=True, generator=generator)
-    match = related[asked[:, :, None], kinds[:, None, :]].float().argmax(dim=2)
-    return _asked(_pair(kinds, labels), _QUERY.start + asked, _LABEL.start + labels.gather(1, match))
-
-
 def flip_flop(batch: int, generator: torch.Generator) -> Sequences:
     """Bits that are written, read or to be ignored: a read gives the bit that was written last."""
     steps = 14
@@ -175,7 +156,6 @@ PROBES: Final[Mapping[str, Draw]] = {
     "copy": copy,
     "rebinding": rebinding,
     "distance": distance,
-    "relation": relation,
     "flip-flop": flip_flop,
     "counting": counting,
     "sums": sums,

@@ -14,6 +14,7 @@ Kind = Literal["probe", "text", "masked"]
 BATTERY: Final = ("plain", "dense", "alibi", "cumulative", "gate", "key", "lowrank", "guidance")
 TUNED: Final = ("dense", "lora", "gate", "key", "lowrank", "guidance")
 CHANGES: Final = ("same text", "new text")
+FEW: Final = tuple(f"{arm} {rows}" for rows in (16, 64) for arm in ("plain", "dense", "guidance"))
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Part:
         kind: "probe", "text" (next token) or "masked" (an encoder).
         arms: what is compared.
         model: sizes as `LlamaConfig` or `BertConfig` takes them, or the name of a pretrained model.
-        rates: learning rates tried for every arm, on the first seed; the best on data for choosing is kept.
+        rates: learning rates tried for every arm, on the choosing seeds; the best on data for choosing is kept.
         steps: of the optimiser.
         batch_size: sequences or rows of a pass.
         passes: of a step.
@@ -34,6 +35,8 @@ class Part:
         trained: "all", or the "additions" to a frozen model.
         start: steps that the model is trained before, which all arms of a seed share; 0: arms begin at a random model.
         start_rate: of these steps.
+        steady: whether the start keeps its rate to the end, and arms go on with the state of its optimiser, so that
+            no arm begins by losing what the start has learned. Otherwise its rate falls, and arms begin anew.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Part:
     trained: Trained = "all"
     start: int = 0
     start_rate: float = 3e-3
+    steady: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class Comparison:
     Attributes:
         parts: by name, in the order in which they are run.
         seeds: of the model at its start, of what is added, and of data.
+        choosing: how many of the seeds, from the first on, choose the learning rate of each arm.
+        fresh: whether these seeds are left out of the results.
+        widen: whether a range of rates is widened where the best one lies at its end.
         text: "shakespeare", or a data set of the hub, which is streamed.
         new_text: what "tuned" and "changes" tune to: "poems" of Shakespeare, or another data set.
         tokenizer: how many word pieces are learned from the text, or the name of a tokenizer of the hub, or "" for the
@@ -73,6 +80,9 @@ class Comparison:
 
     parts: tuple[Part, ...]
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    choosing: int = 1
+    fresh: bool = False
+    widen: bool = False
     text: str = "shakespeare"
     new_text: str = "poems"
     tokenizer: int | str = 512
@@ -118,10 +128,8 @@ def _probe(name: str, **changes: Any) -> Part:
 
 
 def probes() -> tuple[Part, ...]:
-    """The small tasks; the positive control has one layer with one head of four numbers."""
+    """The small tasks, but `recall`, which is a study of its own."""
     return (
-        _probe("relation", model=llama(32, 1, 1, 4, 64), rates=(1e-3, 3e-3, 1e-2), steps=800),
-        _probe("recall"),
         _probe("rebinding"),
         _probe("copy", steps=150),
         _probe("distance", steps=200),
@@ -131,14 +139,18 @@ def probes() -> tuple[Part, ...]:
     )
 
 
-def texts() -> tuple[Part, ...]:
-    """The tasks on text, which share one model and its start."""
+def _continued() -> Part:
+    """A decoder that has learned from plays, which goes on with them."""
     decoder = llama(64, 4, 4, 16, 176)
-    text = Part(
+    return Part(
         "text", "text", BATTERY, decoder, steps=300, batch_size=8, hidden_dim=64, layers="every_other", start=1000
     )
+
+
+def texts() -> tuple[Part, ...]:
+    """The tasks on text but `text`, which is a study of its own; all but the encoder share one model and its start."""
+    text = _continued()
     return (
-        text,
         replace(text, name="tuned", arms=TUNED, trained="additions"),
         replace(text, name="knobs", arms=(*KNOBS, "bilinear", "dot"), rates=(1e-3, 3e-3)),
         replace(text, name="changes", arms=CHANGES, trained="additions", rates=(3e-3,)),
@@ -159,13 +171,32 @@ def texts() -> tuple[Part, ...]:
 def tiny() -> Comparison:
     """One CPU core; the README says how long."""
     order = {part.name: part for part in (*texts(), *probes())}
-    first = ("text", "tuned", "relation", "recall", "sums", "rebinding")
+    first = ("tuned", "sums", "rebinding")
     return Comparison((*(order.pop(name) for name in first), *order.values()))
 
 
-def control() -> Comparison:
-    """The positive control alone, longer: with 800 steps it did not pass."""
-    return replace(tiny(), parts=tuple(replace(part, steps=3200) for part in probes() if part.name == "relation"))
+def text() -> Comparison:
+    """Continued training on text: every arm at every rate, ten seeds, which together choose each arm's rate."""
+    part = replace(_continued(), steady=True, rates=(1e-3, 3e-3, 9e-3))
+    return Comparison((part,), seeds=tuple(range(10)), choosing=10, widen=True)
+
+
+def recall() -> Comparison:
+    """Retrieval, distractors and depth: three seeds choose each arm's rate, ten others give the results."""
+    return Comparison(
+        (_probe("recall", rates=(1e-3, 3e-3, 1e-2)),),
+        seeds=tuple(range(13)),
+        choosing=3,
+        fresh=True,
+        widen=True,
+        measure_every=100,
+    )
+
+
+def few() -> Comparison:
+    """Models trained with an arm from their first step, then tuned as a whole to 16 or 64 rows of another text."""
+    part = replace(_continued(), name="few", arms=FEW, steps=50, rates=(3e-4, 1e-3, 3e-3))
+    return Comparison((part,), seeds=tuple(range(8)), choosing=8, widen=True, measure_every=25)
 
 
 def smollm2() -> Comparison:
@@ -185,7 +216,7 @@ def smollm2() -> Comparison:
 
 
 def small() -> Comparison:
-    """One GPU: a decoder of 25 M parameters on Wikipedia, tuned to stories; three probes, eight times as wide."""
+    """One GPU: a decoder of 25 M parameters on Wikipedia, tuned to stories; two probes, eight times as wide."""
     parts = tuple(
         replace(part, model=_wider(part.model), steps=2 * part.steps, hidden_dim=64)
         if part.kind == "probe"
@@ -196,14 +227,16 @@ def small() -> Comparison:
             batch_size=16,
             start=part.start and 3000,
             start_rate=1e-3,
-            rates=(3e-4, 1e-3, 3e-3)[: len(part.rates)],
+            rates=(1e-4, 3e-4, 1e-3) if part.steady else (3e-4, 1e-3, 3e-3)[: len(part.rates)],
         )
-        for part in tiny().parts
-        if part.name in ("text", "tuned", "encoder", "relation", "recall", "sums")
+        for part in (*text().parts, *recall().parts, *tiny().parts)
+        if part.name in ("text", "tuned", "encoder", "recall", "sums")
     )
     return replace(
         tiny(),
         parts=parts,
+        choosing=3,
+        widen=True,
         text="wikimedia/wikipedia:20231101.en:train",
         new_text="roneneldan/TinyStories",
         tokenizer="google-bert/bert-base-uncased",

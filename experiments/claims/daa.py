@@ -49,6 +49,7 @@ DAA: Final = Paper(
                 "8,392,720, if queries and keys enter with all heads side by side, which the paper does not say.",
                 (_TABLE, "tests/bias/hf/test_handle.py::test_parameters_of_the_paper_on_the_meta_device"),
             ),
+            effect="8.4 M parameters",
         ),
         Claim(
             "D4",
@@ -119,9 +120,19 @@ DAA: Final = Paper(
             Measured("bias_comparison"),
         ),
         Claim(
-            "D15", "Fig. 3", "DAA loses less than a third of F1 to distractor sentences.", Measured("bias_comparison")
+            "D15",
+            "Fig. 3, sec. 5.5.1",
+            "With distractor sentences the F1 of DAA falls by less than a third of the baseline's drop.",
+            Measured("bias_comparison"),
+            effect="less than a third of the baselines' drop in F1",
         ),
-        Claim("D16", "Fig. 4", "DAA retrieves keys from the middle of long contexts.", Measured("bias_comparison")),
+        Claim(
+            "D16",
+            "Fig. 4",
+            "DAA retrieves keys from the middle of long contexts.",
+            Measured("bias_comparison"),
+            effect="close to 90 % against below 50 % right in the middle of 4,096 tokens (Mistral)",
+        ),
         Claim(
             "D17",
             "Table 4",
@@ -134,10 +145,28 @@ DAA: Final = Paper(
             "A trained bias amplifies the operands of a sum and suppresses the rest.",
             Measured("bias_comparison"),
         ),
-        Claim("D19", "Table 5", "Training is 9 % slower, decoding 12 %.", Measured("daa_cost")),
+        Claim(
+            "D19",
+            "Table 5",
+            "Training is 9 % slower, decoding 12 %.",
+            Measured("daa_cost"),
+            effect="9 % less throughput in training, 12 % more latency in decoding",
+        ),
         Claim("D20", "sec. 6", "The guidance network alone can be tuned to a new text.", Measured("bias_comparison")),
         Claim("D21", "sec. 6", "Fine-tuning changes B in ways that show the task.", Measured("bias_comparison")),
         Claim("D22", "sec. 7", "An encoder with dense B gains on masked tokens.", Measured("bias_comparison")),
+        Claim(
+            "D24",
+            "sec. 3.2.4",
+            "One network shared by all heads generalises better than one network a head.",
+            Measured("bias_comparison"),
+        ),
+        Claim(
+            "D25",
+            "sec. 6",
+            "A model trained with DAA learns a new task from fewer examples.",
+            Measured("bias_comparison"),
+        ),
         Claim(
             "D26",
             "sec. 7",

@@ -91,8 +91,8 @@ def test_memory_is_bounded_by_a_tile():
 
 @pytest.mark.parametrize(("d", "rank_8"), [(64, 0.90), (576, 0.835)])
 def test_energy_of_a_random_network(d, rank_8):
-    """Three quarters of a random-init DAA bias, row-centred, is a bias per key; most of it has rank 8."""
-    ones, eights = [], []
+    """Three quarters of a random-init DAA bias, row-centred, have rank 1, with and without a mask; most has rank 8."""
+    ones, eights, masked = [], [], []
     for _ in range(4):
         first, last, n = torch.nn.Linear(2 * d, 64), torch.nn.Linear(64, 1), 256
         q, k = torch.randn(n, d), torch.randn(n, d)
@@ -104,14 +104,17 @@ def test_energy_of_a_random_network(d, rank_8):
         everything = torch.ones(n, n, dtype=torch.bool)
         ones.append(energy(bias, everything, 1))
         eights.append(energy(bias, everything, 8))
-    assert sum(ones) / 4 == pytest.approx(0.75, abs=0.05)
+        masked.append(energy(bias, everything.tril(), 1))
+    assert [sum(ones) / 4, sum(masked) / 4] == pytest.approx([0.75, 0.75], abs=0.05)
     assert sum(eights) / 4 == pytest.approx(rank_8, abs=0.025)
 
 
 def test_energy_under_a_mask():
     n, causal = 48, torch.ones(48, 48, dtype=torch.bool).tril()
     keys, rows = torch.randn(n), torch.randn(n, 1)
-    assert energy(keys + rows, causal, 1) > 0.999  # a bias per key has rank 1, whatever the mask hides
+    assert energy(keys + rows, causal, 1) > 0.999  # a product of one number fits a bias per key over any pairs,
+    means = keys.cumsum(0) / torch.arange(1, n + 1)
+    assert torch.linalg.matrix_rank((keys - means[:, None]).tril()) == n - 1  # whose centred matrix is not of rank 1
     noise = torch.randn(n, n)
     assert energy(keys + rows, ~torch.zeros(n, n, dtype=torch.bool), 1) == pytest.approx(1.0)
     found = [energy(noise, causal, rank) for rank in (1, 2, 4, 8)]

@@ -85,7 +85,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
         "experiments.runner.text.learned_from_training": always(tokenizer),
         "experiments.runner.text.split_text": split,
         "experiments.bias_comparison.data.load_model": loaded,
-        "experiments.bias_comparison.study.load_model": loaded,
+        "experiments.bias_comparison.starts.load_model": loaded,
         "experiments.bias_comparison.data.named_tokenizer": always(tokenizer),
         "experiments.bias_comparison.data.learned_from_training": always(tokenizer),
         "experiments.bias_comparison.data.split_works": split,
@@ -157,20 +157,25 @@ def test_a_short_data_set_has_the_rows_it_has(tmp_path: Path, tokenizer: Any, mo
 
 
 FEWER = {  # arms, where a miniature has more than a test needs
-    "bias_comparison": lambda config: replace(
-        config,
-        parts=tuple(replace(part, arms=ARMS[part.name]) for part in config.parts if part.name in ARMS),
-    ),
+    "bias_comparison": lambda config: replace(config, parts=judged_parts()),
     "geometry_init": lambda config: replace(config, masked=("default", "scaled"), causal=("default", "scaled")),
 }
 ARMS = {
-    "text": ("plain", "dense", "key", "guidance"),
+    "text": ("plain", "dense", "key", "lowrank", "guidance"),
+    "recall": ("plain", "key", "guidance"),
+    "few": ("plain 16", "dense 16", "guidance 16", "plain 64", "dense 64", "guidance 64"),
     "tuned": ("lora", "guidance"),
-    "recall": ("plain", "guidance"),
     "sums": ("plain", "alibi", "guidance"),
-    "knobs": ("width 64", "width 128", "every layer", "He init"),
+    "knobs": ("width 64", "width 16", "width 128", "every layer", "every fourth", "by head", "He init"),
     "changes": ("same text", "new text"),
 }
+
+
+def judged_parts() -> tuple[Any, ...]:
+    """Parts of all scales that two cores run, with the arms that verdicts need."""
+    one = find("bias_comparison")
+    parts = [part for scale in ("tiny", "text", "recall", "few") for part in one.miniature(one.recipes[scale]()).parts]
+    return tuple(replace(part, arms=ARMS[part.name]) for part in parts if part.name in ARMS)
 
 
 @pytest.mark.slow

@@ -221,9 +221,10 @@ class BiasMap(Result):
     def energy(self, rank: int, head: int | None = None) -> dict[int, float]:
         """For each layer the share of the row-centred bias that a bias of that rank could give; NaN where it is zero.
 
-        Rank 1 is what a bias per key can do. A guidance network at random initialisation, on Gaussian queries and keys,
-        has 75 % of its energy in rank 1, and in rank 8 from 90 % (64 channels) to 83 % (many): a trained one says
-        something only beyond that. As few queries as the rank always give 100 %.
+        Fitted over the pairs that exist: see `energy`. A bias per key gives no more than rank 1, which under a causal
+        mask is not the rank of its row-centred matrix. A guidance network at random initialisation, on Gaussian queries
+        and keys, has 75 % of its energy in rank 1, and in rank 8 from 90 % (64 channels) to 83 % (many): a trained one
+        says something only beyond that. As few queries as the rank always give 100 %.
 
         Args:
             rank: at least 1.

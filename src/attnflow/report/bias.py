@@ -67,7 +67,8 @@ def _layers(bias_map: BiasMap) -> Section:
         "Softmax cannot see what is added to all keys of a query alike, so that every number here is of the "
         "row-centred bias. Strength is its root mean square over the pairs that exist. Moved is the weight that goes "
         "to another key because of it, with the same queries and keys. Rank 1 and rank 8 are the shares of its energy "
-        "that a bias per key, and a product of eight numbers, could give: near 100 %, a network per pair buys little."
+        "that a product of one number, or of eight, for each query and key could give; a bias per key gives at most "
+        "the first. Near 100 %, a network per pair buys little."
     )
     layers = list(bias_map)
     columns = {
