@@ -138,5 +138,11 @@ DAA: Final = Paper(
         Claim("D20", "sec. 6", "The guidance network alone can be tuned to a new text.", Measured("bias_comparison")),
         Claim("D21", "sec. 6", "Fine-tuning changes B in ways that show the task.", Measured("bias_comparison")),
         Claim("D22", "sec. 7", "An encoder with dense B gains on masked tokens.", Measured("bias_comparison")),
+        Claim(
+            "D23",
+            "sec. 3.2.2",
+            "A network on query and key learns relations that a bilinear form of them lacks the capacity for.",
+            Measured("pairwise_control"),
+        ),
     ),
 )
