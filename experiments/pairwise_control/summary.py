@@ -30,20 +30,20 @@ def summarise(folder: Path, results: Path) -> str:
     """Write results.csv, results.json and figure.png, and return the table.
 
     Raises:
-        FileNotFoundError: no study in the folder, or no arm of it has run with all rates.
+        FileNotFoundError: no study in the folder, or no seed of it has run with every arm and rate.
         MissingExtra: matplotlib is not installed.
     """
     settings, records = read_study(folder)
-    config = settings["config"]
     runs = {Job(**run["job"]): run for run in records}
+    config = {**settings["config"], "seeds": _complete(settings["config"], runs)}
+    if not config["seeds"]:
+        raise FileNotFoundError(f"no seed in {folder} has run with every arm and rate")
     found = {
-        (rung, arm): arm_found
+        (rung, arm): one
         for rung in config["rungs"]
         for arm in config["arms"]
-        if (arm_found := _chosen(name_of(rung, arm), config, runs)) is not None
+        if (one := _chosen(name_of(rung, arm), config, runs)) is not None
     }
-    if not found:
-        raise FileNotFoundError(f"no arm in {folder} has run with every rate and seed")
     task = Task(**config["task"])
     content = {
         "seeds": config["seeds"],
@@ -61,6 +61,13 @@ def summarise(folder: Path, results: Path) -> str:
     write_table(results / "results.csv", *_table(found, runs))
     figure(content).savefig(results / "figure.png", dpi=130)
     return _printed(content)
+
+
+def _complete(config: Mapping[str, Any], runs: Mapping[Job, Record]) -> list[int]:
+    """The seeds that have run with every arm and every rate of the study."""
+    names = [name_of(rung, arm) for rung in config["rungs"] for arm in config["arms"]]
+    jobs = [(name, rate) for name in names for rate in config["rates"]]
+    return [seed for seed in config["seeds"] if all(Job(name, rate, seed) in runs for name, rate in jobs)]
 
 
 def _chosen(name: str, config: Mapping[str, Any], runs: Mapping[Job, Record]) -> Chosen | None:

@@ -89,15 +89,16 @@ def test_ceilings_are_those_of_problems_that_are_drawn() -> None:
 
 
 def test_a_bias_of_the_key_alone_is_bounded() -> None:
-    """The bound holds for random biases with any slope, and is above the best one that was found, below all."""
+    """Of all slopes, and also where the range of queries is narrower than twice the distance."""
     bound = ceilings.key_only_bound(TASK)
     torch.manual_seed(0)
     bias = torch.randn(500, len(TASK.numbers)).double() * torch.logspace(0, 2, 500)[:, None]
     slopes = torch.randint(-1, 2, (500, 1, 1))
     scores = slopes * TASK.queries[:, None] * TASK.numbers + bias[:, None]
     assert ceilings.accuracy(TASK, scores).max() < bound < 1
-    narrow = Task(reach=5)  # a range of 10, less than twice the distance
-    assert ceilings.key_only_bound(narrow) < 1
+    narrow = Task(distance=4, reach=3, margin=2)
+    found = ceilings.best_key_only(narrow)
+    assert ceilings.best_end(narrow) < found < ceilings.key_only_bound(narrow) < 1
 
 
 @pytest.mark.parametrize(
