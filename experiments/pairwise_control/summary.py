@@ -35,7 +35,7 @@ def summarise(folder: Path, results: Path) -> str:
     """
     settings, records = read_study(folder)
     runs = {Job(**run["job"]): run for run in records}
-    config = {**settings["config"], "seeds": _complete(settings["config"], runs)}
+    config: dict[str, Any] = {**settings["config"], "seeds": _complete(settings["config"], runs)}
     if not config["seeds"]:
         raise FileNotFoundError(f"no seed in {folder} has run with every arm and rate")
     found = {
