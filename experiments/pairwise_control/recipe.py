@@ -13,6 +13,7 @@ from experiments.runner.files import read
 from experiments.runner.statistics import Interval
 
 SMALLEST: Final = 0.02  # the smallest difference of interest: 2 points of accuracy
+SEEDS: Final = 5
 _NETWORKS: Final = ("network", "block")  # rungs with a feed-forward layer before attention
 
 
@@ -25,11 +26,11 @@ def judge(results: Path) -> Sequence[Judgement]:
     """By guidance less the product of low rank, at the rung without a network and at those with one.
 
     Confirmed: above 0 at all of them. Corrected: above 0 without a network, and less than `SMALLEST` with one, both
-    ends. Refuted: less than `SMALLEST` without a network. Otherwise not confirmed.
+    ends. Refuted: less than `SMALLEST` without a network. Otherwise not confirmed. Fewer than `SEEDS` are not judged.
     """
     content = read(results / "results.json")
     less = {row["rung"]: Interval(*row["best rates"]) for row in content["differences"] if row["less"] == "lowrank"}
-    if not {"nothing", *_NETWORKS} <= set(less):
+    if len(content["seeds"]) < SEEDS or not {"nothing", *_NETWORKS} <= set(less):
         return []
     alone, beside = less["nothing"], [less[rung] for rung in _NETWORKS]
     verdict: Verdict = "not confirmed"

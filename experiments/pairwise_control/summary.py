@@ -154,7 +154,7 @@ def figure(content: Mapping[str, Any]) -> Any:
         axes.errorbar(places, middle, reach, fmt="o", color=colour(arm), markersize=8, capsize=4, label=arm)
     for number in range(1, len(rungs)):
         axes.axvline(number - 0.5, color="0.85", linewidth=1)
-    _draw_ceilings(axes, content["ceilings"], len(rungs))
+    _draw_ceilings(axes, content["ceilings"])
     axes.set_xticks(range(len(rungs)), [_SHOWN[rung] for rung in rungs], fontsize=SIZE)
     axes.set_xlabel("what stands before the attention that answers", fontsize=SIZE)
     axes.set_ylabel("right answers, %", fontsize=SIZE)
@@ -165,15 +165,21 @@ def figure(content: Mapping[str, Any]) -> Any:
     return drawn
 
 
-def _draw_ceilings(axes: Any, ceilings: Mapping[str, float], rungs: int) -> None:
+def _draw_ceilings(axes: Any, ceilings: Mapping[str, float]) -> None:
     """Across the first rung, where they hold."""
     lines: Sequence[tuple[str, str, str]] = (
-        ("key-only bound", "key", "no key-only bias\nis above"),
-        ("best key-only found", "key", "best key-only\nscores found"),
-        ("best end", "plain", "best choice\nof an end"),
+        ("key-only bound", "key", "bound of key-only scores"),
+        ("best key-only found", "key", "best key-only scores found"),
+        ("best end", "plain", "best choice of an end"),
     )
     for name, arm, text in lines:
         height = 100 * ceilings[name]
         axes.plot([-0.5, 0.5], [height, height], color=colour(arm), linestyle="--", linewidth=1.5)
-        if rungs > 1:
-            axes.text(0.53, height, text, color=colour(arm), fontsize=0.7 * SIZE, va="center")
+        axes.annotate(
+            text,
+            (-0.48, height),
+            xytext=(0, 6),
+            textcoords="offset points",
+            color=colour(arm),
+            fontsize=0.7 * SIZE,
+        )

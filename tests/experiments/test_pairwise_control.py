@@ -118,7 +118,8 @@ def test_the_claim_is_judged_without_and_with_a_network(tmp_path: Any, nothing, 
         {"rung": rung, "less": "lowrank", "best rates": [sum(pair) / 2, *pair]} for rung, pair in ends.items()
     ]
     rows = [{"rung": rung, "arm": arm, "accuracy": [0.5, 0, 1]} for rung in ends for arm in ("guidance", "lowrank")]
-    (tmp_path / "results.json").write_text(json.dumps({"differences": differences, "rows": rows}))
+    content = {"seeds": list(range(5)), "differences": differences, "rows": rows}
+    (tmp_path / "results.json").write_text(json.dumps(content))
     assert [(one.claim, one.verdict) for one in judge(tmp_path)] == [("D23", verdict)]
-    (tmp_path / "results.json").write_text(json.dumps({"differences": differences[:2], "rows": rows}))
+    (tmp_path / "results.json").write_text(json.dumps({**content, "seeds": list(range(4))}))
     assert judge(tmp_path) == []
