@@ -167,18 +167,18 @@ def figure(content: Mapping[str, Any]) -> Any:
 
 def _draw_ceilings(axes: Any, ceilings: Mapping[str, float]) -> None:
     """Across the first rung, where they hold."""
-    lines: Sequence[tuple[str, str, str]] = (
-        ("key-only bound", "key", "bound of key-only scores"),
-        ("best key-only found", "key", "best key-only scores found"),
-        ("best end", "plain", "best choice of an end"),
+    lines: Sequence[tuple[str, str, str, float]] = (
+        ("key-only bound", "key", "bound of key-only scores", 6),
+        ("best key-only found", "key", "best key-only scores found", 6),
+        ("best end", "plain", "best choice of an end", -20),  # below the points, which lie on the line
     )
-    for name, arm, text in lines:
+    for name, arm, text, away in lines:
         height = 100 * ceilings[name]
         axes.plot([-0.5, 0.5], [height, height], color=colour(arm), linestyle="--", linewidth=1.5)
         axes.annotate(
             text,
             (-0.48, height),
-            xytext=(0, 6),
+            xytext=(0, away),
             textcoords="offset points",
             color=colour(arm),
             fontsize=0.7 * SIZE,
