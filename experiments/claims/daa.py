@@ -156,6 +156,12 @@ DAA: Final = Paper(
         Claim("D21", "sec. 6", "Fine-tuning changes B in ways that show the task.", Measured("bias_comparison")),
         Claim("D22", "sec. 7", "An encoder with dense B gains on masked tokens.", Measured("bias_comparison")),
         Claim(
+            "D23",
+            "sec. 3.2.2",
+            "A network on query and key learns relations that a bilinear form of them lacks the capacity for.",
+            Measured("pairwise_control"),
+        ),
+        Claim(
             "D24",
             "sec. 3.2.4",
             "One network shared by all heads generalises better than one network a head.",
