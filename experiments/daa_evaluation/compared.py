@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from attnflow._core.markup import aligned
-from experiments.daa_evaluation.likelihood import ALIBI, BASE, GSM8K, HUMANEVAL, SCORED, SHOTS
+from experiments.daa_evaluation.likelihood import ALIBI, BASE, GSM8K, HUMANEVAL, SHOTS, split_name
 from experiments.daa_evaluation.perturbed import ANSWER, RESULT
 from experiments.runner.figures import SIZE, canvas, colour
 from experiments.runner.files import write, write_table
@@ -32,7 +32,7 @@ def summarise(folder: Path, results: Path) -> str:
     """
     about, runs = read_study(folder)
     config = about["config"]
-    found = values_of(runs)
+    found = values_of(runs, config)
     rows = [row for (arm, name) in found for row in _rows(found, arm, name)]
     content = {
         "interval": "95 %, Student's t: 'items', and of a value, over items in the mean of seeds; 'seeds' over seeds",
@@ -51,7 +51,7 @@ def summarise(folder: Path, results: Path) -> str:
         },
         "prompting": _prompting(found),
         "rates": _rates(config, runs),
-        "base, choosing": next((run["choosing"] for run in runs if run["job"]["arm"] == BASE), None),
+        "base, choosing": next((run["choosing"] for run in runs if "choosing" in run), None),
         "items": about["items"],
         "parameters": about["parameters"],
         "passages in common": about["passages in common with the items"],
@@ -66,18 +66,34 @@ def summarise(folder: Path, results: Path) -> str:
     return table(rows)
 
 
-def values_of(runs: Sequence[Record]) -> dict[tuple[str, str], Values]:
-    """(arm, benchmark) -> values by seed and item, of all runs that were scored."""
-    held: dict[tuple[str, str], list[tuple[int, Values]]] = {}
-    for run in runs:
-        for name, rows in run.get("scores", {}).items():
-            key = run["job"]["arm"].removeprefix(SCORED), name
-            held.setdefault(key, []).append((run["job"]["seed"] or 0, measured(rows)))
+def values_of(runs: Sequence[Record], config: Mapping[str, Any]) -> dict[tuple[str, str], Values]:
+    """(arm, benchmark) -> values by seed and item, of the parts and seeds that `complete` says."""
+    scored = {(*split_name(run["job"]["arm"]), run["job"]["seed"]): run["scores"] for run in runs if "scores" in run}
+    parts, seeds = complete(set(scored), config)
     found: dict[tuple[str, str], Values] = {}
-    for key, each in held.items():
-        each.sort(key=lambda one: one[0])
-        found[key] = {measure: np.stack([values[measure] for _, values in each]) for measure in each[0][1]}
+    for arm in dict.fromkeys([BASE, ALIBI, *config["arms"]]):
+        own = [None] if arm in (BASE, ALIBI) else seeds
+        held = [[scored.get((part, arm, seed)) for part in parts] for seed in own]
+        if not held or None in [one for each in held for one in each]:
+            continue
+        for name in held[0][0] or ():
+            values = [measured([row for part in each for row in (part or {})[name]]) for each in held]
+            found[arm, name] = {measure: np.stack([one[measure] for one in values]) for measure in values[0]}
     return found
+
+
+def complete(scored: Set[tuple[int, str, Any]], config: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """(parts, seeds) that all arms have: the parts with all seeds, or the first part with those that it has."""
+
+    def seeds(part: int) -> list[int]:
+        return [seed for seed in config["seeds"] if all((part, arm, seed) in scored for arm in config["arms"])]
+
+    parts = [
+        part
+        for part in range(config["parts"])
+        if seeds(part) == list(config["seeds"]) and {(part, BASE, None), (part, ALIBI, None)} <= scored
+    ]
+    return (parts, list(config["seeds"])) if parts else ([0], seeds(0))
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> Values:
@@ -141,7 +157,7 @@ def _prompting(found: Mapping[tuple[str, str], Values]) -> dict[str, Any]:
     own = found.get((GUIDANCE, GSM8K))
     others = {shots: found.get((BASE, f"{GSM8K} {shots}")) for shots in SHOTS} | {ALIBI: found.get((ALIBI, GSM8K))}
     return {
-        name: {measure: difference(own, other, measure) for measure in (NATS, STEPS, MARGIN)}
+        name: {measure: difference(own, other, measure) for measure in (NATS, STEPS)}
         for name, other in others.items()
         if own is not None and other is not None
     }
@@ -149,7 +165,7 @@ def _prompting(found: Mapping[tuple[str, str], Values]) -> dict[str, Any]:
 
 def _rates(config: Mapping[str, Any], runs: Sequence[Record]) -> dict[str, Any]:
     """What was tried for each arm: the loss for choosing of each seed at each rate, and the rate that was taken."""
-    swept = {Job(**run["job"]): run for run in runs if run["job"]["rate"] and not run["job"]["arm"].startswith(SCORED)}
+    swept = {Job(**run["job"]): run for run in runs if "measured" in run or DIVERGED in run}
     seeds = config["seeds"]
     table: dict[str, Any] = {}
     for arm in config["arms"]:

@@ -24,7 +24,7 @@ from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan, Read, best_rate, choosing_loss, swept, tried_rates
 from experiments.runner.training import Loop, cosine, decayed, train
 
-BASE, ALIBI, SCORED = "base", "alibi", "scored "
+BASE, ALIBI = "base", "alibi"
 SHOTS: Final = ("five-shot", "chain of thought")
 GSM8K, HUMANEVAL = "gsm8k", "humaneval"
 
@@ -44,6 +44,8 @@ class Likelihood:
         held_out: rows for choosing.
         hidden_dim: of the guidance network, in every other layer; it sets the parameters of every arm.
         items: of each benchmark, at equal distances; 0: all.
+        parts: in which the items are scored, one after the other and each of items at equal distances: a study that is
+            cut short has all arms and seeds on the first ones.
         tokens_per_pass: see `tasks.score`.
     """
 
@@ -52,49 +54,54 @@ class Likelihood:
     rates: tuple[float, ...] = (3e-3, 1e-2)
     seeds: tuple[int, ...] = (0, 1, 2)
     length: int = 128
-    steps: int = 16
+    steps: int = 12
     warmup: int = 2
-    held_out: int = 12
+    held_out: int = 8
     hidden_dim: int = 64
     items: int = 0
+    parts: int = 4
     tokens_per_pass: int = 1024
 
 
 def setup(config: Likelihood) -> Setup:
-    """The base first; then every arm with every rate and seed; then, seed by seed, every arm at its best rate."""
+    """The base on the first items; every arm with every rate and seed; then, part by part, all arms at their best."""
     model, tokenizer = load_model(config.model, dtype="float32")
     texts = practice(tokenizer, config.length, config.held_out)
     chosen = {name: sources.chosen(items, config.items or None) for name, items in _items().items()}
     golds = {GSM8K: word_problems(chosen[GSM8K], tokenizer), HUMANEVAL: programs(chosen[HUMANEVAL], tokenizer)}
     examples = {name: tuple(tokenizer(shown(name), add_special_tokens=False)["input_ids"]) for name in SHOTS}
 
+    def scored(part: int, benchmarks: Sequence[str] = (GSM8K, HUMANEVAL)) -> dict[str, Any]:
+        size = config.tokens_per_pass
+        return {name: scores(model, golds[name][part :: config.parts], size) for name in benchmarks}
+
+    def of_base(part: int) -> dict[str, object]:
+        some = golds[GSM8K][part :: config.parts]
+        behind = {
+            f"{GSM8K} {name}": scores(model, _behind(some, shots), 2 * config.tokens_per_pass)
+            for name, shots in examples.items()
+        }
+        return {"choosing": _loss(model, texts.choosing), "scores": {**scored(part), **behind}}
+
     def run(job: Job, folder: Path, progress: Progress) -> Mapping[str, object]:
-        if job.arm == BASE:
-            found = {name: scores(model, gold, config.tokens_per_pass) for name, gold in golds.items()}
-            more = {
-                f"{GSM8K} {name}": scores(model, _behind(golds[GSM8K], shots), config.tokens_per_pass)
-                for name, shots in examples.items()
-            }
-            return {"choosing": _loss(model, texts.choosing), "scores": {**found, **more}}
-        if job.arm == ALIBI:
+        part, name = split_name(job.arm)
+        if name == BASE:
+            return of_base(part)
+        if name == ALIBI:
             handle = attach(model, AlibiConfig())
             try:
-                return {"scores": {GSM8K: scores(model, golds[GSM8K], config.tokens_per_pass)}}
+                return {"scores": scored(part, [GSM8K])}
             finally:
                 handle.remove()
-        name = job.arm.removeprefix(SCORED)
         arm = arm_of(model, name, config.hidden_dim)
         seed, rate = cast(int, job.seed), cast(float, job.rate)
         with fitted(model, arm, seed) as trained:
             place = folder.parent / Job(name, rate, seed).name / "training"
             log = _train(trained, texts, config, place, (name, rate, seed), progress)
-            if name == job.arm:
-                return {
-                    "parameters": arm.parameters,
-                    "log": log,
-                    "measured": [{"step": config.steps, "choosing": _loss(trained, texts.choosing)}],
-                }
-            return {"scores": {key: scores(model, gold, config.tokens_per_pass) for key, gold in golds.items()}}
+            if name != job.arm:
+                return {"scores": scored(part)}
+            choosing = _loss(trained, texts.choosing)
+            return {"log": log, "measured": [{"step": config.steps, "choosing": choosing}]}
 
     every = swept(config.arms, config.rates, config.seeds, choosing_loss, choosing=len(config.seeds))
 
@@ -102,10 +109,17 @@ def setup(config: Likelihood) -> Setup:
         if wider := every.then(read):
             return wider
         best = {arm: rate_of(arm, config.rates, config.seeds, read) for arm in config.arms}
-        return [Job(f"{SCORED}{arm}", best[arm], seed) for seed in config.seeds for arm in config.arms]
+        return [
+            job
+            for part in range(config.parts)
+            for job in (
+                Job(f"{part} {BASE}"),
+                Job(f"{part} {ALIBI}"),
+                *(Job(f"{part} {arm}", best[arm], seed) for seed in config.seeds for arm in config.arms),
+            )
+        ]
 
-    first = (Job(BASE), Job(ALIBI), *every.first)
-    count = len(first) + len(config.arms) * len(config.seeds)
+    count = len(every.first) + config.parts * (2 + len(config.arms) * len(config.seeds))
     about = {
         "parameters": {arm: arm_of(model, arm, config.hidden_dim).parameters for arm in config.arms},
         "items": {name: _counted(gold) for name, gold in golds.items()},
@@ -115,7 +129,17 @@ def setup(config: Likelihood) -> Setup:
             [str(value) for items in chosen.values() for item in items for value in item.values()],
         ),
     }
-    return Setup(Plan(first, then, count), run, about)
+    return Setup(Plan((Job(f"0 {BASE}"), *every.first), then, count), run, about)
+
+
+def split_name(name: str) -> tuple[int, str]:
+    """(part of the items, arm) of a job that scores; one that only trains has its arm alone.
+
+    >>> split_name("2 guidance"), split_name("guidance")
+    ((2, 'guidance'), (0, 'guidance'))
+    """
+    part, _, arm = name.rpartition(" ")
+    return int(part or 0), arm
 
 
 def rate_of(arm: str, rates: Sequence[float], seeds: Sequence[int], read: Read) -> float:
@@ -153,8 +177,8 @@ def _items() -> dict[str, list[sources.Item]]:
 
 
 def _behind(golds: Sequence[Gold], examples: tuple[int, ...]) -> list[Gold]:
-    """The same problems after examples."""
-    return [Gold(one.name, (*examples, *one.prompt), one.solution, one.split, one.wrong) for one in golds]
+    """The same problems after examples; without wrong solutions."""
+    return [Gold(one.name, (*examples, *one.prompt), one.solution, one.split, ()) for one in golds]
 
 
 def _counted(golds: Sequence[Gold]) -> dict[str, int]:

@@ -46,7 +46,7 @@ def miniature(config: Config) -> Config:
     """Two steps of short rows, two items of each benchmark."""
     if isinstance(config, Likelihood):
         arms = ("guidance", "key")
-        return replace(config, arms=arms, seeds=(0, 1), length=16, steps=2, warmup=1, held_out=4, items=2)
+        return replace(config, arms=arms, seeds=(0, 1), length=16, steps=2, warmup=1, held_out=4, items=2, parts=1)
     return replace(
         config,
         dtype="float32",

@@ -10,7 +10,7 @@ import torch
 from attnflow.bias import GuidanceConfig, attach
 from attnflow.models.loaded import Loaded
 from experiments.daa_evaluation import likelihood
-from experiments.daa_evaluation.compared import difference, measured
+from experiments.daa_evaluation.compared import complete, difference, measured
 from experiments.daa_evaluation.likelihood import Likelihood, scores
 from experiments.daa_evaluation.perturbed import Gold, programs, word_problems
 from experiments.daa_evaluation.recipe import judge, miniature
@@ -101,12 +101,12 @@ def test_an_arm_is_scored_the_same_when_its_weights_are_lost(monkeypatch: pytest
         (tmp_path / place / job.name).mkdir(parents=True, exist_ok=True)
         return run(job, tmp_path / place / job.name, lambda *_: None)
 
-    before = made(Job("base"), "here")
+    before = made(Job("0 base"), "here")
     made(Job("guidance", 0.5, 0), "here")
-    scored = made(Job("scored guidance", 0.5, 0), "here")
-    assert scored == made(Job("scored guidance", 0.5, 0), "elsewhere")
+    scored = made(Job("0 guidance", 0.5, 0), "here")
+    assert scored == made(Job("0 guidance", 0.5, 0), "elsewhere")
     assert scored["scores"]["gsm8k"] != before["scores"]["gsm8k"]
-    assert made(Job("base"), "here") == before
+    assert made(Job("0 base"), "here") == before
 
 
 def test_differences_are_paired_by_item_and_by_seed() -> None:
@@ -123,6 +123,18 @@ def test_differences_are_paired_by_item_and_by_seed() -> None:
     assert found["items"][2] == pytest.approx(2.0 + 12.706 * 0.5, rel=1e-4)  # 1.5 and 2.5
     assert found["seeds"][1] == pytest.approx(2.0 - 12.706 * 0.5, rel=1e-4)
     assert difference(arm, arm, "margin")["items"] == [0.0, 0.0, 0.0]
+
+
+def test_a_study_that_was_cut_short_has_what_all_arms_have() -> None:
+    config = {"arms": ["guidance", "key"], "seeds": [0, 1], "parts": 2}
+    scored: set[tuple[int, str, Any]] = {(part, name, None) for part in (0, 1) for name in ("base", "alibi")}
+    scored |= {(0, "guidance", 0), (0, "key", 0), (0, "guidance", 1)}
+    assert complete(scored, config) == ([0], [0])
+    scored |= {(0, "key", 1), (1, "guidance", 0), (1, "key", 0)}
+    assert complete(scored, config) == ([0], [0, 1])
+    scored |= {(1, "guidance", 1), (1, "key", 1)}
+    assert complete(scored, config) == ([0, 1], [0, 1])
+    assert complete(scored - {(0, "base", None)}, config) == ([1], [0, 1])
 
 
 def around(value: float, over_seeds: float = 0.01) -> dict[str, list[float]]:
