@@ -37,6 +37,7 @@ def summarise(folder: Path, results: Path) -> str:
     content = {
         "interval": "95 %, Student's t: 'items', and of a value, over items in the mean of seeds; 'seeds' over seeds",
         "measures": "nats of each solution per token of it; margin: log p(gold) - log p(wrong), mean of an item's",
+        "seeds": len(config["seeds"]),
         "rows": rows,
         "guidance less": {
             name: {
@@ -61,7 +62,7 @@ def summarise(folder: Path, results: Path) -> str:
     head = ["benchmark", "arm", "measure", "seeds", "items", "value", "low", "high", "less_base"]
     head += ["items_low", "items_high", "seeds_low", "seeds_high"]
     write_table(results / "results.csv", head, (_cells(row) for row in rows))
-    if any(row["less base"] for row in rows):
+    if any(row["less base"] and row["arm"] != ALIBI for row in rows):
         figure(rows).savefig(results / "figure.png", dpi=150)
     return table(rows)
 

@@ -89,7 +89,7 @@ def _compared(
     one, base = rows[arm, name], rows[BASE, name]
     said = f"{_said(one)} ({arm}) against {_said(base)} (base); paired difference {_points(one['difference'])}."
     if one["right"] + base["right"] < FLOOR:
-        return Judgement(claim, "not testable here", f"The model is too weak: {said}")
+        return Judgement(claim, "not testable here", f"The model is too weak: {said}", ("floor",))
     return Judgement(claim, _sign(one["difference"]), said)
 
 
@@ -105,7 +105,7 @@ def _best(arm: str, rows: Mapping[tuple[str, str], Any]) -> Judgement:
     )
     sentence = f"GSM8k: {_said(own)} ({arm}, zero-shot) against {said}."
     if own["right"] + max((row["right"] for row in others.values()), default=0) < FLOOR:
-        return Judgement("D11", "not testable here", f"The model is too weak: {sentence}")
+        return Judgement("D11", "not testable here", f"The model is too weak: {sentence}", ("floor",))
     verdicts = [_sign(_difference(own, row)) for row in others.values()]
     verdict: Verdict = "not confirmed"
     if "refuted" in verdicts:

@@ -158,7 +158,7 @@ def content(nats: float, margin: float, control: float, prompted: tuple[float, f
     both = ("nats per token", "nats per token before the answer")
     shots = {name: dict(zip(both, map(around, prompted), strict=True)) for name in ("five-shot", "chain of thought")}
     shots["alibi"] = dict.fromkeys(both, around(-3.0))
-    return {"rows": rows, "guidance less": dict.fromkeys(("gsm8k", "humaneval"), less), "prompting": shots}
+    return {"seeds": 3, "rows": rows, "guidance less": dict.fromkeys(("gsm8k", "humaneval"), less), "prompting": shots}
 
 
 @pytest.mark.parametrize(
@@ -180,3 +180,8 @@ def test_the_rule_of_the_claims(made, verdict, tags, prompting, tmp_path) -> Non
     assert found["D8"].tags == found["D9"].tags == tags
     assert found["D10"].verdict == "not testable here"
     assert found["D11"].verdict == prompting
+    write(tmp_path / "results.json", {**made, "seeds": 4})
+    early = {one.claim: one for one in judge(tmp_path)}
+    assert {one.verdict for one in early.values()} == {"not testable here"}
+    assert early["D9"].tags == ("floor",)
+    assert "3 of 4 seeds" in early["D9"].sentence
