@@ -62,7 +62,7 @@ def summarise(folder: Path, results: Path) -> str:
     head = ["benchmark", "arm", "measure", "seeds", "items", "value", "low", "high", "less_base"]
     head += ["items_low", "items_high", "seeds_low", "seeds_high"]
     write_table(results / "results.csv", head, (_cells(row) for row in rows))
-    if any(row["less base"] and row["arm"] != ALIBI for row in rows):
+    if any(row["less base"] for row in rows):
         figure(rows).savefig(results / "figure.png", dpi=150)
     return table(rows)
 
@@ -138,7 +138,7 @@ def _rows(found: Mapping[tuple[str, str], Values], arm: str, name: str) -> list[
         if not kept.size or (measure == STEPS and name == HUMANEVAL):
             continue
         base = found.get((BASE, name))
-        compared = None if arm == BASE or base is None else difference(found[arm, name], base, measure)
+        compared = None if arm in (BASE, ALIBI) or base is None else difference(found[arm, name], base, measure)
         rows.append(
             {
                 "benchmark": name,
@@ -210,7 +210,6 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     places = [(name, measure) for name in (GSM8K, HUMANEVAL) for measure in (NATS, MARGIN)]
     for axes, (name, measure) in zip(panels.flatten(), places, strict=True):
         some = [row for row in rows if (row["benchmark"], row["measure"]) == (name, measure) and row["less base"]]
-        some = [row for row in some if row["arm"] != ALIBI]  # far off: it would hide the rest
         for place, row in enumerate(reversed(some)):
             for shift, over, width in ((0.0, "items", 3.0), (-0.22, "seeds", 1.2)):
                 mean, low, high = row["less base"][over]
