@@ -9,18 +9,44 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.daa_evaluation.study import PROMPTED, Evaluation, paper, setup, small, tiny
-from experiments.daa_evaluation.summary import BASE, summarise
-from experiments.runner.experiment import Experiment, Judgement, Verdict
+from experiments.daa_evaluation import compared, likelihood, study, summary
+from experiments.daa_evaluation.likelihood import Likelihood
+from experiments.daa_evaluation.study import PROMPTED, Evaluation, paper, small
+from experiments.daa_evaluation.summary import BASE
+from experiments.daa_evaluation.verdict import judged
+from experiments.runner.experiment import Experiment, Judgement, Setup, Verdict
 from experiments.runner.files import read
 from experiments.runner.statistics import interval
+from experiments.runner.study import read_study
 
 FLOOR: Final = 5  # right answers of two arms together below which nothing is said of a benchmark
 DAA: Final = ("guidance continued", "guidance")  # the first that has been run is judged
 
 
-def miniature(config: Evaluation) -> Evaluation:
+Config = Likelihood | Evaluation  # "tiny" measures likelihoods, the others the benchmarks as they are
+
+
+def setup(config: Config) -> Setup:
+    """The study of a config."""
+    return likelihood.setup(config) if isinstance(config, Likelihood) else study.setup(config)
+
+
+def summarise(folder: Path, results: Path) -> str:
+    """Of whichever study lies there.
+
+    Raises:
+        FileNotFoundError: none does.
+    """
+    about, _ = read_study(folder)
+    kind = compared if "held_out" in about["config"] else summary
+    return kind.summarise(folder, results)
+
+
+def miniature(config: Config) -> Config:
     """Two steps of short rows, two items of each benchmark."""
+    if isinstance(config, Likelihood):
+        arms = ("guidance", "key")
+        return replace(config, arms=arms, seeds=(0, 1), length=16, steps=2, warmup=1, held_out=4, items=2, parts=1)
     return replace(
         config,
         dtype="float32",
@@ -39,8 +65,10 @@ def miniature(config: Evaluation) -> Evaluation:
 
 
 def judge(results: Path) -> Sequence[Judgement]:
-    """By the paired interval over items; below a floor of right answers nothing can be said."""
+    """Likelihoods as `verdict` has it; benchmarks by the paired interval over items, with a floor of right answers."""
     content = read(results / "results.json")
+    if "guidance less" in content:
+        return judged(content)
     rows = {(row["arm"], row["benchmark"]): row for row in content["rows"]}
     daa = next((arm for arm in DAA if any(arm == one for one, _ in rows)), None)
     if daa is None:
@@ -61,7 +89,7 @@ def _compared(
     one, base = rows[arm, name], rows[BASE, name]
     said = f"{_said(one)} ({arm}) against {_said(base)} (base); paired difference {_points(one['difference'])}."
     if one["right"] + base["right"] < FLOOR:
-        return Judgement(claim, "not testable here", f"The model is too weak: {said}")
+        return Judgement(claim, "not testable here", f"The model is too weak: {said}", ("floor",))
     return Judgement(claim, _sign(one["difference"]), said)
 
 
@@ -77,7 +105,7 @@ def _best(arm: str, rows: Mapping[tuple[str, str], Any]) -> Judgement:
     )
     sentence = f"GSM8k: {_said(own)} ({arm}, zero-shot) against {said}."
     if own["right"] + max((row["right"] for row in others.values()), default=0) < FLOOR:
-        return Judgement("D11", "not testable here", f"The model is too weak: {sentence}")
+        return Judgement("D11", "not testable here", f"The model is too weak: {sentence}", ("floor",))
     verdicts = [_sign(_difference(own, row)) for row in others.values()]
     verdict: Verdict = "not confirmed"
     if "refuted" in verdicts:
@@ -112,10 +140,10 @@ def _points(value: Sequence[float]) -> str:
 EXPERIMENT: Final = Experiment(
     name="daa_evaluation",
     question="Does a learned bias raise language-model benchmarks above the base, ALiBi and prompting?",
-    recipes={"tiny": tiny, "small": small, "paper": paper},
+    recipes={"tiny": Likelihood, "small": small, "paper": paper},
     setup=setup,
     summarise=summarise,
     miniature=miniature,
     judge=judge,
-    packages=("torch", "transformers", "lm_eval", "attnflow"),
+    packages=("torch", "transformers", "lm_eval", "networkx", "peft", "attnflow"),
 )

@@ -1,4 +1,4 @@
-"""The settings of the study, and one arm of it: trained, then measured benchmark by benchmark."""
+"""The benchmarks as they are, for the scales with a GPU: an arm is trained, then measured benchmark by benchmark."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNTRAINED: Final = ("base", "alibi")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is trained and measured. The defaults are the scale "tiny".
+    """What is trained and measured; `small` and `paper` say how much.
 
     Attributes:
         model: as `af.load_model` takes it.
@@ -88,11 +88,6 @@ class Evaluation:
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
     tokens: int | None = 128
     batch: int = 25
-
-
-def tiny() -> Evaluation:
-    """Two CPU cores; the README says how long."""
-    return Evaluation()
 
 
 def small() -> Evaluation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -38,7 +39,7 @@ def humaneval() -> list[Item]:
 
 
 def gsm8k(source: str = PACKAGED) -> list[Item]:
-    """Problems of the test part: "question" and "answer", a number as text.
+    """Problems of the test part: "question", "answer", a number as text, and "solution", the steps to it in one line.
 
     Args:
         source: "package" for the 100 that one ships (drawn at random from the 1,319), or a data set of the hub.
@@ -48,11 +49,13 @@ def gsm8k(source: str = PACKAGED) -> list[Item]:
         MissingExtra: a data set, and `datasets` is not installed.
     """
     if source == PACKAGED:
-        return [{"question": case["prompt"], "answer": case["expected"]} for case in _lines(GSM8K)]
-    return [
-        {"question": row["question"], "answer": row["answer"].rpartition("####")[2].strip().replace(",", "")}
-        for row in rows(source)
-    ]
+        found = [(case["prompt"], case["expected"], case["upstream_answer"]) for case in _lines(GSM8K)]
+    else:
+        found = [
+            (row["question"], row["answer"].rpartition("####")[2].strip().replace(",", ""), row["answer"])
+            for row in rows(source)
+        ]
+    return [{"question": asked, "answer": answer, "solution": _steps(told)} for asked, answer, told in found]
 
 
 def examples(count: int = 5) -> list[tuple[str, str]]:
@@ -158,6 +161,15 @@ def rows(source: str) -> Iterable[Item]:
     name, _, rest = source.partition(":")
     config, _, part = rest.partition(":")
     return cast(Iterable[Item], datasets.load_dataset(name, config or None, split=part or "validation", streaming=True))
+
+
+def _steps(told: str) -> str:
+    """The steps of a solution as a person writes them: without notes for a calculator, and without the answer's line.
+
+    >>> _steps("5 * 2 = <<5*2=10>>10 eggs\\nSo 10\\n#### 10")
+    '5 * 2 = 10 eggs So 10'
+    """
+    return " ".join(re.sub(r"<<[^>]*>>", "", told.rpartition("####")[0]).split())
 
 
 def _documents(path: Path) -> list[str]:

@@ -42,6 +42,10 @@ QUESTIONS = {
     "openai/gsm8k": {"question": "How many?", "answer": "1 + 1 = 2\n#### 2"},
     "tasksource/QuALITY": {"article": "A story.", "question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 4},
 }
+SUMS = [{"question": f"{n} + 1?", "solution": f"{n} + 1 = {n + 1}", "answer": f"{n + 1}"} for n in range(1, 4)]
+PROGRAMS = [
+    {"task_id": f"{n}", "prompt": "def f(x):\n", "canonical_solution": f"    return x + {n}\n"} for n in range(3)
+]
 NAMES: list[tuple[str, str | None, str]] = []
 
 
@@ -94,11 +98,16 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any) -
         "experiments.editing.study.sample_text": always("to be or not to be. that is the question. " * 9),
         "experiments.editing.study.known_facts": facts(editing.Fact),
         "experiments.editing.study.token_of": lambda _, word: len(word),
+        "experiments.daa_evaluation.likelihood.load_model": lambda *_, **__: Loaded(language_model(), tokenizer),
+        "experiments.daa_evaluation.likelihood._items": lambda: {"gsm8k": SUMS, "humaneval": PROGRAMS},
+        "experiments.daa_evaluation.likelihood.shown": always("Q: How many?\nA: The answer is 2.\n\n"),
+        "experiments.daa_evaluation.practice.reasoned_answers": always(long),
+        "experiments.daa_evaluation.practice.functions": always(long),
         "experiments.daa_evaluation.study.load_model": lambda *_, **__: Loaded(language_model(), tokenizer),
         "experiments.daa_evaluation.study.DATA": tmp_path / "data",
         "experiments.daa_evaluation.study.split_text": split,
         "experiments.evaluation.sources.held_out": always(["to be or not to be", "that is the question"]),
-        "experiments.evaluation.sources._lines": always([{"prompt": "How many?", "expected": "2"}] * 3),
+        "experiments.evaluation.sources._lines": always([{"prompt": "?", "expected": "2", "upstream_answer": "2"}] * 3),
         "experiments.evaluation.sources.rows": lambda source: [QUESTIONS[source.partition(":")[0]]] * 3,
         "experiments.knowledge_ablation.ablate.load_model": lambda *_, **__: Loaded(loaded().model, Words()),
         "experiments.knowledge_ablation.ablate.known_facts": facts(ablate.Fact),
@@ -189,8 +198,7 @@ def test_a_study_in_miniature_is_summarised_and_judged(name: str, tmp_path: Path
     assert len((results / "results.csv").read_text().splitlines()) > 1
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in results.glob("*.png"))
     own = {one.number for one in claims() if isinstance(one.by, Measured) and one.by.experiment == name}
-    if name != "daa_evaluation":  # whose miniature leaves out a benchmark that its rule needs
-        assert {one.claim for one in experiment.judge(results)} <= own
+    assert {one.claim for one in experiment.judge(results)} <= own
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,0 +1,113 @@
+"""What the likelihoods say of the paper's claims, by rules that the README has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+from experiments.daa_evaluation.compared import CONTROLS, GUIDANCE, MARGIN, NATS, STEPS
+from experiments.daa_evaluation.likelihood import ALIBI, BASE, GSM8K, HUMANEVAL, SHOTS
+from experiments.runner.experiment import Judgement, Tag, Verdict
+
+Side = Literal["below", "above", "open"]
+
+_QUALITY: Final = "No package ships QuALITY, and nothing is fetched from a hub; the scale `paper` takes it by name."
+_PASSED: Final = {  # of the run before this one, with 16,384 tokens of training
+    HUMANEVAL: "Pass rates stay at the floor: 0 of 20 problems with and without.",
+    GSM8K: "Pass rates stay at the floor: 0 of 25 problems with and 1 of 25 without.",
+}
+_PROMPTED: Final = "Pass rates are at the floor for every prompting: at most 1 of 25 problems of GSM8k."
+
+
+def judged(content: Mapping[str, Any]) -> list[Judgement]:
+    """D8 to D11; as long as seeds are to come, the floor of the pass rates is all that is said."""
+    rows = {(row["arm"], row["benchmark"], row["measure"]): row for row in content["rows"]}
+    quality = Judgement("D10", "not testable here", _QUALITY)
+    done = rows.get((GUIDANCE, GSM8K, NATS), {"seeds": 0})["seeds"]
+    if done < content["seeds"]:
+        said = f"The study of likelihoods, which can move, is unfinished: {done} of {content['seeds']} seeds."
+        floors = {"D8": _PASSED[HUMANEVAL], "D9": _PASSED[GSM8K], "D11": _PROMPTED}
+        waiting = [
+            Judgement(claim, "not testable here", f"{floor} {said}", ("floor",)) for claim, floor in floors.items()
+        ]
+        return [*waiting, quality]
+    return [
+        _gain("D8", HUMANEVAL, rows, content),
+        _gain("D9", GSM8K, rows, content),
+        quality,
+        _prompting(rows, content["prompting"]),
+    ]
+
+
+def side(difference: Mapping[str, Sequence[float]]) -> Side:
+    """Where a difference lies: below or above 0 by both intervals, that over items and that over seeds; else open."""
+    both = (difference["items"], difference["seeds"])
+    if all(high < 0 for _, _, high in both):
+        return "below"
+    return "above" if all(low > 0 for _, low, _ in both) else "open"
+
+
+def gained(nats: Side, margin: Side) -> Verdict:
+    """Confirmed if solutions cost less and margins rise; refuted if one is worse and the other no better."""
+    if (nats, margin) == ("below", "above"):
+        return "confirmed"
+    if (nats == "above" and margin != "above") or (margin == "below" and nats != "below"):
+        return "refuted"
+    return "not confirmed"
+
+
+def _gain(claim: str, name: str, rows: Mapping[tuple[str, str, str], Any], content: Mapping[str, Any]) -> Judgement:
+    """Guidance against the base; "empty" if a control gains as much, "floor" if the base prefers nothing."""
+    nats, margin = (rows[GUIDANCE, name, measure] for measure in (NATS, MARGIN))
+    verdict = gained(side(nats["less base"]), side(margin["less base"]))
+    controls = content["guidance less"].get(name, {})
+    tags: list[Tag] = []
+    if verdict == "confirmed" and any(side(controls[arm][NATS]) != "below" for arm in controls):
+        tags.append("empty")
+    preferred = rows[BASE, name, "preferred"]["value"]
+    if preferred[1] <= 0.5:
+        tags.append("floor")
+    beside = "; ".join(f"{_said(controls[arm][NATS])} less {arm}" for arm in CONTROLS if arm in controls)
+    sentence = (
+        f"By likelihood, nats per token of the gold solutions ({nats['items']} items, {nats['seeds']} seeds): guidance "
+        f"less base {_said(nats['less base'])}, margin over wrong ones {_said(margin['less base'], 2)} nats. "
+        f"At equal parameters: {beside}. The base prefers the gold solution in {preferred[0]:.0%}. {_PASSED[name]}"
+    )
+    return Judgement(claim, verdict, sentence, tuple(tags))
+
+
+def _prompting(rows: Mapping[tuple[str, str, str], Any], others: Mapping[str, Any]) -> Judgement:
+    """Guidance without examples against the base with them, and against ALiBi: confirmed if it beats all.
+
+    Examples show the form of the last sentence: refuted only if solutions cost more without that sentence, too.
+    """
+    sides = {name: side(other[NATS]) for name, other in others.items()}
+    verdict: Verdict = "not confirmed"
+    if any(sides.get(name) == side(others[name][STEPS]) == "above" for name in SHOTS if name in others):
+        verdict = "refuted"
+    elif len(sides) == len(SHOTS) + 1 and all(one == "below" for one in sides.values()):
+        verdict = "confirmed"
+    own = rows[GUIDANCE, GSM8K, NATS]["value"][0]
+    said = "; ".join(
+        f"{_said(other[NATS], 3)} less {_NAMES[name]} ({other[STEPS]['items'][0]:+.3f} before the last sentence)"
+        for name, other in others.items()
+    )
+    sentence = (
+        f"By likelihood, GSM8k's gold solutions cost guidance without examples {own:.3f} nats per token: {said}. "
+        f"Untrained ALiBi is a broken model, no rival; self-consistency has no likelihood. {_PROMPTED}"
+    )
+    return Judgement("D11", verdict, sentence)
+
+
+_NAMES: Final = {
+    SHOTS[0]: "the base with five answered examples",
+    SHOTS[1]: "the base with five reasoned examples",
+    ALIBI: "ALiBi untrained",
+}
+
+
+def _said(difference: Mapping[str, Sequence[float]], digits: int = 4) -> str:
+    mean, low, high = difference["items"]
+    first, last = difference["seeds"][1:]
+    numbers = [f"{value:+.{digits}f}" for value in (mean, low, high, first, last)]
+    return "{} [{}, {}] (over seeds [{}, {}])".format(*numbers)
