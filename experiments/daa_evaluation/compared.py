@@ -38,6 +38,7 @@ def summarise(folder: Path, results: Path) -> str:
         "interval": "95 %, Student's t: 'items', and of a value, over items in the mean of seeds; 'seeds' over seeds",
         "measures": "nats of each solution per token of it; margin: log p(gold) - log p(wrong), mean of an item's",
         "seeds": len(config["seeds"]),
+        "trained tokens": 2 * config["steps"] * config["length"],
         "rows": rows,
         "guidance less": {
             name: {

@@ -68,10 +68,12 @@ def _gain(claim: str, name: str, rows: Mapping[tuple[str, str, str], Any], conte
     if preferred[1] <= 0.5:
         tags.append("floor")
     beside = "; ".join(f"{_said(controls[arm][NATS])} less {arm}" for arm in CONTROLS if arm in controls)
+    about = f"{nats['items']} of {content['items'][name]['items']} items, {nats['seeds']} seeds"
     sentence = (
-        f"By likelihood, nats per token of the gold solutions ({nats['items']} items, {nats['seeds']} seeds): guidance "
-        f"less base {_said(nats['less base'])}, margin over wrong ones {_said(margin['less base'], 2)} nats. "
-        f"At equal parameters: {beside}. The base prefers the gold solution in {preferred[0]:.0%}. {_PASSED[name]}"
+        f"By likelihood, after {content['trained tokens']:,} tokens of training, nats per token of the gold solutions "
+        f"({about}): guidance less base {_said(nats['less base'])}, margin over wrong ones "
+        f"{_said(margin['less base'], 2)} nats. At equal parameters: {beside}. The base prefers the gold solution in "
+        f"{preferred[0]:.0%}. {_PASSED[name]}"
     )
     return Judgement(claim, verdict, sentence, tuple(tags))
 

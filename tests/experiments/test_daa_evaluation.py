@@ -158,7 +158,9 @@ def content(nats: float, margin: float, control: float, prompted: tuple[float, f
     both = ("nats per token", "nats per token before the answer")
     shots = {name: dict(zip(both, map(around, prompted), strict=True)) for name in ("five-shot", "chain of thought")}
     shots["alibi"] = dict.fromkeys(both, around(-3.0))
-    return {"seeds": 3, "rows": rows, "guidance less": dict.fromkeys(("gsm8k", "humaneval"), less), "prompting": shots}
+    both = ("gsm8k", "humaneval")
+    about = {"seeds": 3, "trained tokens": 3072, "items": {name: {"items": 164} for name in both}}
+    return {**about, "rows": rows, "guidance less": dict.fromkeys(both, less), "prompting": shots}
 
 
 @pytest.mark.parametrize(
