@@ -99,7 +99,10 @@ def trained(
         identity={"rate": rate, "steps": config.steps},
         progress=progress,
     )
-    draw = lambda first: config.task.draw(config.tested, torch.Generator().manual_seed(first + seed))  # noqa: E731
+
+    def draw(first: int) -> Problems:
+        return config.task.draw(config.tested, torch.Generator().manual_seed(first + seed))
+
     with torch.no_grad():
         choosing = model.loss(draw(_CHOOSING)).item()
         found = measured(model, draw(_TEST))
