@@ -148,7 +148,7 @@ def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:
     drawn, panels = canvas(15.0, 11.0, 2, 2)
     for axes, form, title in zip(panels[0], ("", _GATED), ("ReLU", "gated SiLU"), strict=True):
         shown = {name: one for name, one in curves.items() if name.startswith(_GATED) == bool(form)}
-        axes.set(title=f"held-out loss, {title}, nats per token", xlabel="steps")
+        axes.set(title=f"held-out loss, {title}, nats per token", xlabel="steps", visible=bool(shown))
         ends: dict[str, tuple[float, float]] = {}
         for name, one in shown.items():
             ends[name.removeprefix(form)] = draw_curve(axes, one, name.removeprefix(form))
