@@ -420,8 +420,8 @@ assert all(abs(change[1]) < 0.05 for change in changes.values())
 
 # %% [markdown]
 # Random entries do nothing. The chosen ones matter, but they are not about
-# France: without them Paris loses 1.4 nats, and Rome loses 3.5. They serve
-# capitals in general. In the
+# France: without them Paris loses 1.4 nats, and Rome loses 3.5. They
+# serve capitals in general. In the
 # [experiment](../../experiments/knowledge_ablation/README.md) with 18 facts, other
 # facts of a kind lost about half of what the fact itself lost.
 #
