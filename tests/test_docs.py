@@ -20,7 +20,8 @@ BLOCK = re.compile(
 )
 TRAINS = re.compile(r"\.backward\(\)|\.train\(")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("[0-9]_*.py"))
+EXAMPLES = [*sorted((ROOT / "examples").glob("*.py")), *TUTORIALS]
 REAL_MODELS = {"README.md", "decoding.md", "geometry.md"}  # pages whose snippets read them
 SHORT = {"train_on_text": ["--steps", "2", "--length", "64"]}  # arguments for a run that takes minutes otherwise
 
@@ -145,7 +146,7 @@ def test_links_of_the_readme_lead_somewhere():
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "ATTNFLOW_TUTORIALS": "source"}  # they ran above
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "index.html").read_text()
