@@ -11,7 +11,7 @@ from mkdocs.structure.pages import Page
 from notebooks import executed, markdown, notebook, sources, title
 
 ROOT = Path(__file__).parent.parent
-SHOWN = {".md", ".csv", ".json", ".png"}
+SHOWN = {".md", ".csv", ".json", ".jsonl", ".yaml", ".png"}
 SHEET = ROOT / "src" / "attnflow" / "report" / "assets" / "report.css"
 LINKED = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)")
 
@@ -54,4 +54,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links that lead out of `docs` or to a tutorial's source, as a reader of the repository follows them."""
     inside = re.sub(r"\]\(\.\./((?:\.\./)*(?:experiments|tests)/)", r"](\1", markdown)
+    inside = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", inside)
     return re.sub(r"(\]\((?:\.\./)*(?:tutorials/)?[0-9]_\w+)\.py(#[\w-]+)?\)", r"\1.md\2)", inside)

@@ -100,7 +100,7 @@ def shown(output: Any) -> str:
         drawing = re.sub(r">\s+<", "><", data["image/svg+xml"])
         return f'<div class="picture">{drawing}</div>'
     if "image/png" in data:
-        return f'<div class="picture card"><img alt="" src="data:image/png;base64,{data["image/png"].strip()}"></div>'
+        return f'<div class="picture"><img alt="" src="data:image/png;base64,{data["image/png"].strip()}"></div>'
     if "text/html" in data:
         themed = data["text/html"].replace('<div style="background:#fff;color:#1c2024">', "<div>")
         whole = re.sub(r"\n\s*\n", "\n", themed)
