@@ -88,7 +88,7 @@ def markdown(made: Any, name: str) -> str:
             parts.append(f"```python\n{cell.source}\n```")
             parts += [text for output in cell.get("outputs", ()) if (text := shown(output))]
     heading, _, rest = "\n\n".join(parts).partition("\n")
-    return f"{heading}\n\n[Download this notebook]({name}.ipynb){{ .md-button }}\n{rest}\n"
+    return f"{heading}\n\n[Download this notebook]({name}.ipynb)\n\n{rest.strip()}\n"
 
 
 def shown(output: Any) -> str:
@@ -104,7 +104,7 @@ def shown(output: Any) -> str:
     if "text/html" in data:
         themed = data["text/html"].replace('<div style="background:#fff;color:#1c2024">', "<div>")
         whole = re.sub(r"\n\s*\n", "\n", themed)
-        return f'<div class="result">{whole}</div>'
+        return f'<div class="picture">{whole}</div>'
     return block(data["text/plain"]) if "text/plain" in data else ""
 
 
