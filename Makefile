@@ -83,11 +83,12 @@ studio:  ## bundle the page of `attnflow studio` from frontend/, with node and n
 	npm --prefix frontend ci --no-audit --no-fund
 	node frontend/build.mjs
 
-docs: $(ENV)  ## the site, warnings as errors; its pictures, where they are missing
+docs: $(ENV)  ## the site, warnings as errors; executes its tutorials, and draws pictures that are missing
 	$(call say,documentation)
 	$(PY) docs/pictures.py
 	$(PY) docs/recording.py
-	$(PY) -m mkdocs build --strict --quiet
+	$(PY) docs/notebooks.py
+	$(PY) -m mkdocs build --strict  # with --quiet it would not count warnings
 	@! grep -rnE --include=*.html -o '\]\[attnflow[a-zA-Z_.]*\]' site || { echo "links to names that no reference page has"; exit 1; }
 	@echo "site/index.html"
 

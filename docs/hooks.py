@@ -1,20 +1,50 @@
-"""Experiments as pages of the site, and tests as files: they lie beside `docs/`, and pages link to them."""
+"""Pages that lie beside `docs/`, and to which pages link: tutorials as notebooks, experiments, and tests as files."""
 
+import os
 import re
 from pathlib import Path
 
+import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from notebooks import executed, markdown, notebook, sources, title
 
 ROOT = Path(__file__).parent.parent
-SHOWN = {".md", ".csv", ".json", ".png"}
+SHOWN = {".md", ".csv", ".json", ".jsonl", ".yaml", ".png"}
+SHEET = ROOT / "src" / "attnflow" / "report" / "assets" / "report.css"
 LINKED = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)")
 
 
+def drawings() -> str:
+    """The colours of drawings that tutorials hold, light and dark, from the style sheet of the library's reports."""
+    light, dark = SHEET.read_text().split("@media", 2)[:2]
+    rules = [line for line in SHEET.read_text().splitlines() if line.startswith((".af-", "g.af-"))]
+    own = ["".join(re.findall(r"--\w+: #\w+;", part)) for part in (light, dark)]
+    return "\n".join([f"body {{ {own[0]} }}", f'body[data-md-color-scheme="slate"] {{ {own[1]} }}', *rules])
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the tutorials that there are."""
+    for section in config.nav or ():
+        if isinstance(section, dict) and section.get("Tutorials") == []:
+            section["Tutorials"] = [{title(source): f"tutorials/{source.stem}.md"} for source in sources()]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add them as if they lay in `docs`: all that experiments show, and each test that the page of claims names."""
-    shown = [path for path in (ROOT / "experiments").rglob("*") if path.suffix in SHOWN and "runs" not in path.parts]
+    """Add tutorials, experiments and the tests that the page of claims names, as if they lay in `docs`.
+
+    Tutorials are executed, unless ATTNFLOW_TUTORIALS is "source": then they are shown without outputs.
+    """
+    for source in sources():
+        made = notebook(source) if os.environ.get("ATTNFLOW_TUTORIALS") == "source" else executed(source)
+        for suffix, content in ((".md", markdown(made, source.stem)), (".ipynb", nbformat.writes(made))):
+            files.append(File.generated(config, f"tutorials/{source.stem}{suffix}", content=content))
+    files.append(File.generated(config, "drawings.css", content=drawings()))
+    shown = [
+        p for p in (ROOT / "experiments").rglob("*") if p.suffix in SHOWN and "runs" not in p.relative_to(ROOT).parts
+    ]
     named = {ROOT / name for name in LINKED.findall((ROOT / "docs" / "claims.md").read_text())}
     for path in sorted((*shown, *named)):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
@@ -22,5 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that lead out of `docs`, as a reader of the repository follows them."""
-    return re.sub(r"\]\(\.\./((?:\.\./)*(?:experiments|tests)/)", r"](\1", markdown)
+    """Links that lead out of `docs` or to a tutorial's source, as a reader of the repository follows them."""
+    inside = re.sub(r"\]\(\.\./((?:\.\./)*(?:experiments|tests)/)", r"](\1", markdown)
+    inside = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", inside)
+    return re.sub(r"(\]\((?:\.\./)*(?:tutorials/)?[0-9]_\w+)\.py(#[\w-]+)?\)", r"\1.md\2)", inside)

@@ -1,11 +1,17 @@
-"""Draws the pictures of README.md and docs/index.md; `make docs` runs it.
+"""Draws the pictures of README.md and of the site; `make docs` runs it.
 
-    python docs/pictures.py          # those that are missing
-    python docs/pictures.py --all    # all of them, in a few minutes on two cores
+    python docs/pictures.py            # those that are missing
+    python docs/pictures.py mask page  # these
+    python docs/pictures.py --all      # all of them, in a few minutes on two cores
 
-Each is what the library's own `af.report.figure` makes of a result.
+Most are what the library's own `af.report.figure` makes of a result. All have colours for light and for dark pages.
 """
 
+import base64
+import io
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,11 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from transformers import Trainer, TrainingArguments
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.text import Text
+from transformers import MistralConfig, MistralForCausalLM, Trainer, TrainingArguments
 
 import attnflow as af
-from attnflow.report.svg import encode
+from attnflow.report.charts import svg_of
+from attnflow.report.svg import Svg
 
 FOLDER = Path(__file__).parent / "pictures"
 SUM = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="
@@ -31,6 +41,57 @@ def mask() -> Any:
 def hasse() -> Any:
     """The Hasse diagram of the order that this mask generates."""
     return af.report.figure(af.order.analyze(af.masks.block_two_stream(3, 2)).hasse)
+
+
+def packed() -> af.masks.Mask:
+    """Two packed documents of six tokens. Each token reads itself and the two before it."""
+    return af.masks.document([6, 6]) & af.masks.sliding_window(12, 3)
+
+
+def window() -> Any:
+    """This mask."""
+    return af.report.figure(packed(), size=300)
+
+
+def chains() -> Any:
+    """Its order: what may reach what, through as many layers as it takes."""
+    return af.report.figure(af.order.analyze(packed()).hasse)
+
+
+def growth() -> Any:
+    """How much of its past each token has read, layer after layer."""
+    flow = af.order.analyze(af.masks.sliding_window(64, 8))
+    return af.report.figure(flow, picture="growth")
+
+
+def witness() -> Any:
+    """Two documents of four tokens, one wrong pair, and the path by which one document now reaches the other."""
+    mask = af.masks.document([4, 4]) & af.masks.sliding_window(8, 3)
+    flow = af.order.analyze(mask | af.masks.from_edges([(4, 3)], 8))
+    return af.report.figure(flow.hasse, highlight=flow.path(0, 6))
+
+
+def gap() -> Any:
+    """A gap that is read from both sides: a task of the family Butterfly."""
+    task = af.tasks.butterfly(range(12), block=4, mask_token=99)[1]
+    labels = ["[M]" if token.ids == (99,) else f"w{token.ids[0]}" for token in task.inputs]
+    return af.report.figure(task.mask, labels=labels, size=300)
+
+
+def tree() -> Any:
+    """A prompt of three tokens and three completions that share it."""
+    parents = [-1, 0, 1, 2, 3, 2, 5, 2, 7]
+    labels = ["p1", "p2", "p3", "a1", "a2", "b1", "b2", "c1", "c2"]
+    return af.report.figure(af.order.analyze(af.masks.tree(parents)).hasse, labels=labels)
+
+
+def measured() -> Any:
+    """What each layer of a small Mistral with a window of 4 really lets its tokens read."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=4)
+    flow = af.audit.measure(MistralForCausalLM(config), torch.arange(12)[None])
+    return af.report.figure(flow.masks[0], size=300)
 
 
 def audit() -> Any:
@@ -66,18 +127,77 @@ def trace() -> Any:
     return af.report.figure(replace(result, model="SmolLM2"))
 
 
-PICTURES: tuple[Callable[[], Any], ...] = (mask, hasse, audit, bias, plane, trace)
+def page() -> Any:
+    """A page of `af.report.page` in a browser, once light and once dark, in one file."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    shots: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as tools:
+        path = af.report.page(packed(), title="Two packed documents").save(Path(folder) / "page.html")
+        browser = tools.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            tab = browser.new_context(viewport={"width": 900, "height": 700}, color_scheme=scheme).new_page()
+            tab.goto(path.as_uri())
+            shot, small = Image.open(io.BytesIO(tab.screenshot())).convert("RGB"), io.BytesIO()
+            shot.save(small, "webp", quality=45, method=6)
+            shots[scheme] = base64.b64encode(small.getvalue()).decode()
+        browser.close()
+    hide = ".dark{display:none}@media (prefers-color-scheme:dark){.dark{display:inline}.light{display:none}}"
+    images = "".join(
+        f'<image class="{scheme}" width="900" height="700" href="data:image/webp;base64,{data}"/>'
+        for scheme, data in shots.items()
+    )
+    size = 'viewBox="0 0 900 700" width="900" height="700"'
+    return Svg(f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{hide}</style>{images}</svg>')
+
+
+def terminal() -> Any:
+    """What the command line prints, in a dark window of its own."""
+    command = ["attnflow", "mask", "show", "butterfly", "--n", "5"]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
+    console = Console(record=True, width=84, file=io.StringIO(), force_terminal=True)
+    console.print(Text(f"$ {' '.join(command)}", style="bold"))
+    console.print(Text.from_ansi(done.stdout.rstrip()))
+    drawing = console.export_svg(title="attnflow")
+    drawing = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.DOTALL)  # a page loads nothing from elsewhere
+    return Svg(re.sub(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', r'\g<0> width="\1" height="\2"', drawing, count=1))
+
+
+PICTURES: tuple[Callable[[], Any], ...] = (
+    mask, hasse, window, chains, growth, witness, gap, tree, measured, audit, bias, plane, trace, page, terminal,
+)  # fmt: skip
+
+
+def colours(markup: str) -> str:
+    """The rules of the report's style sheet that a chart uses, for light and for dark."""
+    sheet = (Path(af.__file__).parent / "report" / "assets" / "report.css").read_text()
+    light, dark = (re.findall(r"--(\w+): (#\w+);", part) for part in sheet.split("@media", 2)[:2])
+    named = re.findall(r"(\.af-(?:fill-\w+|stroke-\w+|pixels)) (\{.*?\})", sheet)
+    rules = [(name, rule) for name, rule in named if re.search(rf'class="[^"]*{name[1:]}[" ]', markup)]
+    names = {name for _, rule in rules for name in re.findall(r"var\(--(\w+)\)", rule)}
+    used = "".join(name + rule for name, rule in rules)
+    either = ["".join(f"--{name}:{value};" for name, value in part if name in names) for part in (light, dark)]
+    back = [f"background:{colour};" for colour in ("#fff", "#14171a")]  # as the library's own drawings have it
+    return f"svg{{{back[0]}{either[0]}}}@media (prefers-color-scheme:dark){{svg{{{back[1]}{either[1]}}}}}{used}"
+
+
+def encoded(picture: Any, what: str) -> str:
+    """A drawing as a file, with colours for light and for dark."""
+    if isinstance(picture, Svg):
+        return picture.markup
+    markup = svg_of(picture, what)
+    return markup.replace("<title>", f"<style>{colours(markup)}</style><title>", 1)
 
 
 def main() -> None:
-    """Draw what is missing, or all."""
+    """Draw what is missing, what is named, or all."""
     FOLDER.mkdir(exist_ok=True)
     for draw in PICTURES:
         path = FOLDER / f"{draw.__name__}.svg"
-        if "--all" in sys.argv or not path.exists():
-            with rc_context({"svg.fonttype": "none"}):  # letters as text take less room than as paths
-                path.write_bytes(encode(draw(), ".svg"))
-            print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
+        if {"--all", draw.__name__} & {*sys.argv} or not (path.exists() or sys.argv[1:]):
+            path.write_text(encoded(draw(), (draw.__doc__ or "").partition("\n")[0]))
+            print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ BLOCK = re.compile(
 )
 TRAINS = re.compile(r"\.backward\(\)|\.train\(")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("[0-9]_*.py"))
+EXAMPLES = [*sorted((ROOT / "examples").glob("*.py")), *TUTORIALS]
 REAL_MODELS = {"README.md", "decoding.md", "geometry.md"}  # pages whose snippets read them
 SHORT = {"train_on_text": ["--steps", "2", "--length", "64"]}  # arguments for a run that takes minutes otherwise
 
@@ -115,14 +116,17 @@ def test_example_runs(example, tmp_path):
     assert not TRAINS.search(example.read_text()) or "\n0 labelled calls proved" not in f"\n{done.stderr}"
 
 
-def test_pictures_are_small_and_shown():
+def test_pictures_are_small_readable_and_known():
     pictures = sorted((ROOT / "docs" / "pictures").iterdir())
     script = (ROOT / "docs" / "pictures.py").read_text()
     assert {f"def {picture.stem}()" in script for picture in pictures} == {True}
     for picture in pictures:
+        drawing = picture.read_text()
         assert picture.stat().st_size < 60_000, picture.name
-        assert f"docs/pictures/{picture.name}" in (ROOT / "README.md").read_text()
-        assert f"pictures/{picture.name}" in (ROOT / "docs" / "index.md").read_text()
+        assert "prefers-color-scheme" in drawing or picture.stem == "terminal", (
+            f"{picture.name} is for light pages only"
+        )
+        assert not re.search(r"(?:href|src|url)[=(][\"']?https?:", drawing), f"{picture.name} loads something"
 
 
 def test_the_recording_is_small_and_moves():
@@ -144,8 +148,16 @@ def test_links_of_the_readme_lead_somewhere():
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path),
+    ]  # --quiet would not count
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "ATTNFLOW_TUTORIALS": "source"}  # they ran above
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "index.html").read_text()
