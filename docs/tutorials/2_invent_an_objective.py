@@ -189,7 +189,7 @@ names = [name_of(token) for token in merged.task.inputs]
 af.report.figure(merged.task.flow, labels=names)
 
 # %% [markdown]
-# On the left is the past as a chain. Each blank `[k]` reads the past up to k - 1,
+# The chain 0, 1, 2, 3 is the past. Each blank `[k]` reads the past up to k - 1,
 # and one hint that stands alone. The mask of the same sequence:
 
 # %%
