@@ -89,7 +89,7 @@ class Result:
         return cls.from_dict(cast(dict[str, object], values))
 
     def rows(self) -> Sequence[Mapping[str, object]]:
-        """The result as a table: one mapping per row, all with the same keys. By default one row of plain fields."""
+        """The result as a table: one mapping per row, all with the same keys (default: one row of its fields)."""
         values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
         return [{name: value for name, value in values.items() if isinstance(value, str | int | float | None)}]
 

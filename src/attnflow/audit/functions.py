@@ -1,4 +1,4 @@
-"""Functions as models: any callable from token ids to numbers is called like a module and judged by what it returns.
+"""Functions as models: any callable from token ids to numbers is called like a module and judged by its return value.
 
 A loss, an evaluation loop, a procedure that trains while it is tested: what happens inside is its own affair, and so
 no module inside is watched. Whatever it remembers from one call to the next is found by calling it in another order.
@@ -125,7 +125,7 @@ def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def is_function(call: object) -> TypeGuard[Callable[..., object]]:
-    """Whether an audit takes this for a function: a callable that is no module and no class."""
+    """Whether an audit treats this as a function: it is callable, and neither a module nor a class."""
     return callable(call) and not isinstance(call, nn.Module | Loaded | type)
 
 

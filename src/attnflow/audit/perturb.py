@@ -209,7 +209,7 @@ class Prober:
             moves.append(Moved(before, change))
 
     def _consequential(self, moves: list[Moved]) -> list[Moved]:
-        """Keep rows that also move in the output of the layer or model: scores that are masked later are no leak."""
+        """Keep rows that also move in the output of the layer or model: scores that are masked later do not leak."""
         ends = {key for key in self.base if self.runner.is_end(key)}
         if not ends:
             return moves

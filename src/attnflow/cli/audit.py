@@ -29,9 +29,7 @@ def audit(
         str | None,
         typer.Option("--order", metavar="MASK", help="causal, full or a JSON file (default: what the model declares)."),
     ] = None,
-    passes: Annotated[
-        int, typer.Option("--passes", metavar="N", min=1, help="Number of changes to try.")
-    ] = 32,
+    passes: Annotated[int, typer.Option("--passes", metavar="N", min=1, help="Number of changes to try.")] = 32,
     cache: Annotated[bool, typer.Option("--cache", help="Also audit decoding with the key-value cache.")] = False,
     double: Annotated[bool, typer.Option("--float64", help="Audit in float64, which finds weaker leaks.")] = False,
     save: Annotated[
