@@ -117,7 +117,10 @@ OF_A_MODEL = [
     ("knowledge trace TINY --ids a", "--ids must be integers"),
     ("knowledge edit TINY -o edited", "give --prompt and --answer"),
     ("knowledge edit TINY --prompt the -o edited", "give --prompt and --answer"),
-    ("knowledge edit TINY --prompt 'the thy' --answer be --keep nothing.txt -o edited", "the file nothing.txt does not exist"),
+    (
+        "knowledge edit TINY --prompt 'the thy' --answer be --keep nothing.txt -o edited",
+        "the file nothing.txt does not exist",
+    ),
     ("knowledge edit TINY --prompt 'the thy' --answer be --subject me -o edited", "subject 'me' is not in"),
 ]
 

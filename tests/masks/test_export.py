@@ -217,7 +217,9 @@ def test_few_slices_and_bounds_for_regular_masks():
 
 
 def test_what_cannot_be_said_is_named():
-    with pytest.raises(NotExpressible, match=r"flashmask cannot express butterfly\(n=6\): it forbids query \d+, key \d+"):
+    with pytest.raises(
+        NotExpressible, match=r"flashmask cannot express butterfly\(n=6\): it forbids query \d+, key \d+"
+    ):
         export.flashmask(masks.butterfly(6))
     with pytest.raises(NotExpressible, match="forbids query 2, key 2, but every query") as caught:
         export.varlen(masks.from_edges([(0, 0), (1, 1)], 3))

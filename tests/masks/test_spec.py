@@ -42,8 +42,8 @@ def test_text_settings() -> None:
         ("sliding_window", {"window": ""}, "window must be an integer"),
         ("sliding_window", {"causal": "maybe"}, "causal must be true or false"),
         ("sliding_window", {"window": str(10**30)}, "window is at most 4,194,304"),
-        ("document", {"lengths": "3;4"}, "lengths must be integers with commas"),
-        ("document", {"lengths": "3,,4"}, "lengths must be integers with commas"),
+        ("document", {"lengths": "3;4"}, "lengths must be integers separated by commas"),
+        ("document", {"lengths": "3,,4"}, "lengths must be integers separated by commas"),
         ("document", {"inner": "half"}, "inner must be one of causal, full"),
     ],
 )

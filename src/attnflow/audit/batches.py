@@ -188,7 +188,7 @@ class _Lint(Findings):
             documents, real = reading.documents, reading.real
             apart = documents[:, :, None] != documents[:, None, :]
             across = (reading.allow & apart & real[:, None]).any(-1) & real
-            message = f"attention_mask lets a position read another document than {names[0]} says"
+            message = f"attention_mask lets a position read a document that {names[0]} keeps apart"
             self.add("mask", across, message, f"mask: its pairs stay within the documents of {names[0]}")
         elif "attention_mask" in names:
             self.notes.append(
@@ -216,7 +216,7 @@ class _Lint(Findings):
             self.add("mask", everywhere, message)
         if reading.labels is not None or reading.targets is not None:
             if reading.mask is not None or reading.allow is not None or self.family.pad is not None:
-                message = f"a label on padding: set it to {IGNORED} where nothing is real"
+                message = f"a label on padding: set it to {IGNORED} there"
                 self.add("padding", supervised(reading, 0) & ~reading.real, message, "padding: has no labels")
             else:
                 why = "there is no mask, and no configuration says which id pads"
@@ -296,7 +296,7 @@ class _Lint(Findings):
         if jumps.any():
             row, column = jumps.nonzero()[0].tolist()
             self.notes.append(
-                f"position_ids do not count on at position {column + 1} of sequence {row}: transformers begins a "
+                f"position_ids do not continue at position {column + 1} of sequence {row}: transformers begins a "
                 "document there"
             )
 
@@ -306,11 +306,11 @@ class _Lint(Findings):
             strange = (reading.labels < 0) & (reading.labels != IGNORED)
             self.add("vocabulary", strange, f"a negative label that is not {IGNORED}, which alone is ignored")
             if size is not None:
-                self.add("vocabulary", reading.labels >= size, f"a label that the vocabulary of {size} does not have")
+                self.add("vocabulary", reading.labels >= size, f"a label outside the vocabulary of {size}")
         if reading.ids is not None:
             strange = reading.ids[..., 0] < 0
             strange |= reading.ids.amax(-1) >= size if size is not None else False
-            self.add("vocabulary", strange, "a token id that no vocabulary of this size has")
+            self.add("vocabulary", strange, "a token id outside the vocabulary of this size")
         if size is not None:
             self.checked.append("vocabulary: ids and labels are in it")
 

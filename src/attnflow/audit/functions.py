@@ -90,8 +90,8 @@ class Function(nn.Module):
     def align(self, inputs: Inputs, seed: int) -> tuple[str, ...]:
         """Call it on three inputs, and read off which outputs score the next token; the reasons to test nothing.
 
-        Of n numbers of which the last never moves, number i is taken for the score of token i + 1, as in a loss whose
-        last label is missing. Answers that do not move with the tokens say nothing about leaks.
+        If the last of n numbers never moves, number i is taken as the score of token i + 1, as in a loss whose last
+        label is missing. Answers that do not move with the tokens say nothing about leaks.
         """
         draw = inputs.draw(torch.Generator().manual_seed(seed + _OTHER))
         place = torch.arange(inputs.size).expand(inputs.batch, -1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attnflow._core.errors import LeakFound
-from attnflow._core.markup import aligned
+from attnflow._core.markup import aligned, plural
 from attnflow._core.results import Result
 
 _AROUND = 4  # ids shown on each side of those that differ
@@ -191,7 +191,9 @@ class AuditReport(Result):
             carried = sum(result.status == "carries" for result in self.modules)
             lines += [f"{carried} later module outputs carry it on"] if carried else []
         if self.skipped:
-            lines.append(f"{len(self.skipped)} modules not watched: {few([name for name, _ in self.skipped])}")
+            lines.append(
+                f"{plural(len(self.skipped), 'module')} not watched: {few([name for name, _ in self.skipped])}"
+            )
         if self.untested:
             lines.append(f"not tested, of what the caller receives: {few(self.untested)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

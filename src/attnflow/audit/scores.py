@@ -139,7 +139,7 @@ class _Scorer:
         raise ValueError(f"expected a score per token, [{batch}, {n - 1}] or [{batch}, {n}]; numbers came as {shapes}")
 
     def _copies(self) -> int:
-        """How many sequences per row of the tokens one call takes: as many as leave these rows' scores as they are."""
+        """How many sequences per row of the tokens one call takes without changing the scores of these rows."""
         other = self.tokens[torch.randperm(len(self.tokens), generator=self.generator)].repeat(_COPIES - 1, 1)
         other = other[:, torch.randperm(other.shape[1], generator=self.generator)]
         try:
