@@ -95,9 +95,7 @@ def sync(path: Path) -> None:
 def _part_of(target: Path) -> Path:
     """Return a new name beside `target`, on the same disk, and remove what killed writers left there."""
     if not target.parent.is_dir():
-        raise FileNotFoundError(
-            f"cannot write {target.name}: the folder {target.parent} does not exist; create it first"
-        )
+        raise FileNotFoundError(f"cannot write {target.name}: no folder {target.parent}; create it first")
     for left in target.parent.glob(f".{target.name}.*.part"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _LEFT:

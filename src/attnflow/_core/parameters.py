@@ -56,9 +56,7 @@ class Parameter:
         """Return `value`, or refuse one that is too large to be intended."""
         if value > LARGEST_NAMED:
             limit = f"{LARGEST_NAMED:,}"
-            raise ValueError(
-                f"{self.name} is at most {limit} by name, got {value}: for more, call the function in Python"
-            )
+            raise ValueError(f"{self.name} is at most {limit} by name, got {value}: for more, call it in Python")
         return value
 
     def read(self, text: str) -> object:

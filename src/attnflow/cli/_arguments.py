@@ -19,8 +19,7 @@ MaskLength = Annotated[
     int | None, typer.Option("--n", metavar="N", min=0, help="Number of tokens of the mask (default: 16).")
 ]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter, such as window=4; may be repeated."),
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter, as in window=4 (repeatable).")
 ]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write to FILE.")]
 
@@ -30,9 +29,6 @@ EXAMPLES: Final[Mapping[str, str]] = {
     name: " ".join(f"--n {value}" if key == "n" else f"--set {key}={value}" for key, value in settings.items())
     for name, settings in parameters.EXAMPLES.items()
 }
-
-
-FILE_IS_COMPLETE: Final = "--n and --set apply only to masks of the catalogue; leave them out, {} is a file"
 
 
 def is_file(name: str) -> bool:
@@ -51,7 +47,7 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str =
 
     if is_file(name):
         if n is not None or texts:
-            raise BadUsage(FILE_IS_COMPLETE.format(name))
+            raise BadUsage(f"--n and --set apply only to masks of the catalogue; leave them out, {name} is a file")
         spec = read_json(name)
         return mask_from_dict(spec.get("mask", spec), name)
     settings, catalogue = settings_from(texts), named_masks()
@@ -104,10 +100,7 @@ def require(name: str) -> None:
         hint = f"; {name} is a mask: see `attnflow report {name}` and `attnflow mask show {name}`"
         raise BadUsage(f"{error}{hint if name in EXAMPLES else ''}") from error
     if isinstance(place, str) and is_out_of_reach(place):
-        raise BadUsage(
-            f"cannot load {name!r}: it is neither a local file or folder nor in the hub's cache, and HF_HUB_OFFLINE is "
-            "set; unset it to download"
-        )
+        raise BadUsage(f"cannot load {name!r}: found neither here nor in the hub's cache, and HF_HUB_OFFLINE is set")
 
 
 def require_model(name: str, with_settings: bool) -> None:

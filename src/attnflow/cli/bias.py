@@ -23,15 +23,11 @@ def bias_show(
     bias: Annotated[
         Path | None, typer.Option("--bias", metavar="DIR", help="The folder of a saved bias (af.bias.save).")
     ] = None,
-    text: Annotated[
-        str | None, typer.Option("--text", help="The text to read (default: a sum from the paper).")
-    ] = None,
+    text: Annotated[str | None, typer.Option("--text", help="The text to read (default: the paper's sum).")] = None,
     generate: Annotated[
         int | None, typer.Option("--generate", metavar="N", min=1, help="Generate N tokens and show those steps.")
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option("--layer", metavar="N", min=0, help="Show one layer (default: all).")
-    ] = None,
+    layer: Annotated[int | None, typer.Option("--layer", metavar="N", min=0, help="One layer (default: all).")] = None,
     query: Annotated[
         int | None, typer.Option("--query", metavar="N", help="Position of the query (default: -1, the last).")
     ] = None,

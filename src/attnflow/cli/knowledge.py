@@ -95,9 +95,7 @@ _WITHOUT: Final = "give token ids, as in --ids 5,6,7"
 def knowledge_edit(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A causal language model; its files are not changed.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the edited model.")],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt that the answer continues.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt to answer.")] = None,
     answer: Annotated[str | None, typer.Option("--answer", metavar="TEXT", help="The new answer.")] = None,
     subject: Annotated[
         str, typer.Option("--subject", metavar="TEXT", help="The part of the prompt that it is about.")
@@ -153,15 +151,12 @@ def knowledge_trace(
     ids: Annotated[
         str | None, typer.Option("--ids", metavar="LIST", help="Token ids in place of TEXT, such as 5,6,7.")
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option("--layer", metavar="N", min=0, help="Show one layer (default: all).")
-    ] = None,
+    layer: Annotated[int | None, typer.Option("--layer", metavar="N", min=0, help="One layer (default: all).")] = None,
     position: Annotated[
         int, typer.Option("--position", metavar="N", help="Position of the token to explain (-1: the last).")
     ] = -1,
     target: Annotated[
-        str | None,
-        typer.Option("--target", metavar="TOKEN", help="Show effects on this token (default: the predicted one)."),
+        str | None, typer.Option("--target", metavar="TOKEN", help="Token to explain (default: the predicted one).")
     ] = None,
     top: Annotated[
         int | None,

@@ -61,9 +61,7 @@ def mask_show(
     settings: Settings = None,
     block_size: Annotated[
         int | None,
-        typer.Option(
-            "--block-size", metavar="N", min=1, help="Block size for the block sparsity (default: 128 and smaller)."
-        ),
+        typer.Option("--block-size", metavar="N", min=1, help="Block size to count (default: 128 and smaller)."),
     ] = None,
     output: OutputOption = None,
     json_output: JsonFlag = False,

@@ -9,17 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from attnflow.cli._arguments import (
-    EXAMPLES,
-    FILE_IS_COMPLETE,
-    MaskLength,
-    Settings,
-    is_file,
-    load,
-    mask_argument,
-    require_model,
-    sample,
-)
+from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, load, mask_argument, require_model, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, working
 
 _TOKENS: Final = 32  # of the short text for which a model's masks are computed
@@ -77,7 +67,7 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
 
     if is_file(subject):
         if n is not None or settings:
-            raise BadUsage(FILE_IS_COMPLETE.format(subject))
+            raise BadUsage(f"--n and --set apply only to masks of the catalogue; leave them out, {subject} is a file")
         return design_of(read_json(subject), subject).to_dict()
     if subject in EXAMPLES:
         return design_of(mask_argument(subject, n, settings, "studio").to_dict(), subject).to_dict()
