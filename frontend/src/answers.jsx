@@ -7,7 +7,7 @@ export function Order({ studio }) {
   const { value, error } = studio.answers.flow.value;
   const layer = studio.view.value?.layers[studio.layer.value];
   const rows = [
-    ["Depth", value ? grouped(value.depth) : "–", value ? (value.dense ? "dense: one layer does all" : value.num_layers ? `of ${plural(value.num_layers, "layer")}` : "layers until all has flowed") : ""],
+    ["Depth", value ? grouped(value.depth) : "–", value ? (value.dense ? "one layer suffices" : value.num_layers ? `of ${plural(value.num_layers, "layer")}` : "layers until all information has flowed") : ""],
     ["Classes", value ? grouped(value.classes) : "–", value ? `on ${plural(value.levels, "level")}` : ""],
     ["Covers", value ? grouped(value.covers) : "–", "edges of the Hasse diagram"],
     ["Pairs", layer ? percent(layer.density) : "–", layer ? `${grouped(layer.pairs)} in a layer` : ""],
@@ -68,7 +68,7 @@ function Leaks({ studio }) {
   if (!value) return <p class="quiet">…</p>;
   if (!value.labels && studio.place === "report") return <p class="quiet">No labels are drawn here.</p>;
   if (!value.labels)
-    return <p class="quiet">No labels yet. Say what positions must predict (left, “Labels”), and every way by which an answer can be read is found here.</p>;
+    return <p class="quiet">No labels yet. Set what positions must predict (left, “Labels”). This panel then shows every path by which a label leaks.</p>;
   return (
     <>
       <p class={value.total ? "verdict bad" : "verdict good"}>

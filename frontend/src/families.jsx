@@ -90,7 +90,7 @@ function TakeAway({ state, studio }) {
   };
   return (
     <section class="panel" aria-labelledby="take-title">
-      <h2 id="take-title">Take away</h2>
+      <h2 id="take-title">Export</h2>
       <div class="buttons">
         <CopyButton label="Copy code" text={() => reply.code} disabled={!reply} />
         <button type="button" disabled={!reply} onClick={open} title="The merged task as a design: paint on it, read its code">Open as a mask</button>
@@ -106,7 +106,7 @@ function Score({ state }) {
   return (
     <div class="score" tabIndex={0} role="region" aria-label="Subtasks and the merged task">
       <table>
-        <caption class="sr">Rows are the merged task and its subtasks, columns are position ids. What is looked at in the proof is marked.</caption>
+        <caption class="sr">Rows are the merged task and its subtasks; columns are position ids. The current step of the proof is marked.</caption>
         <thead>
           <tr><th scope="col">position</th>{words.map((word, i) => <th scope="col" title={word}><span class="n">{i}</span></th>)}</tr>
         </thead>
@@ -221,7 +221,7 @@ function conclusion(reply, node, leak) {
     const asked = [...new Set(node.labels.map(([, token]) => token))].map((token) => `${token} “${reply.words[token]}”`);
     return `Must predict token ${listed(asked, 4)}. ${asked.length > 1 ? "None of them flows in: no label here can leak." : "It does not flow in: the label cannot leak."}`;
   }
-  return node.positions.every((i) => reply.dead.includes(i)) ? "Predicts nothing, and no label reads it: it is dead." : "Predicts nothing: it is there for those that read it.";
+  return node.positions.every((i) => reply.dead.includes(i)) ? "Predicts nothing, and no label depends on it: it is dead." : "Predicts nothing; other positions read it.";
 }
 
 const listed = (texts, most) => (texts.length > most ? `${texts.slice(0, most).join(", ")} and ${texts.length - most} more` : texts.join(", "));
@@ -255,7 +255,7 @@ function WhatIf({ state }) {
         ))}
         {state.pairs.value.length > 1 && <li><button type="button" onClick={state.clear}>Forbid all again</button></li>}
       </ul>
-      <p class="quiet">{state.pairs.value.length ? "Added to the merged mask; the proof above is of what that allows." : "Or click a pair of the matrix: the proof is done again, and a leak shows its way."}</p>
+      <p class="quiet">{state.pairs.value.length ? "These pairs are added to the merged mask, and the proof above includes them." : "Or click a pair of the matrix. The proof is repeated, and a leak shows its path."}</p>
     </section>
   );
 }

@@ -8,9 +8,9 @@ import { createModel, VIEWS } from "./model.js";
 
 const TITLES = { audit: "Audit", geometry: "Geometry", bias: "Bias", trace: "Trace" };
 const ABOUT = {
-  audit: "Changes tokens and watches every module: what moves although the model’s order keeps it apart is a leak, named with the layer and module where it starts.",
+  audit: "Changes tokens and watches every module. An output that changes although the model’s order forbids it is a leak, shown with the layer and module where it starts.",
   geometry: "Symmetry and directionality of W_q and W_k in every layer and head, from the weights alone.",
-  bias: "What the attached bias adds to the scores for this text, layer by layer, as softmax sees it.",
+  bias: "What the attached bias adds to the attention scores for this text, layer by layer, centred over each row.",
   trace: "Which entries of the feed-forward layers fire for each token, and what they add to the logit of the next one.",
 };
 
@@ -184,7 +184,7 @@ function Geometry({ value }) {
           </div>
         )}
       </div>
-      <p class="quiet">Grey: where 19 of 20 matrices of random weights of width {stack.width} lie. Ignored: {value.ignored}.</p>
+      <p class="quiet">Grey: 19 of 20 random matrices of width {stack.width} lie here. Ignored: {value.ignored}.</p>
       {value.notes.map((note) => <p class="quiet">{note}</p>)}
     </section>
   ));
@@ -208,7 +208,7 @@ function Bias({ state, value }) {
         </tbody>
       </table>
       <HeatMap title={value.layer === null ? "The last query in every layer" : `Every query in layer ${value.layer}`} values={value.values} sides={value.sides} columns={value.tokens} />
-      <p class="quiet">Row-centred: softmax sees no more of a bias. Choose a layer to see all its queries.</p>
+      <p class="quiet">The bias is centred over each row, because softmax sees nothing else of it. Choose a layer to see all its queries.</p>
     </>
   );
 }

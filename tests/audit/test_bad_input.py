@@ -210,7 +210,7 @@ def test_a_refused_call_leaves_the_model_and_the_generators_alone():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "expected a saved MeasuredOrder, got no result of attnflow"),
+        ("{}", "expected a saved MeasuredOrder, got something without the key"),
         (af.order.analyze(causal(3)).to_json(), "expected a saved MeasuredOrder, got 'Flow'"),
         ('{"attnflow": "MeasuredOrder", "version": 1, "model": "a"}', "it has no parameters"),
     ],

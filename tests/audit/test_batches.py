@@ -293,4 +293,4 @@ def test_a_wrapped_document_under_a_mask_of_pairs():
 
 def test_positions_that_do_not_count_on_are_noted():
     batch = {"input_ids": ROW, "labels": ROW, "position_ids": torch.tensor([[0, 1, 2, 2, *range(3, 11)]])}
-    assert any("do not count on at position 3 of sequence 0" in note for note in check_batch(batch, CAUSAL).notes)
+    assert any("do not continue at position 3 of sequence 0" in note for note in check_batch(batch, CAUSAL).notes)

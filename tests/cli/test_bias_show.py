@@ -87,4 +87,4 @@ def test_a_saved_bias_names_its_base_model(run, tiny_model, saved, tmp_path):
     rewrite(folder, base=config["base"])
     code, _, err = run("bias", "show", str(folder))
     assert code == 2
-    assert "does not name its base model: attnflow bias show MODEL --bias" in err
+    assert "does not name its base model; give it: attnflow bias show MODEL --bias" in err

@@ -37,7 +37,7 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
     assert run("knowledge", "stats", place).out == out
     code, _, err = run("knowledge", "build", place, tiny_model)
     assert code == 2
-    assert "holds 96 entries already: name a new store" in err
+    assert "already holds 96 entries: name a new store" in err
     assert run("knowledge", "build", store, tiny_model).code == 2
     assert len(entries(store)) == 5
 

@@ -70,9 +70,9 @@ def test_every_example_shows_its_mask(run: Callable, name: str, tmp_path: Path) 
 def test_picture_and_numbers(run: Callable) -> None:
     out = run("mask", "show", "sliding_window", "--n", "5", "--set", "window=2").out
     assert "\n3  · · ■ ■ ·\n" in out
-    assert "allowed pairs   9 of 25" in out
-    assert "depth           4 layers" in out
-    assert "Hasse diagram   4 edges, 5 levels" in out
+    assert "allowed pairs       9 of 25" in out
+    assert "depth               4 layers" in out
+    assert "Hasse diagram       4 edges, 5 levels" in out
 
 
 def test_json(run: Callable) -> None:
@@ -119,7 +119,7 @@ def test_svg_and_html(run: Callable, tmp_path: Path) -> None:
     svg, html = (tmp_path / f"mask.{kind}" for kind in ("svg", "html"))
     code, out, _ = run("mask", "show", "causal", "-o", str(svg))
     assert code == 0
-    assert f"written         {svg}" in out
+    assert f"written             {svg}" in out
     assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     assert json.loads(run("mask", "show", "causal", "-o", str(html), "--json").out)["name"] == "causal"
     assert html.read_text().startswith("<!doctype html>")

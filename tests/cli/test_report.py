@@ -29,7 +29,7 @@ def test_task_and_its_leak(run: Callable, tmp_path: Path) -> None:
     file.write_text(json.dumps({**task.to_dict(), "mask": {"name": "full", "parameters": {"n": 10}}}))
     code, out, _ = run("report", str(file), "-o", str(target))
     assert code == 1
-    assert "It reports a leak." in out
+    assert "It contains a leak." in out
     assert "layer 1" in target.read_text()
 
 
@@ -43,4 +43,4 @@ def test_model(run: Callable, tiny_model: str, tmp_path: Path, masked: Callable)
     masked(af.masks.full(8))
     code, out, _ = run("report", tiny_model, "--tokens", "8", "-o", str(target))
     assert code == 1
-    assert "It reports a leak." in out
+    assert "It contains a leak." in out

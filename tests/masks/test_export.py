@@ -217,7 +217,9 @@ def test_few_slices_and_bounds_for_regular_masks():
 
 
 def test_what_cannot_be_said_is_named():
-    with pytest.raises(NotExpressible, match=r"flashmask cannot say butterfly\(n=6\): it forbids query \d+, key \d+"):
+    with pytest.raises(
+        NotExpressible, match=r"flashmask cannot express butterfly\(n=6\): it forbids query \d+, key \d+"
+    ):
         export.flashmask(masks.butterfly(6))
     with pytest.raises(NotExpressible, match="forbids query 2, key 2, but every query") as caught:
         export.varlen(masks.from_edges([(0, 0), (1, 1)], 3))
@@ -277,7 +279,7 @@ def test_requests_of_several_lengths():
     assert form.cu_seqlens_k.tolist() == [0, 9, 13, 18]
     table = decoded_varlen(form.cu_seqlens_q.tolist(), form.cu_seqlens_k.tolist(), form.causal, form.window_size)
     assert np.array_equal(table, blocks(parts).numpy())
-    with pytest.raises(NotExpressible, match="varlen cannot say 2 sequences end to end"):
+    with pytest.raises(NotExpressible, match="varlen cannot express 2 sequences end to end"):
         export.varlen(masks.batch([masks.sliding_window(9, 3)[6:, :], masks.causal(9)[2:, :]]))
 
 

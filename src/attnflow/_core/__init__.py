@@ -1,1 +1,1 @@
-"""What every concept shares: errors, argument checks, the version."""
+"""The parts that every concept shares: errors, argument checks, results, handles, progress, files, the version."""

@@ -18,7 +18,7 @@ IntArray = npt.NDArray[np.int64]
 Indices = Sequence[int] | npt.NDArray[np.integer] | Tensor  # what a caller may give where positions are listed
 
 LARGEST_SIZE: Final = 1 << 24
-"""Positions that a sequence may have: a mask of as many takes 2 GB while it is built, and no model reads more."""
+"""Most positions of a sequence: a mask of this size takes 2 GB while it is built, and no model reads more."""
 
 _SIZE: Final = ContextVar("positions that `size` lets through", default=LARGEST_SIZE)
 _LARGEST: Final = (1 << 63) - 1  # of int64, in which everything is computed

@@ -1,4 +1,4 @@
-"""Domain failures. Wrong arguments raise `ValueError` or `TypeError`; these are for what the maths or a model says."""
+"""Errors of the domain, such as a leak or an unsupported model. Wrong arguments raise `ValueError` or `TypeError`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 class AttnflowError(Exception):
-    """Base of every failure that is about the domain rather than about an argument."""
+    """Base class of the errors that concern the domain rather than an argument."""
 
 
 class LeakFound(AttnflowError):
     """A label reaches the position that predicts it.
 
     Attributes:
-        witness: the path of the information, one position per layer boundary: `witness[0]` is the
-            position that carries the label, `witness[l]` where it has arrived after layer `l`.
+        witness: the path of the information: `witness[0]` is the position that carries the label, and `witness[l]` is
+            where the label has arrived after layer `l`.
     """
 
     def __init__(self, message: str, witness: Sequence[int] = ()) -> None:
@@ -23,15 +23,15 @@ class LeakFound(AttnflowError):
 
 
 class UnsupportedArchitecture(AttnflowError):
-    """A model has no part that this feature needs; the message names the part."""
+    """A model lacks a part that this feature needs; the message names the part."""
 
 
 class WrongBase(AttnflowError):
-    """Something that was saved for a model, such as a bias or a reader, belongs to another one."""
+    """A saved bias, reader or other add-on belongs to another model."""
 
 
 class MissingExtra(AttnflowError, ImportError):
-    """An optional dependency is not installed; the message says which extra brings it."""
+    """An optional dependency is not installed; the message names the extra that installs it."""
 
     def __init__(self, module: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {module}, which is not installed: pip install 'attnflow[{extra}]'")

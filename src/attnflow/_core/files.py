@@ -16,14 +16,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-_LEFT: Final = 24 * 3600.0  # seconds after which a part that nobody writes to was left by a writer that was killed
+_LEFT: Final = 24 * 3600.0  # seconds without a write after which a part file must belong to a killed writer
 
 
 def to_read(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file to read; refuse a named pipe or a device, for which a reader may wait for ever."""
+    """Return the path of a file to read; refuse a named pipe or a device, where a reader could wait for ever."""
     target = Path(path)
     if target.exists() and not (target.is_file() or target.is_dir()):
-        raise ValueError(f"cannot read {path}: it is a pipe or a device; save what it gives in a file")
+        raise ValueError(f"cannot read {path}: it is a pipe or a device; save its content as a file first")
     return target
 
 
@@ -95,7 +95,7 @@ def sync(path: Path) -> None:
 def _part_of(target: Path) -> Path:
     """Return a new name beside `target`, on the same disk, and remove what killed writers left there."""
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"no folder {target.parent} to write {target.name} in; create it first")
+        raise FileNotFoundError(f"cannot write {target.name}: no folder {target.parent}; create it first")
     for left in target.parent.glob(f".{target.name}.*.part"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _LEFT:

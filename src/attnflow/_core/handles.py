@@ -1,4 +1,4 @@
-"""What a verb returns that changes a model: a handle that undoes the change."""
+"""`Handle`: returned by every function that changes a model; it undoes the change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _H = TypeVar("_H", bound="Handle")
 
 
 class Handle(ABC):
-    """A change of a model, in force until `remove()` or the end of the `with` block; printed, it says what it did.
+    """A change of a model that lasts until `remove()` or the end of the `with` block; print it to see what it changed.
 
     Attributes:
         model: the model that was changed.
@@ -27,10 +27,10 @@ class Handle(ABC):
         return self._active
 
     def remove(self) -> None:
-        """Leave the model exactly as it was before; a second call does nothing.
+        """Restore the model exactly to its state before the change; a second call does nothing.
 
         Raises:
-            RuntimeError: something that was put on the model later must be removed first. Nothing is changed then.
+            RuntimeError: a later change of the model must be removed first. Nothing is changed then.
         """
         if self._active:
             self._restore()
@@ -42,7 +42,7 @@ class Handle(ABC):
 
     @abstractmethod
     def _summary(self) -> str:
-        """What was changed, in a line or a table."""
+        """Describe the change in a line or a table."""
 
     def __enter__(self: _H) -> _H:
         if not self._active:

@@ -1,4 +1,4 @@
-"""What is imported on first use: a room's names that need an optional package, and the room that draws results.
+"""Imports on first use: names that need an optional package, and the room that draws results.
 
 `attnflow/__init__.py` installs the renderer, so that nothing in `_core` imports the room that draws.
 """
@@ -12,9 +12,9 @@ from typing import Any
 def on_demand(
     room: str, names: Sequence[str], home: Callable[[str], object]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a room that imports only some of its public names.
+    """Return `__getattr__` and `__dir__` for a room that imports some of its public names only when they are used.
 
-    `home` imports the module of a name itself, so that no import hides in a string.
+    `home` imports and returns the module of a name, so that no import hides in a string.
     """
 
     def find(name: str) -> object:
@@ -34,5 +34,5 @@ def install(load: Callable[[], Any]) -> None:
 
 
 def renderer() -> Any:
-    """Return what draws results: `notebook(result)` is HTML, `encode(result, suffix)` the content of a file."""
+    """Return the renderer of results: `notebook(result)` gives HTML, `encode(result, suffix)` a file's content."""
     return _loaders[0]()

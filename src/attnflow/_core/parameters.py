@@ -17,7 +17,7 @@ LARGEST_NAMED: Final = 1 << 22  # beyond it the machine would run out of memory 
 _TYPED: Final = {  # what a person should have typed
     "bool": "true or false",
     "int": "an integer",
-    "ints": "integers with commas between them, such as {}=0,2,5",
+    "ints": "integers separated by commas, such as {}=0,2,5",
 }
 # What a person types for each mask of the catalogue.
 # Where a mask has a length that is not here, it takes the one that its reader has at hand.
@@ -53,10 +53,10 @@ class Parameter:
     choices: tuple[str, ...] = ()  # the allowed texts, if they are few
 
     def bounded(self, value: int) -> int:
-        """Return `value`, or refuse one too large to be meant."""
+        """Return `value`, or refuse one that is too large to be intended."""
         if value > LARGEST_NAMED:
             limit = f"{LARGEST_NAMED:,}"
-            raise ValueError(f"{self.name} is at most {limit} by name, got {value}: call the function in Python")
+            raise ValueError(f"{self.name} is at most {limit} by name, got {value}: for more, call it in Python")
         return value
 
     def read(self, text: str) -> object:

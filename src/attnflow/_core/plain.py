@@ -1,4 +1,4 @@
-"""Checks JSON that people write; each message names the place of the mistake."""
+"""Checks JSON written by hand; each message names the place of the mistake."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parse_json(text: str, where: str) -> dict[str, object]:
 
 
 def expect(value: object, where: str, kinds: type | tuple[type, ...], what: str) -> Any:
-    """Return `value` if it is of one of `kinds`, of which only bool has True and False."""
+    """Return `value` if it has one of the types `kinds`; True and False count as bool only, not as int."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise ValueError(f"{where}: expected {what}, got {kind_of(value)}")
     return value
@@ -103,9 +103,9 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"the name {twice[0]!r} stands twice in one JSON object")
+        raise ValueError(f"the name {twice[0]!r} appears twice in one JSON object")
     return dict(pairs)
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number that a spec may hold")
+    raise ValueError(f"{name} is not allowed in JSON: write a finite number")

@@ -15,7 +15,7 @@ Progress = Callable[[int, int, str], object]  # (done, total, what); total is 0 
 
 
 class Reporter:
-    """Shows progress on stderr, and is what `progress=` takes: a bar on a terminal, elsewhere a line now and then.
+    """Shows progress on stderr: a bar on a terminal, elsewhere a line now and then. Pass it as `progress=`.
 
     with Reporter() as progress:
         audit.check(model, inputs, progress=progress)
@@ -41,7 +41,7 @@ class Reporter:
             print(f"{what} {done}/{total}" if total else what, file=self._stream, flush=True)
 
     def stage(self, what: str) -> None:
-        """Show, on a terminal, what is going on where nothing can be counted."""
+        """Show the current step on a terminal when there is nothing to count."""
         if self._stream.isatty():
             self._draw(0, 0, what)
 

@@ -1,4 +1,4 @@
-"""What every result has: one set of conversions, files by suffix, and a picture of itself in a notebook."""
+"""`Result`: every result converts to JSON, CSV and pandas, saves itself by suffix, and draws itself in a notebook."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.
 
 
 class Result:
-    """Base of every result: a frozen dataclass with the same conversions.
+    """Base class of all results: a frozen dataclass with the same conversions.
 
-    `to_json` and `from_json` are inverse to each other, NaN, infinities, tensors and arrays included. A subclass
-    overrides `rows` to say what its table is; one that judges has a property `ok`.
+    `from_json` reads exactly what `to_json` wrote, including NaN, infinities, tensors and arrays. A subclass overrides
+    `rows` to define its table; a result that judges has a property `ok`.
     """
 
     version: ClassVar[int] = 1  # of the layout; raised when a field changes its meaning
 
     def to_dict(self) -> dict[str, object]:
-        """All fields as plain Python values, the name of the class under "attnflow" and the verdict under "ok"."""
+        """All fields as plain Python values, with the class name under "attnflow" and any verdict under "ok"."""
         values = cast(dict[str, object], _converter.unstructure(self))
         head: dict[str, object] = {_KIND: type(self).__name__, _VERSION: self.version}
         if isinstance(getattr(type(self), _OK, None), property):
@@ -48,15 +48,15 @@ class Result:
         return {**head, **values}
 
     def to_json(self) -> str:
-        """`to_dict` as strict JSON: numbers that are not finite are the strings "NaN", "Infinity", "-Infinity"."""
+        """`to_dict` as strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_dict(cls: type[_R], values: Mapping[str, object]) -> _R:
-        """The result that `to_dict` described.
+        """Rebuild the result from what `to_dict` returned.
 
         Raises:
-            ValueError: of another kind or version, or a field that is missing or wrong, by its name.
+            ValueError: another class or version, or a missing or wrong field, which the message names.
         """
         content = cls._content(values)
         try:
@@ -69,7 +69,7 @@ class Result:
         """Return a saved result's fields, after checking its kind and version."""
         kind, version = values.get(_KIND), values.get(_VERSION)
         if kind != cls.__name__:
-            what = repr(kind) if isinstance(kind, str) else 'no result of attnflow (no key "attnflow")'
+            what = repr(kind) if isinstance(kind, str) else 'something without the key "attnflow"'
             raise ValueError(f"expected a saved {cls.__name__}, got {what}")
         if version != cls.version:
             raise ValueError(f"expected version {cls.version} of a saved {cls.__name__}, got {version!r}")
@@ -78,10 +78,10 @@ class Result:
 
     @classmethod
     def from_json(cls: type[_R], text: str) -> _R:
-        """The result that `to_json` wrote.
+        """Rebuild the result from what `to_json` returned.
 
         Raises:
-            ValueError: no JSON object, or as in `from_dict`.
+            ValueError: the text is not a JSON object, or as for `from_dict`.
         """
         values = json.loads(text)
         if not isinstance(values, dict):
@@ -89,12 +89,12 @@ class Result:
         return cls.from_dict(cast(dict[str, object], values))
 
     def rows(self) -> Sequence[Mapping[str, object]]:
-        """The result as a table, one mapping a row, all with the same keys; by default one row of its plain fields."""
+        """The result as a table: one mapping per row, all with the same keys (default: one row of its fields)."""
         values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
         return [{name: value for name, value in values.items() if isinstance(value, str | int | float | None)}]
 
     def to_csv(self) -> str:
-        """`rows` as CSV with a header."""
+        """Return `rows` as CSV with a header."""
         rows = self.rows()
         text = io.StringIO()
         if rows:
@@ -104,10 +104,10 @@ class Result:
         return text.getvalue()
 
     def to_pandas(self) -> Any:
-        """`rows` as a `pandas.DataFrame`.
+        """Return `rows` as a `pandas.DataFrame`.
 
         Raises:
-            ImportError: pandas is not installed; no extra of this package brings it.
+            ImportError: pandas is not installed; no extra of this package installs it.
         """
         try:
             import pandas
@@ -118,11 +118,11 @@ class Result:
         return pandas.DataFrame(list(self.rows()))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the file whole or not at all: `.json`, `.csv`, `.html`, or a picture: `.svg`, of charts `.png`, `.pdf`.
+        """Write a file, whole or not at all: `.json`, `.csv`, `.html` or `.svg`; charts also `.png` and `.pdf`.
 
         Raises:
-            ValueError: another suffix.
-            MissingExtra: a picture that needs matplotlib, which is not installed.
+            ValueError: the suffix is another one.
+            MissingExtra: the picture needs matplotlib, which is not installed.
         """
         target = Path(path)
         suffix = target.suffix.lower()
@@ -137,7 +137,7 @@ class Result:
         return target
 
     def _repr_html_(self) -> str:
-        """The result as notebooks show it."""
+        """Return the HTML that notebooks show."""
         return renderer().notebook(self)
 
 

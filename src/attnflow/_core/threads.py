@@ -1,6 +1,6 @@
-"""One model in several threads: what each call keeps for itself, and what must not run beside other calls.
+"""One model in several threads: state that each call keeps for itself, and work that must run alone.
 
-A forward pass runs in one thread from its beginning to its end, so that the state of a call is that of its thread.
+A forward pass runs in one thread from start to end, so the state of a call is kept per thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., object])
-_LOOK: Final = 0.05  # seconds between looks for calls that ended unsaid
+_LOOK: Final = 0.05  # seconds between checks for calls that ended without `leave`
 _making: Final = threading.Lock()
 
 
@@ -28,9 +28,9 @@ def untraced(function: _F) -> _F:
 
 
 class PerThread(Generic[_T]):
-    """A value for each thread, made by `make()` when the thread first asks; copies and pickles begin without any.
+    """A value for each thread, made by `make()` at the thread's first call; copies and pickles start empty.
 
-    A compiled graph ends where it is asked: a compiler would keep the thread that it traced.
+    Calling it ends a compiled graph, because a compiler would keep the value of the thread that it traced.
     """
 
     def __init__(self, make: Callable[[], _T]) -> None:
@@ -56,9 +56,9 @@ class PerThread(Generic[_T]):
 
 
 class Turns:
-    """Calls run side by side; what must run alone waits for those under way, and later ones wait for it.
+    """Calls run side by side; work that must run alone waits for running calls, and later calls wait for it.
 
-    A call that never says that it ended, as a compiled one that raises, has ended when its frame is on no stack.
+    A compiled call that raises never calls `leave`; it counts as ended once its frame is on no stack.
     """
 
     def __init__(self) -> None:

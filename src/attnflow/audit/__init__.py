@@ -1,7 +1,7 @@
-"""Audits of real models: does an output move when an input changes that the declared order keeps from it?
+"""Audits of real models: does an output change with an input that the declared order forbids it to read?
 
-A leak can come through a scan, a normalisation over the sequence, a cache or a custom kernel that no mask shows, so
-the model itself is asked: inputs are changed and every module is watched.
+A leak can come through a scan, a normalisation over the sequence, a cache or a custom kernel. No mask shows these, so
+the audit runs the model: it changes inputs and watches every module.
 
 Read `audit` first (`check`), then `perturb`, which finds what moves, and `passes`, which runs and watches the model.
 `declared` says what may move, `measurement` what does, `guards` watches a training, `batches` reads one batch alone.

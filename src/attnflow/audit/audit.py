@@ -48,51 +48,50 @@ def check(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """Does the output of any module at i move when an input that is not below i changes?
+    """Audit a model, a loss or any function of token ids: does an output change with an input it must not read?
 
-    After layer l a position may depend on row i of F_l = A_l x ... x A_1, A = allow | I (order.md). Sets of
-    inputs are changed at once, chosen so that few passes test most forbidden pairs; whatever moves against F_l is
-    narrowed down to the module whose inputs are still clean, one source and one target.
+    After layer l, position i may depend on row i of F_l = A_l x ... x A_1 with A = allow | I (order.md). The audit
+    changes sets of inputs at once, chosen so that few passes test most forbidden pairs. A change against F_l is traced
+    to one source, one target and the first module whose inputs are still clean.
 
-    Of a function only what it returns is watched: element i of a score per token may depend on tokens up to its own
-    label. What it remembers between calls is found by calling it, and a copy of it, in another order.
+    For a function, only its return value is watched: element i of a score per token may depend on tokens up to its own
+    label. State kept between calls is found by calling the function, and a copy of it, in another order.
 
     Args:
-        model: any module that takes token ids or embeddings, or what `af.load_model` returned. It is run in eval
-            mode; training flags, random generators, parameters and hooks are left as they were. Or any function of
-            token ids (a loss, an evaluation, a procedure that trains meanwhile), called as it is, gradients on. It
-            returns numbers: n rows for the tokens, n - 1 numbers for the labels 1 to n - 1, or n numbers for the
-            labels 0 to n - 1 (1 to n where the last never moves).
+        model: a module that takes token ids or embeddings, a result of `af.load_model`, or a function of token ids. A
+            module is run in eval mode; its training flags, parameters, hooks and the random generators are restored.
+            A function (a loss, an evaluation, a procedure that trains) is called with gradients on. It returns n rows
+            for the tokens, n - 1 numbers for the labels 1 to n - 1, or n numbers for the labels 0 to n - 1 (1 to n
+            if the last never changes).
         inputs: keyword arguments of the model's forward, token ids [batch, n] or [n], or a text if the model came with
-            its tokenizer. Keyword arguments are passed as they are (`use_cache`, `position_ids`, `attention_mask`,
-            `pixel_values`, ...): the audit is of this very call. A function gets ids as its one argument; labels or
+            its tokenizer. Keyword arguments (`use_cache`, `position_ids`, `attention_mask`, `pixel_values`, ...) are
+            passed unchanged, so the audit is of this very call. A function gets ids as its one argument; labels or
             targets that repeat the ids, or follow them by one place, change with them.
-        order: one mask for all layers (also of `af.masks.batch([...])`, one for each sequence, or of `per_head([...])`,
-            the union of its heads), one mask per layer call, or a `Flow`; "mask" for the pairs of the
-            `attention_mask` among the inputs; None for what inputs and model declare (see `declared_order`), and for
-            causal of a function.
-            Positions of an encoder-decoder are counted through, encoder first.
-        mode: "perturb" changes inputs and watches every module; "quick" changes a few, watches layers alone, and goes
-            on to "perturb" only if something moves.
-        cache: also audit prefill and decoding, by perturbation, and compare with the full forward: True for a prefill
-            and four single tokens, or the step lengths. True also compares chunks, several draft tokens at once,
-            drafts that are rejected, left padding and a static cache, where the model has them.
-        both_sides: whether a pair that the order allows and no input moves is a finding (True), looked for at a few
-            positions and noted (None), or no matter (False). Looked for in layers of attention, not in mode "quick".
-        passes: perturbations to spend; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
+        order: one mask for all layers, one mask per layer call, or a `Flow`. A mask may be `af.masks.batch([...])`, one
+            for each sequence, or `per_head([...])`, the union of its heads. "mask" takes the pairs of the
+            `attention_mask` among the inputs. None takes what the inputs and the model declare (see
+            `declared_order`), and causal for a function. Positions of an encoder-decoder are numbered encoder first.
+        mode: "perturb" changes inputs and watches every module; "quick" changes a few, watches only layers, and
+            continues with "perturb" only if something changed.
+        cache: also audit prefill and decoding by perturbation, and compare them with the full forward: True for a
+            prefill and four single tokens, or the step lengths. True also compares chunks, several draft tokens at
+            once, rejected drafts, left padding and a static cache, where the model supports them.
+        both_sides: what to do about allowed pairs that nothing uses: report them (True), look at a few positions and
+            add a note (None), or ignore them (False). Only layers of attention are tested, and not in mode "quick".
+        passes: number of perturbations; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
         watch: "layers" watches only layers and the model's output, which takes little memory.
-        dtype: audit in this precision (torch.float64 sees weaker leaks); parameters are put back afterwards.
-        seed: of the replaced tokens.
+        dtype: audit in this precision (torch.float64 finds weaker leaks); parameters are restored afterwards.
+        seed: seed of the replacement tokens.
         progress: called as `progress(done, total, what)`.
 
     Raises:
-        UnsupportedArchitecture: no order is given or declared, or nothing with a sequence axis comes out.
-        ValueError: empty inputs, an order of another size, or a length that cannot be told from a width.
-        TypeError: inputs, order or arguments of a wrong type.
+        UnsupportedArchitecture: no order is given or declared, or no output has a sequence axis.
+        ValueError: the inputs are empty, the order has another size, or a length looks like a width.
+        TypeError: inputs, order or arguments have a wrong type.
 
     Cost: passes + 5 + 2 log2(batch) forward passes, 5 more for missing pairs (3 n with `both_sides=True`), and
-    log2(n) + 2 for each violation; memory for the outputs of all watched modules, as in training. "quick": three
-    forward passes of a large model; of a tiny one up to n.
+    log2(n) + 2 for each violation. Memory holds the outputs of all watched modules, as in training. Mode "quick" takes
+    three forward passes of a large model, and up to n of a tiny one.
     """
     began = time.perf_counter()
     if mode not in ("perturb", "quick"):
@@ -139,7 +138,7 @@ def _notes(model: nn.Module, seen: Survey, order: object) -> list[str]:
     passed = pairs_passed(seen.inputs, slot) if order is None and len(seen.inputs.slots) == 1 else None
     if passed is not None:
         notes.append(
-            "the attention_mask of pairs is tested, not believed: the audit is against the declared order; "
+            "the attention_mask of pairs is itself tested: the audit is against the declared order; "
             "order='mask' audits against its pairs"
         )
     if isinstance(model, Function):

@@ -23,18 +23,18 @@ _READ: Final = "labels that a position can read"
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong with a batch.
+    """One mistake in a batch.
 
     Attributes:
-        kind: "readable" (a label can be read by the position that predicts it), "shift" (labels stand at another place
-            than the loss takes them from), "documents" (a label is predicted from another document, or what says where
-            documents begin disagrees), "padding" (labels on padding), "unsupervised" (an answer without labels),
-            "mask" (the mask lets through what positions or lengths keep apart, or padding), "positions" (positions and
-            mask disagree), "vocabulary" (ids that no vocabulary has).
-        sequence: row of the batch where it is first.
-        position: column there.
-        count: in how many places of the batch.
-        message: what is wrong there, and what to do.
+        kind: "readable" (the position that predicts a label can read it), "shift" (labels are not where the loss takes
+            them), "documents" (a label is predicted from another document, or entries disagree on where documents
+            begin), "padding" (labels on padding), "unsupervised" (an answer without labels), "mask" (the mask lets
+            positions read other documents or padding), "positions" (position ids and mask disagree), "vocabulary"
+            (ids outside the vocabulary).
+        sequence: row of the batch where it first occurs.
+        position: column of that place.
+        count: number of places in the batch.
+        message: what is wrong, and what to do.
     """
 
     kind: Kind

@@ -62,7 +62,7 @@ def family_of(model_or_config: Any) -> Family:
     if not hasattr(config, "model_type"):
         raise TypeError(
             "model_or_config must be a model, its configuration or what af.load_model returned, got "
-            f"{type(model_or_config).__name__}; leave it out if there is none"
+            f"{type(model_or_config).__name__}; leave it out if you have none"
         )
     if not is_module:
         return _family(str((getattr(config, "architectures", None) or [""])[0]), config)

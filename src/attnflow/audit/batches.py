@@ -16,23 +16,25 @@ from attnflow.audit.batch_reading import IGNORED, Family, Reading, family_of, re
 
 
 def check_batch(batch: Mapping[str, Any], model_or_config: Any = None) -> BatchReport:
-    """A lint of one batch of a data loader: does it ask what you mean to ask? Nothing is computed by a model.
+    """Check one batch of a data loader for mistakes in labels, documents, masks and positions, without running a model.
 
-    It looks for labels that the position that predicts them can read; labels that are shifted twice or stand elsewhere;
-    labels predicted from another document or put on padding; answers without labels, or without one on the token that
-    ends them; masks that let through what positions or lengths keep apart; documents that two entries put in two
-    places; ids that no vocabulary has. What could not be looked at is in `unchecked`.
+    - Labels: the position that predicts a label can read it; labels are shifted twice or misplaced; a label is
+      predicted from another document or lies on padding; an answer has no labels, or none on its end token.
+    - Documents and ids: the mask connects documents that positions or lengths separate; two entries disagree on where a
+      document begins; an id lies outside the vocabulary.
+
+    Checks that could not be made are listed in `unchecked`.
 
     Args:
-        batch: what the collator returns: `input_ids`, `labels` and whatever else the model is called with; labels of
-            transformers, TRL or `af.tasks.Collator`. `completion_mask` or `assistant_masks` say what is an answer.
-        model_or_config: the model, what `af.load_model` returned, or its configuration: whether the loss shifts labels,
-            whether attention is causal, which ids pad and end. Without it a causal language model is assumed where the
-            batch looks like one, and the report says so.
+        batch: the collator's output: `input_ids`, `labels` and the model's other arguments. Labels may come from
+            transformers, TRL or `af.tasks.Collator`. `completion_mask` or `assistant_masks` mark the answers.
+        model_or_config: the model, a result of `af.load_model`, or the configuration. It tells whether the loss shifts
+            labels, whether attention is causal, and which ids pad and end. Without it, a batch that looks like one of a
+            causal language model is taken as such, and the report says so.
 
     Raises:
-        TypeError: no mapping; ids or labels that are no integers; a `model_or_config` that is neither.
-        ValueError: no ids and no labels, or shapes that do not fit.
+        TypeError: the batch is not a mapping, ids or labels are not integers, or `model_or_config` is neither.
+        ValueError: there are neither ids nor labels, or shapes do not fit.
 
     Cost: milliseconds; with a mask of pairs its closure, about that of `af.order.analyze`.
 
@@ -49,19 +51,19 @@ def check_batch(batch: Mapping[str, Any], model_or_config: Any = None) -> BatchR
 
 @dataclass(frozen=True, repr=False)
 class BatchReport(Result):
-    """Whether labels, documents, masks and positions of one batch fit together.
+    """The result of `check_batch`: whether labels, documents, masks and positions of one batch fit together.
 
     Attributes:
-        mistakes: what is wrong.
-        family: how labels are taken, in words, and whether that was read or assumed.
-        order: what may flow in the batch, in words.
-        checked: what was looked at, in words.
-        unchecked: what could not be, each with the reason.
-        notes: remarks that are no mistakes.
-        sequences: rows of the batch.
-        positions: columns of the batch.
-        labels: labels that count.
-        documents: documents in all rows together; as many as rows where nothing is packed.
+        mistakes: everything that is wrong.
+        family: how the loss takes labels, in words, and whether that was read or assumed.
+        order: the information flow that the batch allows, in words.
+        checked: the checks that were made, in words.
+        unchecked: the checks that could not be made, each with the reason.
+        notes: remarks that are not mistakes.
+        sequences: number of rows of the batch.
+        positions: number of columns of the batch.
+        labels: number of labels that count.
+        documents: number of documents in all rows; equal to the rows if nothing is packed.
     """
 
     mistakes: tuple[Mistake, ...]
@@ -77,7 +79,7 @@ class BatchReport(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether something was checked and nothing is wrong with it; read `unchecked`, too."""
+        """Whether something was checked and no mistake was found; read `unchecked`, too."""
         return bool(self.checked) and not self.mistakes
 
     def rows(self) -> list[dict[str, object]]:
@@ -111,7 +113,7 @@ class _Lint(Findings):
         super().__init__(labels.mistakes, labels.checked, [*reading.unread, *labels.unchecked], labels.notes)
 
     def report(self) -> BatchReport:
-        """Run all checks, in the order in which a reader wants them."""
+        """Run all checks, most important first."""
         reading = self.reading
         self._documents()
         self._padding()
@@ -186,7 +188,7 @@ class _Lint(Findings):
             documents, real = reading.documents, reading.real
             apart = documents[:, :, None] != documents[:, None, :]
             across = (reading.allow & apart & real[:, None]).any(-1) & real
-            message = f"attention_mask lets a position read another document than {names[0]} says"
+            message = f"attention_mask lets a position read a document that {names[0]} keeps apart"
             self.add("mask", across, message, f"mask: its pairs stay within the documents of {names[0]}")
         elif "attention_mask" in names:
             self.notes.append(
@@ -214,7 +216,7 @@ class _Lint(Findings):
             self.add("mask", everywhere, message)
         if reading.labels is not None or reading.targets is not None:
             if reading.mask is not None or reading.allow is not None or self.family.pad is not None:
-                message = f"a label on padding: set it to {IGNORED} where nothing is real"
+                message = f"a label on padding: set it to {IGNORED} there"
                 self.add("padding", supervised(reading, 0) & ~reading.real, message, "padding: has no labels")
             else:
                 why = "there is no mask, and no configuration says which id pads"
@@ -294,7 +296,7 @@ class _Lint(Findings):
         if jumps.any():
             row, column = jumps.nonzero()[0].tolist()
             self.notes.append(
-                f"position_ids do not count on at position {column + 1} of sequence {row}: transformers begins a "
+                f"position_ids do not continue at position {column + 1} of sequence {row}: transformers begins a "
                 "document there"
             )
 
@@ -304,11 +306,11 @@ class _Lint(Findings):
             strange = (reading.labels < 0) & (reading.labels != IGNORED)
             self.add("vocabulary", strange, f"a negative label that is not {IGNORED}, which alone is ignored")
             if size is not None:
-                self.add("vocabulary", reading.labels >= size, f"a label that the vocabulary of {size} does not have")
+                self.add("vocabulary", reading.labels >= size, f"a label outside the vocabulary of {size}")
         if reading.ids is not None:
             strange = reading.ids[..., 0] < 0
             strange |= reading.ids.amax(-1) >= size if size is not None else False
-            self.add("vocabulary", strange, "a token id that no vocabulary of this size has")
+            self.add("vocabulary", strange, "a token id outside the vocabulary of this size")
         if size is not None:
             self.checked.append("vocabulary: ids and labels are in it")
 

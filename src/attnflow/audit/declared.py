@@ -1,8 +1,8 @@
-"""The order that a call declares, by its inputs, by the masks that its model asks for and by its configuration.
+"""The order that a call declares through its inputs, the masks that its model asks for, and its configuration.
 
-From the strongest: a stated order; documents and padding, which every mixer must keep apart; the direction in the
-configuration; windows, chunks and image blocks that the model asks transformers for; windows of the configuration. A
-mask of pairs among the inputs is what is tested, not what it is tested against.
+The strongest source comes first: an order that the caller gives; documents and padding, which must stay apart in every
+layer; the direction in the configuration; windows, chunks and image blocks that the model asks transformers for;
+windows of the configuration. A mask of pairs among the inputs is itself tested, so it declares nothing.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _LOCAL = frozenset({"sliding_attention", "local", "sliding_window", "local_atten
 def declared_order(
     model: nn.Module | Loaded, inputs: str | Sequence[int] | Tensor | Mapping[str, Any], sequence: int = 0
 ) -> Flow:
-    """The order that a model declares for these inputs, as a flow: what an audit without `order` tests against.
+    """Return the order that a model declares for these inputs, as a flow; `check` tests against it by default.
 
     Args:
-        model: a model with a configuration, or what `af.load_model` returned.
+        model: a model with a configuration, or a result of `af.load_model`.
         inputs: as for `check`.
-        sequence: row of the batch, where they differ (padding, packed documents).
+        sequence: row of the batch, if rows differ (padding, packed documents).
 
     Raises:
-        UnsupportedArchitecture: nothing is declared.
+        UnsupportedArchitecture: the model declares no order.
 
     Cost: one forward pass.
     """
@@ -301,7 +301,7 @@ def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
     """The union over heads of a mask of pairs in the inputs, as allow [rows, n, n]; None without one."""
     mask = inputs.kwargs.get("attention_mask")
     if isinstance(mask, Mapping):
-        raise UnsupportedArchitecture("attention_mask is a dict of masks: say what it means with order=")
+        raise UnsupportedArchitecture("attention_mask is a dict of masks: give the order with order=")
     return None if mask is None else allowed_pairs(mask, inputs.batch, slot.length)
 
 

@@ -25,7 +25,7 @@ from attnflow.models.watching import Watch
 
 @dataclass(frozen=True)
 class DecodingPath:
-    """One way of decoding a call."""
+    """One decoding path of a call."""
 
     name: str  # of it in a report
     chunks: tuple[int, ...]  # lengths of prefill and decoding steps
@@ -185,8 +185,8 @@ class Comparison:
             exact, exactly = self._run(None, other), self._run(path, other)
         except (*REFUSALS, UnsupportedArchitecture) as error:
             raise UnsupportedArchitecture(
-                f"{type(model).__name__} does not run in {other}, so rounding cannot be told from a mistake of its "
-                f"cache ({error}); audit it with cache=False"
+                f"{type(model).__name__} does not run in {other}, so a difference of its cache may be rounding "
+                f"({error}); audit it with cache=False"
             ) from error
         ends = {key for key in stepped if key.side == "out" and self._runner.is_end(key)}
         violation: Violation | None = None

@@ -1,4 +1,4 @@
-"""Functions as models: any callable from token ids to numbers is called like a module and judged by what it returns.
+"""Functions as models: any callable from token ids to numbers is called like a module and judged by its return value.
 
 A loss, an evaluation loop, a procedure that trains while it is tested: what happens inside is its own affair, and so
 no module inside is watched. Whatever it remembers from one call to the next is found by calling it in another order.
@@ -90,8 +90,8 @@ class Function(nn.Module):
     def align(self, inputs: Inputs, seed: int) -> tuple[str, ...]:
         """Call it on three inputs, and read off which outputs score the next token; the reasons to test nothing.
 
-        Of n numbers of which the last never moves, number i is taken for the score of token i + 1, as in a loss whose
-        last label is missing. Answers that do not move with the tokens say nothing about leaks.
+        If the last of n numbers never moves, number i is taken as the score of token i + 1, as in a loss whose last
+        label is missing. Answers that do not move with the tokens say nothing about leaks.
         """
         draw = inputs.draw(torch.Generator().manual_seed(seed + _OTHER))
         place = torch.arange(inputs.size).expand(inputs.batch, -1)
@@ -125,7 +125,7 @@ def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def is_function(call: object) -> TypeGuard[Callable[..., object]]:
-    """Whether an audit takes this for a function: a callable that is no module and no class."""
+    """Whether an audit treats this as a function: it is callable, and neither a module nor a class."""
     return callable(call) and not isinstance(call, nn.Module | Loaded | type)
 
 

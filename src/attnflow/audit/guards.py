@@ -1,4 +1,4 @@
-"""`guard`: audits the batches that a model is really called with, the first one and every n-th."""
+"""`guard`: audits the batches of a real training run, the first one and every n-th."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LOSS_ARGUMENTS: Final = ("labels", "shift_labels", "num_items_in_batch", "fused
 
 
 class Guard(Handle):
-    """Audits of the calls of a model, until it is removed; made by `guard`.
+    """The handle of `guard`: audits calls of a model until it is removed.
 
     Attributes:
         model: the model.
-        reports: one for each audit so far.
+        reports: one report for each audit so far.
         refusals: {number of the call: why it could not be audited}, with `on_leak="log"`.
     """
 
@@ -58,12 +58,12 @@ class Guard(Handle):
 
     @property
     def ok(self) -> bool:
-        """Whether calls were audited, every one that was to be, and none leaks."""
+        """Whether calls were audited, none of the due ones was refused, and none leaks."""
         return bool(self.reports) and not self.refusals and not any(report.violations for report in self.reports)
 
     @property
     def seconds(self) -> float:
-        """What all audits cost so far."""
+        """Seconds that all audits took so far."""
         return sum(report.seconds for report in self.reports)
 
     @untraced
@@ -145,28 +145,28 @@ def guard(
     passes: int = 8,
     sequences: int = 2,
 ) -> Guard:
-    """Audit the first batch that the model is called with, before it is computed, and every n-th after it.
+    """Audit the first batch of a training run before the model computes it, and every n-th batch after it.
 
-    Put it around a training run: `with af.audit.guard(model): trainer.train()`, or give
-    `af.audit.GuardCallback()` to a `Trainer`. A leak stops the run before its first step. The model is left as it was:
-    training flags, random generators, gradients; each batch is then computed as without the guard.
+    Put it around the run, `with af.audit.guard(model): trainer.train()`, or give `af.audit.GuardCallback()` to a
+    `Trainer`. A leak stops the run before its first step. The audit restores training flags, random generators and
+    gradients, so that each batch is computed exactly as without the guard.
 
     Args:
-        model: any module that is called with token ids or embeddings, or what `af.load_model` returned.
-        every: also audit each call whose number is a multiple of this; None for the first call alone.
-        on_leak: "raise" `LeakFound`, or "log" a warning to the logger `attnflow.audit` and go on; a call that cannot
-            be audited is then logged, too, and listed in `refusals`.
-        order: what may flow; None for what the model declares for the batch; "mask" for the pairs of each batch's own
-            `attention_mask`, as in training on a merged task, whose positions go back where no document ends.
-        passes: perturbations for each audit; fewer than for `check`, whose coverage a real batch seldom needs.
-        sequences: rows of the batch that are audited, the first ones. Two show what crosses between sequences.
+        model: any module that is called with token ids or embeddings, or a result of `af.load_model`.
+        every: also audit each call whose number is a multiple of this; None for only the first call.
+        on_leak: "raise" raises `LeakFound`; "log" sends a warning to the logger `attnflow.audit` and goes on. A call
+            that cannot be audited is then logged as well, and listed in `refusals`.
+        order: the order to test against; None for what the model declares for the batch; "mask" for the pairs of each
+            batch's own `attention_mask`. Merged tasks need "mask": their position ids go back inside a document.
+        passes: perturbations for each audit; fewer than for `check`, since a real batch seldom needs its coverage.
+        sequences: how many rows of the batch are audited. Two are enough to show leaks between sequences.
 
     Returns:
-        A handle: printed, it says what was audited and at what cost; `.reports`, `.ok`, `.seconds`; `.remove()`.
+        A handle with `.reports`, `.ok`, `.seconds` and `.remove()`; print it to see the audits and their cost.
 
     Raises:
-        LeakFound: when the model is called with a batch that leaks; its witness is (source, target).
-        UnsupportedArchitecture: when it is called and declares no order: give `order`.
+        LeakFound: the model is called with a batch that leaks; the error's witness is (source, target).
+        UnsupportedArchitecture: the model is called and declares no order: give `order`.
 
     Cost: about passes + 6 forward passes over `sequences` rows for each audit.
     """
@@ -216,7 +216,7 @@ def _of_first(order: Order, sequences: int) -> Order:
 
 
 def _can_be_cut(value: object) -> bool:
-    """Whether an argument is no cache, or one of which sequences can be chosen."""
+    """Whether sequences of an argument can be chosen: it is not a cache, or a cache that supports it."""
     layers = getattr(value, "layers", None) if hasattr(value, "get_seq_length") else None
     return not hasattr(value, "get_seq_length") or all(hasattr(each, "batch_select_indices") for each in layers or ())
 

@@ -1,4 +1,4 @@
-"""The measured order: what really flows where, layer by layer or from inputs to outputs; as a golden file, too."""
+"""The measured order: where information really flows, per layer or from inputs to outputs; also as a golden file."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def measure(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Flow | list[Flow]:
-    """The order of a model that has no mask to read it from (recurrent, hybrid), by asking the model.
+    """Measure the order of a model by changing its inputs, for models without a mask (recurrent, hybrid).
 
     Args:
-        model: any module that takes token ids or embeddings, or what `af.load_model` returned; left as it was.
-        inputs: as for an audit. A cache is switched off where forward has `use_cache`.
-        by: "layer" measures what each layer's output at i takes from the layer's own input at j and returns the flow
-            of that stack (so `flow.masks[l]` shows the window of a convolution, and `flow.hasse` the order);
+        model: any module that takes token ids or embeddings, or a result of `af.load_model`; it is restored afterwards.
+        inputs: as for `check`. A cache is switched off if forward has `use_cache`.
+        by: "layer" measures whether each layer's output at i depends on its own input at j, and returns the flow of
+            that stack (so `flow.masks[l]` shows the window of a convolution, and `flow.hasse` the order).
             "output" measures the model's output against its inputs, as a single relation.
-        seed: of the replaced tokens or vectors.
+        seed: seed of the replacement tokens or vectors.
         progress: called as `progress(done, total, what)`.
 
     Returns:
-        One flow of the whole batch; a list with one for each sequence where the inputs say that they differ (padding,
+        One flow for the whole batch, or a list with one for each sequence if the inputs make them differ (padding,
         positions, documents, places of images).
 
     Raises:
-        UnsupportedArchitecture: by="layer" without layers, or with flow that bypasses them.
+        UnsupportedArchitecture: with by="layer", the model has no list of layers, or information bypasses them.
 
     Cost: about 2 n forward passes ("layer": each layer is replayed alone).
     """
@@ -96,15 +96,15 @@ def measure(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MeasuredOrder(Result):
-    """The order that `measure` saw in a model, with what it was measured on: a golden file.
+    """The measured order of a model together with the inputs it was measured on, for a golden file.
 
     Attributes:
-        model: the class of the model.
-        parameters: how many it has.
-        inputs: token ids and other integers that it was called with, by name, as nested lists.
-        flows: of the batch, one for each sequence where they differ.
-        backend: the attention that the model ran with; "" where it does not say.
-        versions: of what computed it.
+        model: class of the model.
+        parameters: number of its parameters.
+        inputs: the token ids and other integers of the call, by name, as nested lists.
+        flows: one flow for the batch, or one for each sequence if they differ.
+        backend: the attention implementation of the model; "" if unknown.
+        versions: versions of the libraries that computed it.
     """
 
     model: str
@@ -115,10 +115,10 @@ class MeasuredOrder(Result):
     versions: Mapping[str, str]
 
     def difference(self, other: MeasuredOrder) -> OrderDifference:
-        """The pairs that this one has and `other` has not (extra), and the other way round.
+        """Compare with another measured order: pairs only in this one are extra, pairs only in `other` missing.
 
         Raises:
-            ValueError: of another model, or of other inputs; says in what they differ.
+            ValueError: the model or the inputs differ; the message says how.
         """
         other.require(self.model, self.parameters)
         if self.inputs != other.inputs:
@@ -134,7 +134,7 @@ class MeasuredOrder(Result):
         )
 
     def require(self, model: str, parameters: int) -> None:
-        """Raise `ValueError` if this is not of that class of model, with so many parameters."""
+        """Raise `ValueError` unless the order was measured on this class of model with this many parameters."""
         if (self.model, self.parameters) != (model, parameters):
             raise ValueError(
                 f"another model: the saved order is of {self.model} with {self.parameters:,} parameters, this is "
@@ -142,7 +142,7 @@ class MeasuredOrder(Result):
             )
 
     def arguments(self) -> dict[str, Any]:
-        """The inputs as the model takes them."""
+        """The inputs as keyword arguments of the model."""
         return {name: torch.tensor(value) if isinstance(value, list) else value for name, value in self.inputs.items()}
 
     def to_dict(self) -> dict[str, object]:
@@ -152,7 +152,7 @@ class MeasuredOrder(Result):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> MeasuredOrder:
-        """What `to_dict` described."""
+        """Rebuild it from what `to_dict` returned."""
         content = cls._content(values)
         missing = [name for name in cls.__dataclass_fields__ if name not in content]
         if missing:
@@ -177,12 +177,12 @@ def record(
     """Measure the order of a model's layers, for a golden file: `record(model, ids).save("order.json")`.
 
     Args:
-        model: any module that takes token ids, or what `af.load_model` returned; left as it was.
+        model: any module that takes token ids, or a result of `af.load_model`; it is restored afterwards.
         inputs: token ids, or keyword arguments that are tensors of integers or plain values.
         progress: called as `progress(done, total, what)`.
 
     Raises:
-        TypeError: inputs that a file cannot hold exactly, such as embeddings.
+        TypeError: a file cannot hold the inputs exactly, as with embeddings.
 
     Cost: that of `measure`.
     """
@@ -291,7 +291,7 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progre
                     relation[:, offset : offset + rows, column] |= leak & (change > 0)
     except REFUSALS as error:
         raise UnsupportedArchitecture(
-            f"{type(subject.module).__name__} does not run in {other}, so small changes cannot be told from rounding "
+            f"{type(subject.module).__name__} does not run in {other}, so small changes may be rounding "
             f"({error}): measure it where it runs in both"
         ) from error
     return relation

@@ -129,7 +129,7 @@ def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) ->
     try:
         tensor = as_tensor(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__} that is none: {error}") from error
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__} that is not one: {error}") from error
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
     if tensor.ndim not in ranks:

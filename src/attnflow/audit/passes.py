@@ -56,7 +56,7 @@ Recording = dict[Key, Event]  # of one pass, in order of execution
 def layer_names(model: nn.Module) -> dict[str, int]:
     """{path: index in its list} of the layers: members of the outermost module lists that hold whole blocks.
 
-    Lists of leaf modules (projections, norms) and an `nn.Sequential` of unlike modules are no stacks of layers.
+    Lists of leaf modules (projections, norms) and an `nn.Sequential` of unlike modules are not stacks of layers.
     """
     layers: dict[str, int] = {}
     for name, module in model.named_modules():

@@ -209,7 +209,7 @@ class Prober:
             moves.append(Moved(before, change))
 
     def _consequential(self, moves: list[Moved]) -> list[Moved]:
-        """Keep rows that also move in the output of the layer or model: scores that are masked later are no leak."""
+        """Keep rows that also move in the output of the layer or model: scores that are masked later do not leak."""
         ends = {key for key in self.base if self.runner.is_end(key)}
         if not ends:
             return moves
@@ -307,8 +307,8 @@ def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: T
     """Which rows moved by more than rounding; `other_values` and `other_moved` are in the other precision.
 
     A leak keeps its size in float64, while rounding shrinks with the precision; the border is their geometric mean. In
-    float64 the rounding is estimated from that of float32, scaled: a leak exceeds eight times that (both runs err, and
-    only a sample of the errors was seen) and one unit in the last place.
+    float64 the rounding is estimated by scaling that of float32. A leak exceeds one unit in the last place and eight
+    times the estimate, because both runs err and only a sample of the errors was seen.
     """
     eps, other = torch.finfo(dtype).eps, torch.finfo(other_precision(dtype)).eps
     if other < eps:

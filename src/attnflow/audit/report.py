@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attnflow._core.errors import LeakFound
-from attnflow._core.markup import aligned
+from attnflow._core.markup import aligned, plural
 from attnflow._core.results import Result
 
 _AROUND = 4  # ids shown on each side of those that differ
@@ -19,7 +19,7 @@ Mode = Literal["perturb", "quick"]
 _MEANING: dict[Kind, str] = {
     "order": "the target moves with a source that the declared order forbids",
     "batch": "the target moves with another sequence of the batch",
-    "cache": "this way of decoding differs from one full forward",
+    "cache": "decoding along this path differs from one full forward",
     "state": "the output depends on earlier calls of the model",
     "sum": "exp(score) over all choices of the target's token is more than one: the score knows its own token",
     "missing": "the order lets the target read the source, and nothing of the source arrives in this layer",
@@ -35,18 +35,18 @@ class Violation:
             forward), "state" (an earlier call of the model leaves a trace), "missing" (a pair that the order allows
             and nothing passes; `check(both_sides=True)`) or "sum" (probabilities above one; `check_scores`).
         layer: index of the layer that holds `module`; None before the first layer, after the last and between layers.
-        module: dotted name of the innermost module whose inputs are clean and in which the flow breaks the order; the
-            model's class for what the model itself returns, with the name of an output that has no axis of positions.
-        source: the position that is changed; None for kinds "cache" and "state".
-        target: the position that moves and must not.
-        change: largest absolute change of the target's vector there.
+        module: dotted name of the innermost module whose inputs are clean and whose output breaks the order. For the
+            model's own output it is the model's class, with the name of an output that has no axis of positions.
+        source: the position whose input is changed; None for kinds "cache" and "state".
+        target: the position that changes although it must not.
+        change: largest absolute change of the target's vector in that module.
         source_row: row of the batch that is changed.
-        target_row: row of the batch that moves.
-        path: "forward", or the way of decoding: "cached", "chunks", "drafts", "crop", "left padding", "static cache".
+        target_row: row of the batch that moves with it.
+        path: "forward", or the decoding path: "cached", "chunks", "drafts", "crop", "left padding", "static cache".
         confirmed: whether the change kept its size in the other floating-point precision, as a leak does and
             rounding does not; None if that run failed or was not needed.
-        tokens: where the target is one number (a score): the two sequences of ids that show the violation.
-        values: what the target was in each of them.
+        tokens: the two sequences of ids that show the violation, if the target is one number (a score).
+        values: the target's value in each of them.
     """
 
     kind: Kind
@@ -87,7 +87,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class ModuleResult:
-    """What the audit saw of one module's outputs: "clean", "breaks" (a violation starts here) or "carries" one on."""
+    """The outputs of one module in the audit: "clean", "breaks" (a violation starts here) or "carries" one on."""
 
     module: str
     layer: int | None
@@ -96,28 +96,28 @@ class ModuleResult:
 
 @dataclass(frozen=True, repr=False)
 class AuditReport(Result):
-    """Whether anything flows in a model that its order forbids, and where it starts.
+    """The result of an audit: whether information flows that the order forbids, and where such a leak starts.
 
     Attributes:
-        verdict: "clean", "leak", or "nothing tested" where the order forbids no pair of what was seen, or an output
-            that the caller receives could not be matched with positions (see `untested`).
-        ok: the verdict is "clean": forbidden pairs were tested and nothing moved that must not.
-        violations: the places where the flow breaks the order, first in the order of execution first.
+        verdict: "clean", "leak", or "nothing tested" if the order forbids no observed pair, or if an output that the
+            caller receives could not be matched with positions (see `untested`).
+        ok: whether the verdict is "clean": forbidden pairs were tested and none of them leaks.
+        violations: the places where the flow breaks the order, in order of execution.
         order: the order that was tested, in words.
         mode: "perturb" or "quick".
         layers: number of layer calls in one forward.
         positions: number of positions (encoder and decoder together).
         batch: number of sequences.
-        forward_passes: forward passes that were run.
-        coverage: share of the forbidden pairs (target, source) that were put to the test; 1.0 if none is forbidden.
+        forward_passes: number of forward passes that were run.
+        coverage: share of the forbidden pairs (target, source) that were tested; 1.0 if none is forbidden.
         forbidden: number of forbidden pairs over the whole batch, and over several depths where fields grow from
             layer to layer (sliding windows).
         noise: largest difference between two runs on the same inputs; 0.0 where the model is deterministic.
         modules: every module whose output has a sequence axis, in order of execution.
         skipped: modules that could not be watched, each with the reason.
-        untested: outputs that inputs move and that could not be matched with positions, each with the reason. Beside
-            one that could, a number and a pooled vector do not count.
-        notes: remarks that a reader should know before believing the result.
+        untested: outputs that depend on the inputs but could not be matched with positions, each with the reason. A
+            single number or a pooled vector beside a matched output does not count.
+        notes: remarks to read before relying on the result.
         seconds: wall time.
     """
 
@@ -139,7 +139,7 @@ class AuditReport(Result):
 
     @property
     def verdict(self) -> Verdict:
-        """What the audit says: never "clean" of an order that forbids nothing, or of outputs that were not tested."""
+        """The verdict of the audit; it is never "clean" if the order forbids nothing or outputs were not tested."""
         tested = self.forbidden and self.coverage and not self.untested
         return "leak" if self.violations else "clean" if tested else "nothing tested"
 
@@ -149,7 +149,7 @@ class AuditReport(Result):
         return self.verdict == "clean"
 
     def raise_if_leaks(self) -> None:
-        """Raise `LeakFound` with the first violation, if there is any; not where nothing was tested (see `ok`)."""
+        """Raise `LeakFound` with the first violation, if there is one; "nothing tested" does not raise (see `ok`)."""
         if self.violations:
             first = self.violations[0]
             raise LeakFound(str(first), () if first.source is None else (first.source, first.target))
@@ -191,7 +191,9 @@ class AuditReport(Result):
             carried = sum(result.status == "carries" for result in self.modules)
             lines += [f"{carried} later module outputs carry it on"] if carried else []
         if self.skipped:
-            lines.append(f"{len(self.skipped)} modules not watched: {few([name for name, _ in self.skipped])}")
+            lines.append(
+                f"{plural(len(self.skipped), 'module')} not watched: {few([name for name, _ in self.skipped])}"
+            )
         if self.untested:
             lines.append(f"not tested, of what the caller receives: {few(self.untested)}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

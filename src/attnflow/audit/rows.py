@@ -1,4 +1,4 @@
-"""Which rows of a tensor belong to which positions: inside a model, and in what its caller receives."""
+"""Matches rows of tensors with positions, inside a model and in the outputs that its caller receives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Frame:
-    """The lengths and offsets by which sequence axes are recognised."""
+    """The lengths and offsets that identify sequence axes."""
 
     batch: int  # number of sequences
     batched: bool
@@ -32,8 +32,9 @@ def canonical(
 ) -> tuple[Tensor, int] | str | None:
     """(values [batch, positions, features], offset); None without a sequence axis; a reason if it is ambiguous.
 
-    Where width and length agree, only outputs of layers and of the model are read, as [batch, positions, width].
-    `within` a layer, an axis as long as the batch behind it is one of heads; elsewhere layers may be stacked before it.
+    If width and length are equal, only outputs of layers and of the model are read, as [batch, positions, width].
+    `within` a layer, an axis of batch length behind the batch is one of heads; elsewhere, layers may be stacked before
+    it.
     """
     if (
         not tensor.is_floating_point()

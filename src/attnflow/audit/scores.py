@@ -41,37 +41,38 @@ def check_scores(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """Is a score per token honest: unchanged by later tokens, and a probability of the token that it scores?
+    """Check that a score per token is honest: later tokens do not change it, and it is a probability of its token.
 
-    First `check` with a causal order. Then at each of some positions every choice of the token is scored after the same
-    prefix, and exp(score) is summed. More than one is a violation of kind "sum". Less than one wastes probability,
-    which makes a score worse, and is noted.
+    First it runs `check` with a causal order. Then, at some positions, it scores every choice of the token after the
+    same prefix and sums exp(score). A sum above one is a violation of kind "sum". A sum below one wastes probability,
+    which only makes a score worse, so it is a note.
 
-    Of a large vocabulary the tokens of the text and a random sample are scored. Their sum may not exceed one either.
-    The estimates of the whole sum at all positions are combined to a test that accuses one honest score in a thousand
-    at most (a product of e-values; Vovk and Wang, 2021).
+    From a large vocabulary it scores the tokens of the text and a random sample. Their sum must not exceed one either.
+    The estimates of the whole sum at all positions give a test that accuses at most one honest score in a thousand
+    (a product of e-values; Vovk and Wang, 2021).
 
     Args:
-        score: a function of token ids that returns log-probabilities in nats, n - 1 numbers for the labels 1 to n - 1
-            or n numbers for all (for 1 to n where the last never moves). Of a loss pass `lambda ids: -loss(ids)`.
-        tokens: ids [n] or [batch, n]; the function is called with this shape, and with more rows where that changes
+        score: a function of token ids that returns log-probabilities in nats: n - 1 numbers for the labels 1 to n - 1,
+            or n numbers for all labels (for 1 to n if the last never changes). For a loss, pass
+            `lambda ids: -loss(ids)`.
+        tokens: ids [n] or [batch, n]; the function is called with this shape, and with more rows if that changes
             nothing.
         vocab_size: number of choices V; ids are below it.
-        positions: labels to test, evenly spread.
-        choices: at most so many choices for each; all of them if V is no larger.
-        tolerance: by which a sum may exceed one; rounding of float32 makes about 1e-5.
-        passes: as of `check`.
-        seed: of the replaced tokens and of the sample.
+        positions: number of labels to test, evenly spread.
+        choices: most choices to score at each position; all of them if V is no larger.
+        tolerance: how far a sum may exceed one; rounding of float32 makes about 1e-5.
+        passes: as for `check`.
+        seed: seed of the replacement tokens and of the sample.
         progress: called as `progress(done, total, what)`.
 
     Returns:
-        The report of `check`, with the sums among its violations: position, the two likeliest choices after that
-        prefix, and their scores. "nothing tested" where the scores do not move with the tokens.
+        The report of `check`. A sum above one is a violation with its position, the two likeliest choices after that
+        prefix, and their scores. The verdict is "nothing tested" if the scores do not change with the tokens.
 
     Raises:
-        ValueError: no score per token comes out, or numbers above 0 throughout, as of a loss.
+        ValueError: the function returns no score per token, or only numbers above 0, as a loss does.
 
-    Cost: that of `check`, and positions x choices scored sequences, up to 32 in a call.
+    Cost: that of `check`, and positions x choices scored sequences, at most 32 per call.
     """
     tokens = torch.as_tensor(tokens)
     if tokens.is_floating_point() or not 1 <= tokens.ndim <= 2 or tokens.shape[-1] < 2:
@@ -138,7 +139,7 @@ class _Scorer:
         raise ValueError(f"expected a score per token, [{batch}, {n - 1}] or [{batch}, {n}]; numbers came as {shapes}")
 
     def _copies(self) -> int:
-        """How many sequences per row of the tokens one call takes: as many as leave these rows' scores as they are."""
+        """How many sequences per row of the tokens one call takes without changing the scores of these rows."""
         other = self.tokens[torch.randperm(len(self.tokens), generator=self.generator)].repeat(_COPIES - 1, 1)
         other = other[:, torch.randperm(other.shape[1], generator=self.generator)]
         try:
@@ -148,7 +149,7 @@ class _Scorer:
         return _COPIES if torch.allclose(scores, self.base, rtol=0, atol=_ALIKE, equal_nan=True) else 1
 
     def require_log_probabilities(self) -> None:
-        """Refuse what is no log-probability anywhere."""
+        """Refuse numbers that are never log-probabilities."""
         if bool((self.base >= 0).all()) and bool((self.base > 0).any()):
             raise ValueError(
                 f"expected log-probabilities, which are at most 0, got numbers from {float(self.base.min()):.3g} to "

@@ -1,4 +1,4 @@
-"""Code that a user names, as `SCRIPT.py:function`: it is run as `python SCRIPT.py` would, but for its main part."""
+"""Loads `SCRIPT.py:NAME` for an audit: the script runs as under `python SCRIPT.py`, except its main part."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load(target: str) -> nn.Module | Callable[..., object]:
     imports, and its `__name__` is not "__main__".
 
     Raises:
-        ValueError: no such file or name, what raises while it is imported, or neither a module nor a function.
+        ValueError: the file or name does not exist, importing raises, or the name is neither a module nor a function.
     """
     file, _, name = target.rpartition(":")
     path = Path(file).resolve()

@@ -1,4 +1,4 @@
-"""What the arguments of commands name: masks, models and their texts, settings, numbers."""
+"""Turns the arguments of commands into masks, models, texts, settings and numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from attnflow.models import Loaded
 
 MaskLength = Annotated[
-    int | None, typer.Option("--n", metavar="N", min=0, help="Tokens of a mask of the catalogue (default 16).")
+    int | None, typer.Option("--n", metavar="N", min=0, help="Number of tokens of the mask (default: 16).")
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter, as in window=4 or horizon=3.")
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter, as in window=4 (repeatable).")
 ]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write a file.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write to FILE.")]
 
 _DEFAULT_N: Final = 16
 # What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
@@ -37,17 +37,17 @@ def is_file(name: str) -> bool:
 
 
 def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str = "mask show") -> Mask:
-    """Returns the mask that a command names: from the catalogue, or a file with a mask or task.
+    """Returns the mask named on the command line: one of the catalogue, or a file with a mask or task.
 
     Errors show an example of `command`. Raises BadUsage for conflicting options or a missing parameter, and ValueError
-    for an unknown name, a refused value or a bad file.
+    for an unknown name, a bad value or a bad file.
     """
     from attnflow._core.plain import close_to, read_json
     from attnflow.masks.spec import mask_from_dict, named_masks
 
     if is_file(name):
         if n is not None or texts:
-            raise BadUsage(f"--n and --set belong to masks of the catalogue; {name} is a file that says it all")
+            raise BadUsage(f"--n and --set apply only to masks of the catalogue; leave them out, {name} is a file")
         spec = read_json(name)
         return mask_from_dict(spec.get("mask", spec), name)
     settings, catalogue = settings_from(texts), named_masks()
@@ -58,7 +58,7 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str =
     if n is not None and not has_length:
         raise BadUsage(f"{entry.signature} has no parameter n; {example}")
     if n is not None and "n" in settings:
-        raise BadUsage("n is given twice, by --n and by --set n=...")
+        raise BadUsage("n is given twice, by --n and by --set n=...: leave one out")
     values = entry.read({**({"n": str(_DEFAULT_N if n is None else n)} if has_length else {}), **settings})
     try:
         entry.require(values)
@@ -85,9 +85,7 @@ def integers(text: str, option: str) -> list[int]:
     try:
         return [int(item) for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
     except ValueError:
-        raise BadUsage(
-            f"{option} must be integers with commas between them, such as {option} 0,2,5, got {text}"
-        ) from None
+        raise BadUsage(f"{option} must be integers separated by commas, such as {option} 0,2,5, got {text}") from None
 
 
 def require(name: str) -> None:
@@ -95,36 +93,36 @@ def require(name: str) -> None:
     from attnflow.models.names import is_out_of_reach, resolve
 
     if not name.strip():
-        raise BadUsage("name a model: smollm2-135m, minilm, a folder, a GGUF file or a model id of the hub")
+        raise BadUsage("the model's name is empty: give smollm2-135m, minilm, a folder, a GGUF file or a hub id")
     try:
         place = resolve(name)
     except FileNotFoundError as error:
         hint = f"; {name} is a mask: see `attnflow report {name}` and `attnflow mask show {name}`"
         raise BadUsage(f"{error}{hint if name in EXAMPLES else ''}") from error
     if isinstance(place, str) and is_out_of_reach(place):
-        raise BadUsage(f"{name!r} is no local model; HF_HUB_OFFLINE is set, and it is not in the hub's local cache")
+        raise BadUsage(f"cannot load {name!r}: found neither here nor in the hub's cache, and HF_HUB_OFFLINE is set")
 
 
 def require_model(name: str, with_settings: bool) -> None:
-    """Reports a typo at once where `name` may be a mask (which alone has settings) or a model."""
+    """Reports a typo in `name` at once; it may be a mask or a model, and only masks take settings."""
     from attnflow._core.plain import close_to
     from attnflow.models.names import MODELS
 
     if with_settings:
-        raise BadUsage(f"--n and --set belong to masks, and {name!r} is none{close_to(name, EXAMPLES)}")
+        raise BadUsage(f"--n and --set apply only to masks; {name!r} is not one{close_to(name, EXAMPLES)}")
     try:
         require(name)
     except BadUsage as error:
         near = close_to(name, [*EXAMPLES, *MODELS]) if "/" not in name else ""
-        message = f"no mask, model, file or folder {name!r}{near}"
-        raise BadUsage(message if near else f"{error}; masks are in `attnflow mask list`") from error
+        message = f"found no mask, model, file or folder {name!r}{near}"
+        raise BadUsage(message if near else f"{error}; `attnflow mask list` lists the masks") from error
 
 
 def load(name: str, tokenizer: bool = True, without: str = "this command reads text and needs one") -> Loaded:
     """Loads the model `name`: a short name, a folder, a GGUF file or a hub id.
 
-    `tokenizer` tells whether text is read; `without` is the advice if there is no tokenizer. Raises BadUsage if there
-    is no such model or it cannot be loaded.
+    Text needs the `tokenizer`; `without` is the advice when a model lacks one. Raises BadUsage if no such model exists
+    or it cannot be loaded.
     """
     from attnflow.models import load_model
 

@@ -18,11 +18,17 @@ from attnflow.cli import audit, bias, doctor, geometry, knowledge, mask, report,
 from attnflow.cli._output import BadUsage
 
 _PACKAGE: Final = Path(__file__).parents[1]
-_EPILOG: Final = "Exit code: 0 nothing found, 1 a finding (such as a leak), 2 bad usage or the command could not run."
+_HELP: Final = """Design, prove and inspect the directed information flow of Transformer attention.
+
+Four questions about a query and a key: may information flow (mask, audit), how strongly (bias), in which geometry of
+W_q and W_k (geometry), and from which stored knowledge (knowledge)."""
+_EPILOG: Final = (
+    "Exit codes: 0 for no finding, 1 for a finding (such as a leak), 2 for wrong usage or a failed command."
+)
 
 app = typer.Typer(
     name="attnflow",
-    help="Design, prove and look at attention masks and training objectives; audit and score real models.",
+    help=_HELP,
     epilog=_EPILOG,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,7 +37,6 @@ app = typer.Typer(
 )
 for command in (audit.audit, geometry.geometry, report.report, studio.studio, doctor.doctor):
     app.command(command.__name__)(command)
-
 
 GROUPS: Final = {"mask": mask.app, "bias": bias.app, "knowledge": knowledge.app}
 for name, group in GROUPS.items():
@@ -57,14 +62,14 @@ def root(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Design, prove and look at attention masks and training objectives; audit models."""
+    """Hold the options of `attnflow` itself; its help is `_HELP`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 (a finding) or 2 (bad usage, or it could not run).
 
     Args:
-        arguments: what follows the program's name; by default, those of this process.
+        arguments: the words after the program's name (default: those of this process).
     """
     # Before torch loads: threads that wait by spinning make a shared machine several times slower, and gain nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -102,7 +107,7 @@ def _fail(message: str, code: int = 2) -> int:
 
 
 def _message(error: Exception) -> str:
-    """Returns what the package said on purpose about a caller's argument, or that this is a defect."""
+    """Returns the error's text if the package raised it about an argument; otherwise says that this is a defect."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     on_purpose = Path(place.filename).is_relative_to(_PACKAGE) and (place.line or "").startswith("raise ")
     if on_purpose and isinstance(error, ValueError | TypeError):
@@ -111,5 +116,5 @@ def _message(error: Exception) -> str:
         traceback.print_exception(error)
     return (
         f"unexpected {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno}). "
-        "This is a defect of attnflow; set ATTNFLOW_TRACEBACK=1 to see where it comes from."
+        "This is a defect of attnflow: set ATTNFLOW_TRACEBACK=1 for the traceback, and please report it."
     )

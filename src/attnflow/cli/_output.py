@@ -1,4 +1,4 @@
-"""Output of commands: pure JSON or text on stdout, progress on stderr, files whole or not at all."""
+"""Output of commands: pure JSON or text on stdout, progress on stderr, and files written whole or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object on
 
 
 class BadUsage(Exception):
-    """The input of the user cannot be used; the message says what to do instead."""
+    """The user's input cannot be used; the message says what to do instead."""
 
 
 def console(stderr: bool = False) -> Console:
@@ -77,8 +77,8 @@ def working(title: str) -> Reporter:
 def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
     """Returns `path` if a file with one of the `suffixes` can be written; call it before the work.
 
-    `chart` names what an `.svg` or `.png` would draw with matplotlib, "" if none. Raises BadUsage for a bad suffix,
-    folder, permission or kind of file, and MissingExtra for a chart without matplotlib.
+    `chart` names what an `.svg` or `.png` would draw with matplotlib, and is "" if nothing. Raises BadUsage for a bad
+    suffix, folder, permission or kind of file, and MissingExtra for a chart without matplotlib.
     """
     if path.suffix.lower() not in suffixes:
         raise BadUsage(f"cannot write {path}: the name must end in {' or '.join(suffixes)}, got {path.suffix!r}")
@@ -90,11 +90,11 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
         raise BadUsage(f"cannot write {path}: its symbolic links form a loop") from error
     folder = target.parent
     if not folder.is_dir():
-        raise BadUsage(f"cannot write {path}: there is no folder {folder}")
+        raise BadUsage(f"cannot write {path}: the folder {folder} does not exist; create it first")
     if target.exists() and not stat.S_ISREG(target.stat().st_mode):
         raise BadUsage(f"cannot write {path}: it exists and is not a plain file")
     if not os.access(folder, os.W_OK | os.X_OK) or (target.exists() and not os.access(target, os.W_OK)):
-        raise BadUsage(f"cannot write {path}: no permission")
+        raise BadUsage(f"cannot write {path}: you have no permission to")
     return target
 
 

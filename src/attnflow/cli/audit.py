@@ -1,4 +1,4 @@
-"""`attnflow audit MODEL`: does information flow against the order that a model declares?"""
+"""`attnflow audit MODEL`: test whether information flows against the order that a model declares."""
 
 from __future__ import annotations
 
@@ -17,43 +17,44 @@ def audit(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="smollm2-135m, minilm, a folder, a GGUF file, a hub id, or SCRIPT.py:NAME of a function or module.",
+            help="smollm2-135m, minilm, a folder, a GGUF file, a hub id, or SCRIPT.py:NAME (a function or module).",
         ),
     ],
     text: Annotated[str | None, typer.Option("--text", help="The text to read (default: Shakespeare).")] = None,
-    ids: Annotated[str | None, typer.Option("--ids", metavar="5,6,7", help="Token ids in place of a text.")] = None,
+    ids: Annotated[str | None, typer.Option("--ids", metavar="5,6,7", help="Token ids in place of --text.")] = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", min=2, help="Read at most so many tokens (default: 64).")
+        int | None, typer.Option("--tokens", metavar="N", min=2, help="The most tokens to read (default: 64).")
     ] = None,
     order: Annotated[
         str | None,
         typer.Option("--order", metavar="MASK", help="causal, full or a JSON file (default: what the model declares)."),
     ] = None,
-    passes: Annotated[int, typer.Option("--passes", metavar="N", min=1, help="Inputs to change.")] = 32,
-    cache: Annotated[bool, typer.Option("--cache", help="Also audit decoding with the cache.")] = False,
-    double: Annotated[bool, typer.Option("--float64", help="Audit in float64, which sees weaker leaks.")] = False,
+    passes: Annotated[int, typer.Option("--passes", metavar="N", min=1, help="Number of changes to try.")] = 32,
+    cache: Annotated[bool, typer.Option("--cache", help="Also audit decoding with the key-value cache.")] = False,
+    double: Annotated[bool, typer.Option("--float64", help="Audit in float64, which finds weaker leaks.")] = False,
     save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Also save the measured order (16 tokens).")
+        Path | None, typer.Option("--save", metavar="FILE", help="Also measure the order of 16 tokens and save it.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option("--against", metavar="FILE", help="Also compare with a saved order.")
+        Path | None,
+        typer.Option("--against", metavar="FILE", help="Also measure the order and compare with a saved one."),
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Audit a model for leaks.
 
-    Changes inputs and watches the output of every module: what moves although the order keeps it apart is a leak,
-    shown with the layer and module where it starts. Exits with 1 if there is one, if the order forbids nothing, or if
-    the measured order differs from a saved one.
+    Changes input tokens and watches the output of every module. An output that changes although the order
+    forbids it is a leak; it is shown with the layer and module where it starts. Exits with 1 if there is a leak, if the
+    order forbids nothing, or if the measured order differs from the saved one.
 
-    SCRIPT.py:NAME is a function of token ids (a loss, an evaluation), a module, or a function without arguments that
-    makes one. The script is run, as python SCRIPT.py would run it. The function is called with ids [2, 32] below 50, or
-    with --ids; what it returns for a token may depend on no later one.
+    SCRIPT.py:NAME is a function of token ids (a loss or an evaluation), a module, or a function without arguments that
+    makes one. The script is run as `python SCRIPT.py` would run it, except its main part. The function gets ids of
+    shape [2, 32] below 50, or --ids; its value for a token must not depend on later tokens.
     """
     golden = _golden(against, save, [text, ids, tokens])
     scripted = ".py:" in model
     if scripted and (text is not None or save is not None or golden is not None):
-        raise BadUsage("a script's function takes token ids: give --ids, and leave out --text, --save and --against")
+        raise BadUsage("a script's function reads token ids: give --ids, and leave out --text, --save and --against")
     target = None if save is None else output_path(save, (".json",))
     if text is not None and ids is not None:
         raise BadUsage("give --text or --ids, not both")
@@ -120,10 +121,10 @@ def _golden(against: Path | None, save: Path | None, given: list[object]) -> dic
     if save is not None:
         raise BadUsage("give --save or --against, not both: --save writes the file that --against reads")
     if any(value is not None for value in given):
-        raise BadUsage("--against asks the model what the saved order was asked: leave out --text, --ids and --tokens")
+        raise BadUsage("--against reads the tokens of the saved order: leave out --text, --ids and --tokens")
     from attnflow._core.plain import read_json
 
     values = read_json(against)
     if values.get("attnflow") != "MeasuredOrder":
-        raise BadUsage(f"{against} holds no measured order: write one with attnflow audit MODEL --save {against}")
+        raise BadUsage(f"{against} holds no measured order: write it with `attnflow audit MODEL --save {against}`")
     return values

@@ -1,4 +1,4 @@
-"""`attnflow bias show`: what a learned bias does on one text."""
+"""`attnflow bias show`: show what a learned bias does on one text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from attnflow.cli._arguments import load
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
-app = typer.Typer(help="Look at what a learned bias does.", rich_markup_mode=None)
+app = typer.Typer(help="Learned attention biases: show.", rich_markup_mode=None)
 
 _PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
@@ -19,32 +19,30 @@ _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 
 @app.command("show")
 def bias_show(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="The base model; or a saved bias, which names its base model.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The base model, or the folder of a saved bias.")],
     bias: Annotated[
-        Path | None, typer.Option("--bias", metavar="DIR", help="The bias, a folder that af.bias.save wrote.")
+        Path | None, typer.Option("--bias", metavar="DIR", help="The folder of a saved bias (af.bias.save).")
     ] = None,
     text: Annotated[str | None, typer.Option("--text", help="The text to read (default: the paper's sum).")] = None,
     generate: Annotated[
-        int | None, typer.Option("--generate", metavar="N", min=1, help="Generate N tokens, and look at those steps.")
+        int | None, typer.Option("--generate", metavar="N", min=1, help="Generate N tokens and show those steps.")
     ] = None,
     layer: Annotated[int | None, typer.Option("--layer", metavar="N", min=0, help="One layer (default: all).")] = None,
     query: Annotated[
-        int | None, typer.Option("--query", metavar="N", help="Position of a query (default: the last one, -1).")
+        int | None, typer.Option("--query", metavar="N", help="Position of the query (default: -1, the last).")
     ] = None,
     head: Annotated[
-        int | None, typer.Option("--head", metavar="N", min=0, help="One head (default: the mean).")
+        int | None, typer.Option("--head", metavar="N", min=0, help="Show one head (default: the mean of all).")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help=".svg .png figure, .html, .csv, .json.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html, .csv or .json.")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Show what a bias does.
+    """Show what a learned bias does on one text.
 
-    Runs a model with and without its bias on one text, and shows which keys each layer draws a query to (+) and turns
-    it away from (-): the row-centred bias, which is all that softmax sees.
+    Runs the model with and without its bias. For each layer it shows the keys that the bias draws a query to (+) or
+    turns it away from (-). The bias is centred over each row, because softmax sees nothing else of it.
     """
     target = None if output is None else output_path(output, _SUFFIXES, "a bias as a figure")
     with working(f"loading {model}") as spinner:
@@ -55,15 +53,15 @@ def bias_show(
         try:
             saved = read(folder)
         except FileNotFoundError as error:
-            hint = "" if bias is not None else f"; {model} has no bias: give --bias DIR"
+            hint = "" if bias is not None else f"; {model} has no bias: give its folder with --bias DIR"
             raise BadUsage(f"{error}{hint}") from error
         name = saved.base_name if bias is None else model
         if not name:
-            raise BadUsage(f"{folder} does not name its base model: attnflow bias show MODEL --bias {folder}")
+            raise BadUsage(f"{folder} does not name its base model; give it: attnflow bias show MODEL --bias {folder}")
         spinner.stage(f"loading {name}")
         loaded = load(name)
         biases.load(loaded, folder)
-        spinner.stage("running it with and without its bias")
+        spinner.stage("running the model with and without its bias")
         captured = biases.capture(
             loaded,
             _PROMPT if text is None else text,

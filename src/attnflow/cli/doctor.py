@@ -1,4 +1,4 @@
-"""`attnflow doctor`: what this machine has of what attnflow uses."""
+"""`attnflow doctor`: check which of the packages, models and texts that attnflow uses are installed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _EXTRAS: Final = ("hf", "report", "knowledge", "studio")
 
 
 def doctor(json_output: JsonFlag = False) -> None:
-    """Show what this machine has of what attnflow uses.
+    """Check the installation.
 
-    PyTorch's report of the machine, then the packages of attnflow and its extras, the models and the texts.
-
-    Exits with 1 if something that attnflow always needs is missing.
+    Prints PyTorch's report on this machine, then which packages of attnflow and its extras are installed, and which
+    small models and texts. Exits with 1 if a package that attnflow always needs is missing.
     """
     with working("examining the environment"):
         from torch.utils.collect_env import get_pretty_env_info

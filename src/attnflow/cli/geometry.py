@@ -1,4 +1,4 @@
-"""`attnflow geometry MODEL...`: symmetry and directionality of the attention of checkpoints."""
+"""`attnflow geometry MODEL...`: score the symmetry and directionality of the attention of checkpoints."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ _WIDTH: Final = 110
 
 def geometry(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL", help="smollm2-135m, minilm, folders, files or hub ids.")
+        list[str], typer.Argument(metavar="MODEL", help="One or more: smollm2-135m, minilm, folders, files, hub ids.")
     ],
-    per_head: Annotated[bool, typer.Option("--per-head", help="Score each head, too, and list them.")] = False,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Also score and list each head.")] = False,
     attention: Annotated[
-        Literal["self", "cross", "all"], typer.Option("--attention", help="Which attention.")
+        Literal["self", "cross", "all"], typer.Option("--attention", help="Which attention to score.")
     ] = "self",
     gamma: Annotated[
-        float, typer.Option("--gamma", help="Standard deviations above the mean from which a norm is outstanding.")
+        float, typer.Option("--gamma", help="A norm counts when this many standard deviations above the mean.")
     ] = 2.0,
     mode: Annotated[
         Literal["excess", "norm"],
-        typer.Option("--mode", help="Sum by how much norms exceed the threshold, or the norms."),
+        typer.Option("--mode", help="What is summed: the excess over the threshold, or the whole norm."),
     ] = "excess",
     config: Annotated[
         list[str] | None,
-        typer.Option("--config", metavar="NAME=N", help="What config.json lacks, as in num_attention_heads=12."),
+        typer.Option("--config", metavar="NAME=N", help="Supply what config.json lacks: num_attention_heads=12."),
     ] = None,
     output: OutputOption = None,
     picture: Annotated[
-        Literal["plane", "layers", "heads"], typer.Option("--picture", help="What an .svg or .png shows.")
+        Literal["plane", "layers", "heads"], typer.Option("--picture", help="What to draw in an .svg or .png.")
     ] = "plane",
     json_output: JsonFlag = False,
 ) -> None:
-    """Score the geometry of models.
+    """Score symmetry and directionality of attention.
 
-    Symmetry and directionality of W_q^T W_k in every layer, with medians and quartiles; only queries and keys are read,
-    one layer at a time. -o writes .svg or .png, .html, .csv or .json. Goes on past a model that cannot be scored, and
-    then exits with 1, or 2 if none could.
+    Scores W_q^T W_k in every layer and prints medians and quartiles. It reads only query and key weights, one layer at
+    a time. -o writes .svg, .png, .html, .csv or .json. A model that cannot be scored is skipped with a message; the
+    exit code is then 1, or 2 if no model could be scored.
     """
     target = None if output is None else output_path(output, _SUFFIXES, "scores as a figure")
     drawn = target is not None and target.suffix.lower() in (".svg", ".png")
     if drawn and picture == "heads" and len(set(models)) > 1:
-        raise BadUsage(f"--picture heads shows one model, got {len(set(models))}; an .html report shows them all")
+        raise BadUsage(f"--picture heads shows one model, got {len(set(models))}: write .html to see them all")
     heads = per_head or picture == "heads" or (target is not None and target.suffix.lower() == ".html")
     if len(set(models)) == 1:
         require(models[0])
@@ -87,7 +87,7 @@ def geometry(
 
 
 def _overview(models: Sequence[GeometryScores]) -> str:
-    """Describes several models: medians, quartiles, omissions and comparison."""
+    """Describes several models: medians, quartiles, what was left out, and the published numbers."""
     from attnflow.geometry.table import IGNORED
     from attnflow.report.geometry import rows_of
 
@@ -98,7 +98,7 @@ def _overview(models: Sequence[GeometryScores]) -> str:
             rows.append(["" if index else scores.model, _matrices(scores, one), *quartiles])
     head = ["model", "matrices", "symmetry", "directionality"]
     readings = sorted({f"gamma {scores.gamma:g} and mode {scores.mode}" for scores in models})
-    remarks = [f"Median [quartiles]. Directionality has {', '.join(readings)}. Ignored: {IGNORED}."]
+    remarks = [f"Median [quartiles]. Directionality uses {', '.join(readings)}. Ignored: {IGNORED}."]
     for scores in models:
         for one in (each for each in scores.summaries if each.flagged):
             counts = Counter(flag for row in rows_of(scores, one) for flag in row.flags)
@@ -122,7 +122,8 @@ def _details(scores: GeometryScores, *, heads: bool) -> str:
         counts = [str(row.outlier_rows), str(row.outlier_columns)]
         table.append([*where, str(row.layer), str(row.head), *numbers, *counts, ", ".join(row.flags)])
     lines = aligned(table, left=[*range(len(table[0]) - 6), len(table[0]) - 1])
-    return "\n".join([scores.model, "", lines, "", "rows, columns: how many have an outstanding norm"])
+    legend = f"rows, columns: how many have a norm more than {scores.gamma:g} standard deviations above the mean"
+    return "\n".join([scores.model, "", lines, "", legend])
 
 
 def _matrices(scores: GeometryScores, summary: Summary) -> str:

@@ -1,4 +1,4 @@
-"""`attnflow knowledge ...`: build and stats of a store; which entries of a model fire; a model with other answers."""
+"""`attnflow knowledge ...`: build a store and count it, edit what a model says, trace which of its entries fire."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print
 if TYPE_CHECKING:
     from attnflow.knowledge.store import Store
 
-app = typer.Typer(help="Feed-forward entries: keep, edit and trace them.", rich_markup_mode=None)
+app = typer.Typer(help="Knowledge in feed-forward layers: build, stats, edit, trace.", rich_markup_mode=None)
 
 
 @app.command("build")
 def build(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder, or s3://BUCKET/PATH.")],
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder or s3://BUCKET/PATH.")],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A short name, a folder, a GGUF file or a hub id.")],
     json_output: JsonFlag = False,
 ) -> None:
-    """Build a store of the feed-forward entries of a model."""
+    """Build a store from the feed-forward entries of a model."""
     require(model)
     from attnflow.knowledge.hf.convert import from_ffn
     from attnflow.knowledge.hf.stored_entries import save_entries
@@ -41,7 +41,7 @@ def build(
         base = cast(Any, converted).knowledge
         with Store.open(store, dim=base.entry_dim, num_thresholds=base.num_layers) as held:
             if len(held):
-                raise BadUsage(f"{store} holds {plural(len(held), 'entry', 'entries')} already: name a new store")
+                raise BadUsage(f"{store} already holds {plural(len(held), 'entry', 'entries')}: name a new store")
             save_entries(converted, held, name=model, progress=spinner)
             numbers = held.stats()
     show(numbers, json_output)
@@ -49,14 +49,14 @@ def build(
 
 @app.command("stats")
 def stats(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="A store.")],
-    duplicates: Annotated[bool, typer.Option("--duplicates", help="Look for entries that say the same.")] = False,
-    threshold: Annotated[float, typer.Option("--threshold", metavar="X", help="The cosine of duplicates.")] = 0.95,
+    store: Annotated[str, typer.Argument(metavar="STORE", help="The folder or s3:// address of a store.")],
+    duplicates: Annotated[bool, typer.Option("--duplicates", help="Also find near-duplicate entries.")] = False,
+    threshold: Annotated[float, typer.Option("--threshold", metavar="X", help="Least cosine of duplicates.")] = 0.95,
     json_output: JsonFlag = False,
 ) -> None:
-    """Show a store in numbers.
+    """Count the entries of a store.
 
-    How many entries, by version and by encoder. Exits with 1 if it was asked for duplicates and found some.
+    Prints the number of entries by version and by encoder. Exits with 1 if --duplicates finds any.
     """
     with working(f"opening {store}") as spinner, opened(store) as held:
         numbers, same, texts = held.stats(), None, list[str | None]()
@@ -77,14 +77,14 @@ def opened(uri: str) -> Generator[Store, None, None]:
     _refuse_memory(uri)
     path = Path(uri)
     if "://" not in uri and not (path.is_dir() and any(path.iterdir())):
-        raise BadUsage(f"there is no store at {uri}: `attnflow knowledge build {uri} MODEL` makes one")
+        raise BadUsage(f"found no store at {uri}: make one with `attnflow knowledge build {uri} MODEL`")
     with Store.open(uri, read_only=True) as store:
         yield store
 
 
 def _refuse_memory(uri: str) -> None:
     if uri == "memory":
-        raise BadUsage("a store in memory is gone when the command ends: name a folder")
+        raise BadUsage("a store in memory is lost when the command ends: name a folder")
 
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
@@ -93,34 +93,34 @@ _WITHOUT: Final = "give token ids, as in --ids 5,6,7"
 
 @app.command("edit")
 def knowledge_edit(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A causal language model; it stays as it is.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the edited model goes.")],
-    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What the answer continues.")] = None,
-    answer: Annotated[str | None, typer.Option("--answer", metavar="TEXT", help="What it shall say.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A causal language model; its files are not changed.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the edited model.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt to answer.")] = None,
+    answer: Annotated[str | None, typer.Option("--answer", metavar="TEXT", help="The new answer.")] = None,
     subject: Annotated[
-        str, typer.Option("--subject", metavar="TEXT", help="What the prompt is about, a part of it.")
+        str, typer.Option("--subject", metavar="TEXT", help="The part of the prompt that it is about.")
     ] = "",
     file: Annotated[
-        Path | None, typer.Option("--file", metavar="FILE", help="Facts, a .jsonl file with prompt, answer, subject.")
+        Path | None, typer.Option("--file", metavar="FILE", help="A .jsonl file of facts: prompt, answer, subject.")
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option("--keep", metavar="FILE", help="Texts, one a line, at which nothing may change.")
+        Path | None, typer.Option("--keep", metavar="FILE", help="Texts, one per line, that must not change.")
     ] = None,
     layers: Annotated[
-        str | None, typer.Option("--layers", metavar="LIST", help="Whose entries are changed, such as 7,9,11.")
+        str | None, typer.Option("--layers", metavar="LIST", help="Layers to change, such as 7,9,11.")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Edit what a model says.
 
-    Changes the values of feed-forward entries by the least that makes the model give other answers, and writes an
-    ordinary transformers model. Exits with 1 if an answer is not what it says.
+    Makes the smallest change to the values of feed-forward entries that gives the new answers, and writes an ordinary
+    transformers model. Exits with 1 if the edited model does not give an answer.
     """
     if (file is None) == (prompt is None) or (prompt is None) != (answer is None):
         raise BadUsage("give --prompt and --answer, or --file with facts")
     for path in (file, keep):
         if path is not None and not path.is_file():
-            raise BadUsage(f"there is no file {path}")
+            raise BadUsage(f"the file {path} does not exist")
     require(model)
     chosen = None if layers is None else integers(layers, "--layers")
     from attnflow._core.files import write_folder
@@ -145,34 +145,34 @@ def knowledge_edit(
 @app.command("trace")
 def knowledge_trace(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Any model: its feed-forward layers are opened as entries.")
+        str, typer.Argument(metavar="MODEL", help="Any model; its feed-forward layers are read as entries.")
     ],
     text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text to read.")] = None,
     ids: Annotated[
-        str | None, typer.Option("--ids", metavar="LIST", help="Token ids such as 5,6,7, in place of TEXT.")
+        str | None, typer.Option("--ids", metavar="LIST", help="Token ids in place of TEXT, such as 5,6,7.")
     ] = None,
     layer: Annotated[int | None, typer.Option("--layer", metavar="N", min=0, help="One layer (default: all).")] = None,
     position: Annotated[
-        int, typer.Option("--position", metavar="N", help="The token whose entries are listed (default: the last).")
+        int, typer.Option("--position", metavar="N", help="Position of the token to explain (-1: the last).")
     ] = -1,
     target: Annotated[
-        str | None, typer.Option("--target", metavar="TOKEN", help="Effects on this token (default: the next one).")
+        str | None, typer.Option("--target", metavar="TOKEN", help="Token to explain (default: the predicted one).")
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option("--top", metavar="N", min=1, help="Entries kept for each token and layer (default: 16 or more)."),
+        typer.Option("--top", metavar="N", min=1, help="Entries kept per token and layer (default: 16, or --count)."),
     ] = None,
-    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Entries listed.")] = 12,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Entries to list.")] = 12,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help=".svg .png figure, .html, .csv, .json.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html, .csv or .json.")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Show which entries fire.
+    """Show which feed-forward entries fire for a text.
 
-    Lists, of all entries, those with the largest direct effects on the logit of the next token: what they add to it,
-    less what they add to all tokens alike. Their words are their texts, or the tokens that they promote (+) or
-    suppress (-).
+    Lists the entries with the largest direct effect on the logit of the next token: what an entry adds to that logit,
+    minus what it adds to all logits alike. The words beside an entry are its text, or the tokens that it promotes (+)
+    or suppresses (-).
     """
     require(model)
     from attnflow.knowledge import from_ffn, trace
@@ -182,14 +182,14 @@ def knowledge_trace(
     path = None if output is None else output_path(output, _SUFFIXES, "a trace as a figure")
     longest = len(inputs.encode()) + 8 if isinstance(inputs, str) else len(inputs)  # tokens, with special ones
     if not -longest <= position < longest:
-        raise BadUsage(f"--position {position} is no position of {'this text' if ids is None else '--ids'}")
+        raise BadUsage(f"--position {position} lies outside {'this text' if ids is None else '--ids'}")
     if not json_output and path is None and top is not None and top < count:
         raise BadUsage(f"--count {count} lists more than the --top {top} entries that are kept for each layer")
     with working(f"loading {model}") as spinner:
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
         loaded = load(model, ids is None, _WITHOUT)
         if not reads_entries(loaded.model):
-            spinner.stage("opening its feed-forward layers")
+            spinner.stage("converting its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
         spinner.stage("tracing")
         wanted = max(16, count) if top is None else top
@@ -215,7 +215,7 @@ def _inputs(text: str | None, ids: str | None) -> str | list[int]:
     if ids is not None and text is None:
         return integers(ids, "--ids")
     if text is None or ids is not None:
-        raise BadUsage("give a TEXT or --ids, one of them")
+        raise BadUsage("give either a TEXT or --ids")
     if not text:
-        raise BadUsage("the text is empty: nothing can fire")
+        raise BadUsage("the text is empty: give at least one word")
     return text

@@ -1,4 +1,4 @@
-"""`attnflow mask ...`: the catalogue, one mask, one task, a family of tasks, other kernels, masks that people bring."""
+"""`attnflow mask ...`: list and show masks, check and merge tasks, export a mask, diagnose one you were given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnflow.cli._output import JsonFlag, console, output_path, print_json, say
 if TYPE_CHECKING:
     from attnflow.masks import Mask
 
-app = typer.Typer(help="Look at masks, check and merge tasks, export and debug.", rich_markup_mode=None)
+app = typer.Typer(help="Masks and tasks: list, show, check, merge, export, debug.", rich_markup_mode=None)
 
 _SUFFIXES: Final = (".svg", ".html")
 _Name = Annotated[
@@ -29,7 +29,7 @@ _Name = Annotated[
 def mask_list(json_output: JsonFlag = False) -> None:
     """List the masks of the catalogue.
 
-    For each: its parameters and its relation; q is the query, k the key, both counted from 0.
+    Each has its parameters and its relation. q is the query and k the key, both counted from 0.
     """
     from attnflow.masks.spec import named_masks
 
@@ -51,7 +51,7 @@ def mask_list(json_output: JsonFlag = False) -> None:
         say(screen, entry.signature, "bold")
         say(screen, textwrap.fill(entry.summary, screen.width, initial_indent="    ", subsequent_indent="    "))
     say(screen, "\nShow one: attnflow mask show sliding_window --n 16 --set window=4")
-    say(screen, "A mask of your own goes into a JSON file that takes the place of the name.")
+    say(screen, "For a mask of your own, give a JSON file in place of the name.")
 
 
 @app.command("show")
@@ -61,15 +61,16 @@ def mask_show(
     settings: Settings = None,
     block_size: Annotated[
         int | None,
-        typer.Option("--block-size", metavar="N", min=1, help="Block of the block sparsity (default: a few)."),
+        typer.Option("--block-size", metavar="N", min=1, help="Block size to count (default: 128 and smaller)."),
     ] = None,
     output: OutputOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Show a mask as a picture and in numbers.
 
-    In the picture a row is a query, a column a key. The numbers: depth (layers until all information has flowed),
-    density, classes and Hasse diagram of the order, block sparsity. -o writes .svg or .html.
+    In the picture each row is a query and each column a key. The numbers are the share of allowed pairs, the depth
+    (layers until all information has flowed), the classes and the Hasse diagram of the order, and the block sparsity.
+    -o writes .svg or .html.
     """
     target = None if output is None else output_path(output, _SUFFIXES)
     mask = mask_argument(name, n, settings or [])
@@ -93,9 +94,9 @@ def mask_check(
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Prove that no label of a task leaks, or show how.
+    """Prove that no label of a task leaks, or show the path of the leak.
 
-    A leak is shown with the path of the information, layer by layer, and exits with 1.
+    The path lists the positions that the label passes, layer by layer. Exits with 1 if a label leaks.
     """
     from attnflow._core.plain import read_json
     from attnflow.tasks import Task, check
@@ -117,10 +118,10 @@ def mask_merge(
     output: OutputOption = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Merge a family of tasks and prove the result.
+    """Merge a family of tasks into one mask and prove it.
 
-    Derives the smallest sequence and mask that train every task of the family in one forward pass, compares the mask
-    with its closed form, and proves that no label leaks (otherwise exits with 1). -o writes .svg or .html.
+    Derives the smallest sequence and mask that train every task of the family in one forward pass. Compares the mask
+    with its closed form, and proves that no label leaks. Exits with 1 if either fails. -o writes .svg or .html.
     """
     from attnflow._core.parameters import find
     from attnflow.tasks.derivation import derive, named_families
@@ -147,15 +148,15 @@ def mask_merge(
 @app.command("export")
 def mask_export(
     name: _Name,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer, te.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer or te.")],
     n: MaskLength = None,
     settings: Settings = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Say a mask in the words of another kernel.
+    """Export a mask to another attention kernel.
 
-    What the format cannot say exits with 1 and names a pair (query, key). What --json prints goes into a .json file,
-    which every command takes in place of a mask's name.
+    If the kernel's format cannot express the mask, the command names a pair (query, key) as the reason and exits with
+    1. Save what --json prints as a .json file: every command takes that file in place of a mask's name.
     """
     from attnflow._core.parameters import find
     from attnflow.masks.export import FORMATS, NotExpressible
@@ -186,15 +187,16 @@ def mask_debug(
     ],
     masked_true: Annotated[
         bool,
-        typer.Option("--masked-true", help="True, or 1, forbids, as in Transformer Engine; not in additive masks."),
+        typer.Option("--masked-true", help="True or 1 forbids a pair, as in Transformer Engine (not additive masks)."),
     ] = False,
     json_output: JsonFlag = False,
 ) -> None:
-    """Say what a mask is and what looks wrong with it.
+    """Diagnose a mask you were given.
 
-    Tensors are [queries, keys], with one or two more axes before them; True or 1 allows, and of floats 0. JSON is what
-    `mask export` writes, or a mask as the guide has it. Exits with 1 if something looks wrong: queries without keys, a
-    mask upside down, a few pairs that a well-known mask does not have.
+    Finds the known mask that it equals and what looks wrong with it. A tensor is [queries, keys], with up to two more
+    axes before them; True or 1 allows a pair, or 0.0 in an additive mask. JSON is a mask as the guide shows it, or what
+    `mask export --json` printed. Exits with 1 if something looks wrong: queries without keys, an inverted mask, or a
+    few pairs more or fewer than a well-known mask.
     """
     from attnflow.masks.diagnosis import diagnose, read_mask
 
@@ -247,10 +249,10 @@ def _lines(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("order", f"none: {numbers['no_order']}"))
     else:
         largest = order["largest_class"]
-        of = f", the largest of {largest:,} positions" if largest > 1 else ""
+        of = f", the largest with {largest:,} positions" if largest > 1 else ""
         lines += [
             ("depth", plural(order["depth"], "layer")),
-            ("dense", "yes (one layer lets everything flow)" if order["is_dense"] else "no"),
+            ("one layer suffices", "yes" if order["is_dense"] else "no"),
             ("classes", f"{order['num_classes']:,}{of}"),
             ("Hasse diagram", f"{plural(order['num_hasse_edges'], 'edge')}, {plural(order['num_levels'], 'level')}"),
         ]
@@ -267,5 +269,7 @@ def _say(mask: Mask, lines: Sequence[tuple[str, str]], written: Path | None) -> 
 
     screen = console()
     say(screen, mask_text(mask, width=max(20, min(100, screen.width))) + "\n")
-    for label, value in [*lines, *([] if written is None else [("written", str(written))])]:
-        say(screen, f"{label:<16}{value}")
+    lines = [*lines, *([] if written is None else [("written", str(written))])]
+    width = max(14, *(len(label) for label, _ in lines)) + 2
+    for label, value in lines:
+        say(screen, f"{label:<{width}}{value}")

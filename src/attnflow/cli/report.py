@@ -24,22 +24,22 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The .html file to write.")],
     n: MaskLength = None,
     settings: Settings = None,
-    text: Annotated[str | None, typer.Option("--text", help="The text that a model reads.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="The text that the model reads.")] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", min=2, help="Tokens that a model reads at most.")
+        int, typer.Option("--tokens", metavar="N", min=2, help="The most tokens that the model reads.")
     ] = 64,
     json_output: JsonFlag = False,
 ) -> None:
-    """Write a report, one self-contained HTML page.
+    """Write a report as one self-contained HTML page.
 
-    On a mask: picture, Hasse diagram, depth, receptive fields, block sparsity. On a task: its leaks too. On a
-    model: its audit and the order that it declares, its bias, its geometry, what its feed-forward entries did for a
-    text. Exits with 1 if a leak is reported.
+    For a mask it shows the picture, Hasse diagram, depth, receptive fields and block sparsity; for a task also its
+    leaks. For a model it shows the audit, the order that the model declares, its bias, its geometry, and what its
+    feed-forward entries did for a text. Exits with 1 if the report contains a leak.
     """
     target = output_path(output, [".html"])
     is_mask = is_file(subject) or subject in arguments.EXAMPLES
     if is_mask and text is not None:
-        raise BadUsage(f"--text belongs to models; {subject} is a mask")
+        raise BadUsage(f"--text applies only to models; {subject} is a mask")
     if not is_mask:
         arguments.require_model(subject, n is not None or bool(settings))
     with working(f"reading {subject}") as spinner:
@@ -60,7 +60,7 @@ def report(
         about = {"subject": subject, "title": page.title, "ok": page.ok, "sections": sections, "bytes": size}
         print_json("attnflow.report/1", {**about, "written": str(output)})
     else:
-        verdict = "" if page.ok else " It reports a leak."
+        verdict = "" if page.ok else " It contains a leak."
         say(console(), f"{page.title}: {output} ({size / 1024:.0f} KiB).{verdict}", "" if page.ok else style(page.ok))
     raise typer.Exit(0 if page.ok else 1)
 

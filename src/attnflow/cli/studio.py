@@ -1,4 +1,4 @@
-"""`attnflow studio`: see and design what flows, live, on a page of this machine."""
+"""`attnflow studio`: see and design the flow of information on a live page, served by this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, load, mask_argument, require_model, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, working
 
-_TOKENS: Final = 32  # of the text for which a model's masks are asked
+_TOKENS: Final = 32  # of the short text for which a model's masks are computed
 
 
 def studio(
@@ -23,29 +23,29 @@ def studio(
     n: MaskLength = None,
     settings: Settings = None,
     port: Annotated[
-        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port of the loopback (default: a free one).")
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Local port; 0 takes a free one.")
     ] = 0,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Print the address without opening a browser.")] = False,
     bias: Annotated[
-        str | None, typer.Option("--bias", metavar="DIR", help="A saved bias of the MODEL, whose maps are shown.")
+        str | None, typer.Option("--bias", metavar="DIR", help="Also show a saved bias of the MODEL.")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Open the studio, a page to see and design masks on.
+    """Open the studio, a page for designing masks and reading models.
 
-    It begins with the mask or the task, or of a model with the masks of its layers for a short text; the model itself
-    is then audited on the page, its geometry drawn, its bias and what its feed-forward layers do. The page is
-    served to this machine alone, at an address with a secret token, until Ctrl-C or half an hour without use.
-    Everything on it is computed here; nothing is fetched from a network.
+    The page opens with the mask or task you name. For a model it opens with the masks of its layers for a short text;
+    there you can audit the model and see its geometry, its bias and what its feed-forward layers do. Only this machine
+    can open the page, at an address with a secret token, until Ctrl-C or half an hour without use. Everything is
+    computed here; nothing is fetched from a network.
     """
     from attnflow.studio import serve
 
     is_mask = is_file(subject) or subject in EXAMPLES
     if bias is not None:
         if is_mask:
-            raise BadUsage(f"--bias belongs to a model, and {subject} is a mask or a task")
+            raise BadUsage(f"--bias applies only to models; {subject} is a mask or a task")
         if not Path(bias).expanduser().is_dir():
-            raise BadUsage(f"--bias takes the folder of a saved bias, and there is no folder {bias}")
+            raise BadUsage(f"--bias takes the folder of a saved bias; the folder {bias} does not exist")
     design = _design(subject, n, settings or [])
     model = None if is_mask else {"model": subject, "bias": bias}
 
@@ -61,13 +61,13 @@ def studio(
 
 
 def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, object]:
-    """Returns the plain data of the initial design, and refuses mistakes before the studio opens."""
+    """Returns the initial design as plain data; mistakes are reported before the studio opens."""
     from attnflow._core.plain import read_json
     from attnflow.report.live.operations import design_of
 
     if is_file(subject):
         if n is not None or settings:
-            raise BadUsage(f"--n and --set belong to masks of the catalogue; {subject} is a file that says it all")
+            raise BadUsage(f"--n and --set apply only to masks of the catalogue; leave them out, {subject} is a file")
         return design_of(read_json(subject), subject).to_dict()
     if subject in EXAMPLES:
         return design_of(mask_argument(subject, n, settings, "studio").to_dict(), subject).to_dict()
@@ -75,7 +75,7 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
 
 
 def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
-    """Returns a model's declared masks for a short text, as a stack with its tokens."""
+    """Returns the masks that a model declares for a short text, with its tokens."""
     from attnflow.audit.declared import declared_order
     from attnflow.models.loaded import text_inputs, token_texts
     from attnflow.report.live.design import design_for
@@ -84,7 +84,7 @@ def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
     with working(f"reading {name}") as spinner:
         loaded = load(name)
         inputs = text_inputs(loaded, sample(), _TOKENS)
-        spinner.stage("its masks")
+        spinner.stage("reading its masks")
         flow = declared_order(loaded, inputs)
         texts = token_texts(inputs["input_ids"][0].tolist(), loaded.tokenizer)
     return design_for(flow, texts).to_dict()

@@ -1,4 +1,4 @@
-"""Who may send: masks as relations, their catalogue, their algebra, their compilation to FlexAttention."""
+"""Masks: which query may attend to which key. Catalogue, algebra, batches, export, and compilation to FlexAttention."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Masks by sequence and by head: `batch` and `per_head`."""
+"""Masks that differ by sequence or by head: `batch` and `per_head`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _AnyMask = TypeVar("_AnyMask", bound="Mask | MaskGrid")
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
 class MaskGrid(Blocked):
-    """A mask for each sequence of a batch, or for each head, or for both; made by `af.masks.batch` and `per_head`.
+    """A mask for each sequence of a batch, each head, or both; made by `af.masks.batch` and `af.masks.per_head`.
 
-    Sequences may differ in length. A shorter one is padded at its end: in `dense()` and for attention kernels a pad
-    attends to itself alone (to nothing, where queries and keys are different sequences), and nothing attends to it.
+    Sequences may differ in length. A shorter one is padded at its end. In `dense()` and for attention kernels a pad
+    attends only to itself (to nothing if queries and keys are different sequences), and nothing attends to it.
 
     Attributes:
-        masks: the mask of each sequence and head, `masks[b][h]`; one row, or one column, stands for all.
+        masks: the mask of each sequence and head, `masks[b][h]`; a single row or column stands for all.
         num_queries: number of rows, padding included.
         num_keys: number of columns, padding included.
     """
@@ -62,17 +62,17 @@ class MaskGrid(Blocked):
     def row_intervals(
         self, min_width: int = 1, device: torch.device | str | None = None
     ) -> Int32[Tensor, "batch heads rows queries"]:
-        """The relation as one plain tensor, `attention_mask` of a model under `af.masks.attach(model, "batch")`.
+        """The relation as one tensor: the `attention_mask` for a model under `af.masks.attach(model, "batch")`.
 
         Args:
-            min_width: intervals per query that there is room for, at least. The room is the next power of two, so
-                that batches of a bucket share one shape and with it one compiled model.
-            device: of the tensor, default CPU.
+            min_width: least room for intervals per query. The room is rounded up to a power of two, so that similar
+                batches have one shape and share one compiled model.
+            device: device of the tensor (default: CPU).
 
         Returns:
             int32 [sequences or 1, heads or 1, 2 x room, num_queries]: query q attends to the keys in
-            `[rows[..., 2 t, q], rows[..., 2 t + 1, q])`. One more row, at the end, says by what number each key goes
-            in them, where keys would lie too scattered otherwise.
+            `[rows[..., 2 t, q], rows[..., 2 t + 1, q])`. If keys would be too scattered, they are renumbered, and one
+            more row at the end holds the number of each key.
 
         Cost: O(queries x room).
         """
@@ -106,7 +106,7 @@ class MaskGrid(Blocked):
         return self.masks[b][h]
 
     def __eq__(self, other: object) -> bool:
-        """Whether both allow the same pairs over the same lengths."""
+        """Whether both allow the same pairs for the same lengths."""
         if not isinstance(other, MaskGrid):
             return NotImplemented
         return (self.shape, self.masks) == (other.shape, other.masks)
@@ -143,17 +143,17 @@ class MaskGrid(Blocked):
 
 
 def batch(masks: Iterable[Mask | MaskGrid], size: int | None = None) -> MaskGrid:
-    """One mask for each sequence of a batch; shorter ones are padded at their end.
+    """Give each sequence of a batch its own mask; shorter ones are padded at their end.
 
     Args:
         masks: a `Mask` for each sequence, or `per_head([...])` where the heads of a sequence differ.
-        size: number of positions after padding, default those of the longest. For square masks.
+        size: number of positions after padding (default: those of the longest). Only for square masks.
 
     Raises:
-        TypeError: something that is no mask.
-        ValueError: no masks; one that is longer than `size`; numbers of heads that differ; or a batch among the masks.
+        TypeError: an element is not a mask.
+        ValueError: the list is empty, a mask is longer than `size`, numbers of heads differ, or a mask is a batch.
 
-    Cost: O(sequences). The masks stay what they are; sequences that share one share its memory.
+    Cost: O(sequences). The masks are not copied; sequences with the same mask share its memory.
 
     >>> import attnflow as af
     >>> packed = af.masks.batch([af.masks.document([3, 2]), af.masks.causal(4)])
@@ -181,11 +181,11 @@ def batch(masks: Iterable[Mask | MaskGrid], size: int | None = None) -> MaskGrid
 
 
 def per_head(masks: Iterable[Mask]) -> MaskGrid:
-    """One mask for each attention head (of the queries, where keys have fewer heads), the same in every sequence.
+    """Give each attention head its own mask, the same in every sequence; heads are query heads if keys have fewer.
 
     Raises:
-        TypeError: something that is no `Mask`.
-        ValueError: no masks, or masks of different shapes.
+        TypeError: an element is not a `Mask`.
+        ValueError: the list is empty, or the masks have different shapes.
 
     >>> import attnflow as af
     >>> heads = af.masks.per_head([af.masks.causal(4), af.masks.sliding_window(4, 2)])

@@ -1,4 +1,4 @@
-"""Masks from what a user has: a dense tensor, a `mask_mod`, torch's `BlockMask`, intervals, edges."""
+"""Make a mask from a dense tensor, a `mask_mod`, torch's `BlockMask`, intervals or edges."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SAID: Final = {_SKIPPED: "skipped", _FULL: "full", _TWICE: "listed twice"}
 
 
 def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
-    """The mask of a bool tensor [queries, keys], or [batch, heads, queries, keys] if all of them are the same.
+    """Make a mask from a bool tensor [queries, keys], where True lets the query attend to the key.
 
-    True lets the query attend to the key.
+    A tensor [batch, heads, queries, keys] is accepted if all its tables are equal.
 
     Raises:
-        TypeError: not bool. Additive masks (0 / -inf) and 0/1 masks mean opposite things at 0, so the caller
-            must say which it is: `additive == 0` or `zero_one.bool()`.
-        ValueError: other axes, sequences or heads that differ, or no data (a meta tensor).
+        TypeError: the tensor is not bool. At 0, additive masks (0 / -inf) and 0/1 masks mean opposite things, so the
+            caller must choose: `additive == 0` or `zero_one.bool()`.
+        ValueError: the axes are others, sequences or heads differ, or the tensor has no data (meta device).
 
     >>> from_dense(torch.tensor([[True, False], [True, True]])) == from_edges([(0, 0), (1, 0), (1, 1)], 2)
     True
@@ -70,16 +70,16 @@ def from_dense(allow: Tensor, name: str = "from_dense") -> Mask:
 
 
 def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = None) -> Mask:
-    """The mask of a FlexAttention `mask_mod(b, h, q, k)`, in row chunks.
+    """Make a mask from a FlexAttention `mask_mod(b, h, q, k)`, evaluated by row chunks.
 
     Args:
-        mask_mod: vectorised over its arguments, as FlexAttention requires.
+        mask_mod: a function vectorised over its arguments, as FlexAttention requires.
         num_queries: number of queries.
-        num_keys: number of keys, by default as many as queries.
+        num_keys: number of keys (default: `num_queries`).
 
     Raises:
-        TypeError: not a function, or one that returns no bool tensor.
-        ValueError: its pairs are others for sequence 1 or for head 1.
+        TypeError: `mask_mod` is not a function, or does not return a bool tensor.
+        ValueError: it allows other pairs for sequence 1 or head 1.
 
     >>> from_mask_mod(lambda b, h, q, k: q >= k, 4).density
     0.625
@@ -113,7 +113,7 @@ def from_mask_mod(mask_mod: MaskMod, num_queries: int, num_keys: int | None = No
 def from_intervals(
     rows: Sequence[Iterable[tuple[int, int]]], num_keys: int | None = None, name: str = "from_intervals"
 ) -> Mask:
-    """The mask whose query q attends to the half-open key intervals `rows[q]`; they may overlap.
+    """Make a mask in which query q attends to the half-open key intervals `rows[q]`, which may overlap.
 
     >>> from_intervals([[(0, 1)], [(0, 2)], [(0, 1), (2, 3)]]).keys(2).tolist()
     [0, 2]
@@ -130,7 +130,7 @@ def from_intervals(
 def from_edges(
     edges: Iterable[tuple[int, int]], num_queries: int, num_keys: int | None = None, name: str = "from_edges"
 ) -> Mask:
-    """The mask that allows exactly the pairs (query, key) listed.
+    """Make a mask that allows exactly the listed pairs (query, key).
 
     >>> from_edges([(1, 0)], 2).dense().tolist()
     [[False, False], [True, False]]
@@ -153,19 +153,21 @@ def _pair(name: str, item: Iterable[int]) -> tuple[int, int]:
 
 
 def from_block_mask(block_mask: BlockMask) -> Mask | MaskGrid:
-    """The relation that FlexAttention computes under a `BlockMask`: full blocks, and `mask_mod` inside partial ones.
+    """Make a mask of the pairs that FlexAttention computes under a `BlockMask`.
+
+    These are all pairs of full blocks, and the pairs that `mask_mod` allows in partial blocks.
 
     Args:
-        block_mask: of any block size, sequences and heads.
+        block_mask: a `BlockMask` with any block size and any numbers of sequences and heads.
 
     Returns:
-        The `Mask`; where sequences or heads differ, the `MaskGrid` of all of them, as `masks.batch` makes it.
+        A `Mask`, or a `MaskGrid` as of `masks.batch` if sequences or heads differ.
 
     Raises:
-        TypeError: no `BlockMask`.
-        ValueError: blocks contradict `mask_mod`: one is skipped, but pairs in it are allowed; one counts as full, but
-            pairs in it are forbidden; or one is listed twice. The error names the first block and a pair. (Tables made
-            for other lengths, offsets or documents than the `mask_mod` do that, and FlexAttention does not notice.)
+        TypeError: the argument is not a `BlockMask`.
+        ValueError: a block contradicts `mask_mod`: it is skipped although pairs in it are allowed, full although pairs
+            in it are forbidden, or listed twice. The error names the first block and a pair. (This happens when the
+            tables were made for other lengths, offsets or documents; FlexAttention does not notice.)
 
     Cost: `mask_mod` is evaluated for every pair of each sequence and head, by rows of blocks.
 

@@ -169,10 +169,10 @@ def big_bird(
     Args:
         n: sequence length, a multiple of `block`.
         block: tokens per block.
-        num_global: leading blocks that see and are seen by all.
+        num_global: leading blocks that attend to all blocks and that all attend to.
         num_window: blocks in the window, odd.
-        num_random: random key blocks per query block; fewer where fewer are left.
-        seed: of the draw; the same seed gives the same mask on every machine.
+        num_random: random key blocks per query block, or all that are left if these are fewer.
+        seed: seed of the random choice; the same seed gives the same mask on every machine.
 
     >>> big_bird(8, block=1, num_random=0).keys(4).tolist()
     [0, 3, 4, 5]
@@ -223,7 +223,7 @@ def tree(parents: Indices) -> Mask:
         parents: parent of each node; -1 for a root, which `parents[0]` must be.
 
     Raises:
-        ValueError: `parents[0]` is no root, a parent is out of range, or the parents form a cycle.
+        ValueError: `parents[0]` is not -1, a parent is out of range, or the parents form a cycle.
 
     >>> tree([-1, 0, 0, 1]).keys(3).tolist()
     [0, 1, 3]

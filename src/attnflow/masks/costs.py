@@ -1,4 +1,4 @@
-"""What attention under a mask costs on one device, and on several that share the sequence."""
+"""The cost of attention under a mask, on one device and on several that share the sequence."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def block_sparsity(mask: Mask, block: int = 128) -> BlockSparsity:
 
 @dataclass(frozen=True)
 class BackendCost:
-    """What one backend needs for one sequence, forward, in one layer.
+    """The cost of one backend for the forward pass of one sequence in one layer.
 
     Attributes:
         backend: "eager", "sdpa" with a table of pairs, or "flex".
         pairs: pairs (query, key) that it computes in each head, allowed or not.
         flops: 4 x head_dim per computed pair and head; a multiply-add is 2. A training step takes 3.5 times as many.
-        memory: bytes at its peak beside queries, keys, values and output: the mask, and scores where they are stored.
+        memory: peak bytes beyond queries, keys, values and output: the mask, and the scores if they are stored.
     """
 
     backend: Backend
@@ -81,11 +81,11 @@ class BackendCost:
 
 @dataclass(frozen=True)
 class Cost(Result):
-    """What attention under a mask costs, by backend.
+    """The cost of attention under a mask, by backend; made by `mask.cost`.
 
     Attributes:
-        mask: how the mask prints.
-        backend: the one that `flops` and `memory` are of.
+        mask: the mask as text.
+        backend: the backend that `flops` and `memory` refer to.
         num_queries: rows.
         num_keys: columns.
         allowed_pairs: number of pairs that are allowed.
@@ -115,12 +115,12 @@ class Cost(Result):
 
     @property
     def flops(self) -> int:
-        """Of the chosen backend, forward."""
+        """Floating-point operations of the forward pass of the chosen backend."""
         return self.chosen.flops
 
     @property
     def memory(self) -> int:
-        """Bytes of the chosen backend at its peak."""
+        """Peak memory of the chosen backend, in bytes."""
         return self.chosen.memory
 
     def rows(self) -> list[dict[str, object]]:
@@ -140,15 +140,15 @@ class Cost(Result):
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank does in each layer.
+    """The work of one rank in each layer.
 
     Attributes:
-        rank: its number.
-        queries: positions that it holds: their queries, keys and values.
-        pairs: allowed pairs that it computes.
-        keys: positions whose keys and values its queries read.
-        received: those that other ranks hold: what it must be sent.
-        sent: positions that it sends, counted once for each rank that needs them.
+        rank: number of the rank.
+        queries: number of positions whose queries, keys and values it holds.
+        pairs: number of allowed pairs that it computes.
+        keys: number of positions whose keys and values its queries read.
+        received: how many of these other ranks hold and must send.
+        sent: number of positions that it sends, counted once for each receiving rank.
     """
 
     rank: int
@@ -165,9 +165,9 @@ class ShardPlan:
 
     Attributes:
         mask: the mask of the whole sequence.
-        sharding: how it was cut.
+        sharding: how the sequence was divided.
         positions: the positions of each rank, ascending.
-        ranks: what each rank does.
+        ranks: the work of each rank.
     """
 
     mask: Mask
@@ -177,13 +177,13 @@ class ShardPlan:
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank over the mean: all wait for it; 1.0 is balanced (and no work at all)."""
+        """Work of the busiest rank divided by the mean, since all ranks wait for it; 1.0 is balanced (or no work)."""
         total = sum(each.pairs for each in self.ranks)
         return max(each.pairs for each in self.ranks) * len(self.ranks) / total if total else 1.0
 
     @property
     def received(self) -> int:
-        """Positions whose keys and values travel, all ranks together; an all-gather sends (ranks - 1) x positions."""
+        """Positions that all ranks together receive; an all-gather would send (ranks - 1) x positions."""
         return sum(each.received for each in self.ranks)
 
     def keys(self, rank: int) -> IntArray:
@@ -230,17 +230,17 @@ class Priced:
         bytes_per_value: int = 4,
         block_size: int = 128,
     ) -> Cost:
-        """What attention under the mask costs: blocks that are skipped, work and memory of eager, SDPA, FlexAttention.
+        """Count the cost of attention under the mask: skipped blocks, work and memory of eager, SDPA, FlexAttention.
 
-        Exact from row intervals, for one sequence, one layer, forward. Memory is what the implementations of torch and
-        transformers hold at their peak: eager, two tables of scores, one of them in float32, and an additive mask;
-        SDPA, the mask as bools and as an additive table; FlexAttention, block tables and row bounds.
+        The counts are exact, for the forward pass of one sequence in one layer. Memory is the peak in the
+        implementations of torch and transformers. Eager holds two tables of scores, one in float32, and an additive
+        mask. SDPA holds the mask as bools and as an additive table. FlexAttention holds block tables and row bounds.
 
         Args:
-            backend: the one that the result's `flops` and `memory` are of; `backends` has all.
-            num_heads: query heads.
+            backend: the backend that the result's `flops` and `memory` refer to; `backends` has all.
+            num_heads: number of query heads.
             head_dim: channels per head.
-            bytes_per_value: of scores and of an additive mask; 2 for bfloat16.
+            bytes_per_value: bytes of a score and of an additive mask value; 2 for bfloat16.
             block_size: queries and keys per block.
 
         Raises:
@@ -273,24 +273,24 @@ class Priced:
         return Cost(repr(mask), backend, *mask.shape, mask.nnz, num_heads, blocks, costs)
 
     def plan(self, ranks: int, sharding: Sharding = "head-tail", block_size: int = 128) -> ShardPlan:
-        """Which rank computes which queries of one sequence, and what that costs each in work and communication.
+        """Plan which rank computes which queries of one sequence, with the work and communication of each rank.
 
-        Every rank holds queries, keys and values of its positions; in each layer it is sent the keys and values that
-        its queries read. Work is the number of allowed pairs, exact. Nothing is distributed here: a plan to choose by,
-        and the local masks to check a sharded run with.
+        Every rank holds queries, keys and values of its positions; in each layer it receives the other keys and values
+        that its queries read. Work is the exact number of allowed pairs. Nothing is distributed here: use the plan to
+        choose a sharding, and its local masks to check a sharded run.
 
         Args:
             ranks: number of devices.
-            sharding: "contiguous": equal stretches. "head-tail": each rank has a stretch of the first half and its
-                mirror image in the second one, which balances causal masks. "document": whole documents (stretches
-                that no pair leaves), the largest first, each to the rank with the least work; nothing is sent.
-                "greedy": blocks of `block_size` positions, the one with the most work first, each to the rank with the
-                least that has room; all ranks hold the same number of blocks, but one.
+            sharding: "contiguous" gives equal stretches. "head-tail" gives each rank a stretch of the first half and
+                its mirror image in the second, which balances causal masks. "document" gives whole documents
+                (stretches that no pair leaves), the largest first, each to the rank with the least work; nothing is
+                sent. "greedy" gives blocks of `block_size` positions, the one with the most work first, each to the
+                least busy rank with room; the ranks' numbers of blocks differ by at most one.
             block_size: positions per block of "greedy"; torch's own context parallelism needs ranks x 128 to divide
                 the sequence.
 
         Raises:
-            ValueError: the mask is not square, or an unknown sharding.
+            ValueError: the mask is not square, or the sharding is unknown.
 
         Cost: O(intervals x ranks).
 
@@ -333,7 +333,7 @@ def _counted(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> S
 
 
 def _borders(rows: IntervalRows) -> IntArray:
-    """Positions that no pair crosses: the beginnings of documents, except the first."""
+    """Returns the positions that no pair crosses: where each document after the first starts."""
     row, n = rows.row_index(), rows.num_rows
     first, last = np.minimum(rows.starts, row), np.maximum(rows.ends - 1, row)  # a pair covers what lies between
     step = np.bincount(first + 1, minlength=n + 1) - np.bincount(last + 1, minlength=n + 1)

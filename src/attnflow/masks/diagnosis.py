@@ -1,4 +1,4 @@
-"""What a mask that somebody brings is, and what looks wrong with it."""
+"""Diagnose a mask you were given: which known mask it equals, and what looks wrong with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finding:
 
     Attributes:
         kind: "empty", "diagonal", "inverted", "transposed" or "nearly".
-        message: what it is, and what it does.
+        message: what is wrong, and its effect.
         pairs: the first pairs (query, key) that show it.
     """
 
@@ -47,15 +47,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis(Result):
-    """A mask that somebody brings: what it is, what looks wrong, and which kernels can take it.
+    """The diagnosis of a mask you were given: what it is, what looks wrong, and which kernels can take it.
 
     Attributes:
         num_queries: rows.
         num_keys: columns.
         allowed_pairs: number of pairs that are allowed.
         same_as: the mask of the catalogue that it equals, or None.
-        findings: what looks wrong.
-        formats: names of `masks.export` that can say it.
+        findings: everything that looks wrong.
+        formats: the formats of `masks.export` that can express it.
     """
 
     num_queries: int
@@ -82,8 +82,8 @@ class Diagnosis(Result):
         lines = [
             ("queries x keys", f"{self.num_queries:,} x {self.num_keys:,}"),
             ("allowed pairs", f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,}"),
-            ("is", self.same_as or "no mask of the catalogue"),
-            ("can be said by", ", ".join(self.formats) or "none"),
+            ("is", self.same_as or "not in the catalogue"),
+            ("exports to", ", ".join(self.formats) or "none"),
             *((each.kind, each.message) for each in self.findings),
         ]
         return "\n".join([verdict, *(f"{label:<16}{text}" for label, text in lines)])
@@ -92,12 +92,13 @@ class Diagnosis(Result):
 
 
 def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
-    """Reads a mask from a file; raises ValueError if there is none.
+    """Reads a mask from a file; raises ValueError if the file holds none.
 
     Args:
-        path: `.json` as of `Mask.from_json`, or "-"; `.npy`, `.pt`, `.safetensors`: one tensor [queries, keys], also
-            after one or two leading axes, of bools or of 0 and 1 (true allows), or additive floats (0 allows).
-        masked_true: true, or 1, forbids.
+        path: a `.json` file as for `Mask.from_json`, or "-" for standard input; or `.npy`, `.pt`, `.safetensors` with
+            one tensor [queries, keys] after at most two leading axes: bools or 0 and 1 (1 allows), or additive floats
+            (0 allows).
+        masked_true: whether True or 1 forbids instead.
     """
     if str(path) == "-" or Path(path).suffix == ".json":
         spec = read_json(path)
@@ -110,7 +111,7 @@ def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
 
 
 def diagnose(mask: Mask) -> Diagnosis:
-    """Tells what a mask is and what looks wrong with it."""
+    """Diagnoses a mask: finds the known mask that it equals and what looks wrong with it."""
     equal, formats = equal_to(mask), list[str]()
     for name, exported in export.FORMATS.items():
         with suppress(ValueError):  # the format cannot say it, or it takes too many intervals
@@ -135,7 +136,7 @@ def _findings(mask: Mask, equal: Mask | None) -> Iterator[Finding]:
     if mask.num_queries == mask.num_keys:
         blind = [int(q) for q in np.flatnonzero(counts) if not mask.allows(int(q), int(q))]
         if blind:
-            message = f"{_some(blind)} may attend to other keys and not to the own one"
+            message = f"{_some(blind)} may attend to other keys but not to itself"
             yield Finding("diagonal", message, tuple((query, query) for query in blind[:_SHOWN]))
     if equal is None:
         yield from _mistaken(mask)
@@ -218,7 +219,7 @@ def _tensor(path: Path) -> Tensor:
 
 
 def _allowed(tensor: Tensor, masked_true: bool) -> Tensor:
-    """Converts values to bool, True = allowed; raises ValueError if they are no mask, or too many to look at."""
+    """Converts values to bool, True = allowed; raises ValueError for other values or too many of them."""
     strange = tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta
     if strange or tensor.is_complex():
         kind = "nested" if tensor.is_nested else f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
@@ -234,7 +235,9 @@ def _allowed(tensor: Tensor, masked_true: bool) -> Tensor:
     if zero_one.all() and (tensor == 1).any():
         raise ValueError("floats of 0 and 1: a kernel that adds them masks nothing; save tensor.bool()")
     _refuse(
-        tensor, (tensor != 0) & ~(tensor <= _MASKED), f"neither 0 nor below {_MASKED:g}, so a bias and no mask; or NaN"
+        tensor,
+        (tensor != 0) & ~(tensor <= _MASKED),
+        f"neither 0 nor below {_MASKED:g}, so this is a bias rather than a mask, or NaN",
     )
     return tensor > _MASKED
 

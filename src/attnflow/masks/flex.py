@@ -2,12 +2,12 @@
 
 Rows hold intervals of internal key numbers; `rank` gives the internal number of each key, or is None.
 
-The masks of a batch are one plain tensor, its *row intervals*, from which the forms are made on its device. They are
-int32 [batch or 1, heads or 1, 2 x width, queries]: query q attends to the keys in
-`[rows[..., 2 t, q], rows[..., 2 t + 1, q])` for each t < width; unused intervals are (0, 0). An odd last row renumbers
-the keys: key k stands for `rows[..., -1, k]`, which keeps scattered masks small (queries are then as many as keys).
-The number of rows never equals the number of queries, so a kernel that reads the tensor as pairs fails. With a mask
-for each layer, row intervals are int64 [batch, layers, rows, queries]. Forms depend in shape on its shape alone.
+The masks of a batch are one plain tensor, its *row intervals*; all forms are made from it on its device. It is int32
+[batch or 1, heads or 1, 2 x width, queries]: query q attends to the keys in `[rows[..., 2 t, q], rows[..., 2 t + 1,
+q])` for each t < width; unused intervals are (0, 0). An odd last row renumbers the keys: key k stands for `rows[...,
+-1, k]`, which keeps scattered masks small (queries are then as many as keys). The number of rows never equals the
+number of queries, so a kernel that reads the tensor as pairs fails. With a mask for each layer, row intervals are int64
+[batch, layers, rows, queries]. Forms depend in shape on its shape alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Blocked:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say to code that takes a mask for a tensor, such as a model's forward, what to do instead."""
-            hint = ": it is no tensor; put it on a model by af.masks.attach(model, mask), or pass mask.dense()"
+            hint = ": it is not a tensor; put it on a model with af.masks.attach(model, mask), or pass mask.dense()"
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}{'' if name.startswith('_') else hint}"
             )
@@ -70,7 +70,7 @@ class Blocked:
         return self.mask_mod_on("cpu")
 
     def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
-        """The mask, or those of a batch, as torch's `BlockMask`, identical to that of `create_block_mask`.
+        """The mask, or the masks of a batch, as torch's `BlockMask`, identical to that of `create_block_mask`.
 
         Args:
             block_size: queries and keys per block; an int or (query block, key block).

@@ -31,19 +31,18 @@ READERS: Final[list[Callable[[object, str], Any]]] = []
 
 
 class Mask(Priced, flex.Blocked):
-    """Which query may attend to which key: `allow[q, k]` is True iff q attends to k (information flows k -> q).
+    """An attention mask: `allow[q, k]` is True iff query q attends to key k, so information flows k -> q.
 
-    A mask is a relation, nothing more: two masks are equal iff they allow the same pairs, whatever their names.
+    A mask is only a relation: two masks are equal iff they allow the same pairs, whatever their names.
     It is immutable and hashable. Make one with the catalogue (`af.masks.causal(n)`, ...) or with `from_dense`,
     `from_intervals`, `from_edges`, `from_mask_mod`, and combine masks with `&`, `|`, `~`.
 
-    Internally the rows are intervals of *internal* key numbers; an optional relabelling maps queries and keys
-    to internal numbers, so that permuted masks (XLNet orders, trees, dilated windows) stay as small as the mask
-    that they permute.
+    Each row is kept as intervals of *internal* key numbers. An optional relabelling maps queries and keys to these
+    numbers, so that permuted masks (XLNet orders, trees, dilated windows) stay as small as the mask they permute.
 
     Attributes:
         name: the catalogue name, or an expression for combined masks.
-        parameters: the arguments that made it, for display.
+        parameters: the arguments that the mask was made with, for display.
         num_queries: number of rows.
         num_keys: number of columns.
     """
@@ -107,7 +106,7 @@ class Mask(Priced, flex.Blocked):
 
     @property
     def density(self) -> float:
-        """Share of all pairs that are allowed, in [0, 1]; 0.0 for a mask without pairs."""
+        """Share of pairs that are allowed, in [0, 1]; 0.0 if the mask has no pairs."""
         pairs = self.num_queries * self.num_keys
         return self.nnz / pairs if pairs else 0.0
 
@@ -148,17 +147,17 @@ class Mask(Priced, flex.Blocked):
         return table if device is None else table.to(device)
 
     def dense_chunks(self, chunk: int | None = None) -> Iterator[tuple[int, BoolArray]]:
-        """(first query, bool[rows, num_keys]) for consecutive row blocks: the whole relation in little memory."""
+        """Yield (first query, bool[rows, num_keys]) for consecutive blocks of rows, which takes little memory."""
         return self._numbered.tables(None if chunk is None else checks.integer("chunk", chunk, 1))
 
     def intervals(self) -> IntervalRows:
         """The allowed keys of each query as sorted disjoint intervals.
 
-        Free for masks that are interval-structured in their own order. A relabelled mask is converted once, in
-        O(log n) for each interval of the result or, if they are many, by row chunks of its table.
+        This is free for masks without a relabelling. A relabelled mask is converted once, in O(log n) per interval of
+        the result or, if there are many, by row chunks of its table.
 
         Raises:
-            ValueError: there are more intervals than memory has room for.
+            ValueError: there are more intervals than fit into memory.
         """
         if "intervals" not in self._cache:
             self._cache["intervals"] = self._numbered.intervals(repr(self))
@@ -186,7 +185,7 @@ class Mask(Priced, flex.Blocked):
         return self.intervals(), None
 
     def __eq__(self, other: object) -> bool:
-        """Whether both allow exactly the same pairs."""
+        """Whether both masks allow exactly the same pairs."""
         if not isinstance(other, Mask):
             return NotImplemented
         if self is other:
@@ -199,7 +198,7 @@ class Mask(Priced, flex.Blocked):
         return hash((self.shape, self.row_counts().tobytes()))
 
     def difference(self, other: Mask, limit: int = 10) -> list[tuple[int, int]]:
-        """The first `limit` pairs (query, key), in row order, that one mask allows and the other does not.
+        """The first `limit` pairs (query, key), in row order, that only one of the two masks allows.
 
         Raises:
             ValueError: the shapes differ.
@@ -218,20 +217,20 @@ class Mask(Priced, flex.Blocked):
         return pairs
 
     def __and__(self, other: Mask) -> Mask:
-        """Pairs that both allow."""
+        """The pairs that both masks allow."""
         return self._combined(other, "&")
 
     def __or__(self, other: Mask) -> Mask:
-        """Pairs that either allows."""
+        """The pairs that either mask allows."""
         return self._combined(other, "|")
 
     def __invert__(self) -> Mask:
-        """Pairs that this mask forbids."""
+        """The pairs that this mask forbids."""
         rows = self._rows.complement()
         return Mask(rows, f"~{self!r}", query_rank=self._query_rank, key_rank=self._key_rank)
 
     def permute(self, order: object, keys: object = None) -> Mask:
-        """The mask after reordering: new position i is old position `order[i]`.
+        """Reorder the positions: new position i is old position `order[i]`.
 
         `new.allow[i, j] == old.allow[order[i], keys[j]]`; `keys` defaults to `order` for a square mask and to
         the identity otherwise. Cost: O(n); nothing is expanded.
@@ -286,7 +285,7 @@ class Mask(Priced, flex.Blocked):
         return flex.block_counts(*self.numbered_keys(), flex.block_sizes(block_size))
 
     def bits(self) -> UInt8[Tensor, "queries bytes"]:
-        """The relation as one bit a pair: eight keys a byte, the first in the lowest bit."""
+        """The relation with one bit per pair: eight keys per byte, the first in the lowest bit."""
         bits = np.empty((self.num_queries, -(-self.num_keys // 8)), dtype=np.uint8)
         for start, part in self.dense_chunks():
             bits[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
@@ -298,12 +297,12 @@ class Mask(Priced, flex.Blocked):
 
     @classmethod
     def from_json(cls, text: str) -> Mask:
-        """The mask of a JSON text: what `mask.to_json` wrote, what `masks.export` made, or what a person writes.
+        """Read a mask from JSON: from `mask.to_json`, from a result of `masks.export`, or written by hand.
 
-        The forms are those of JSON files that the command line takes.
+        The command line reads the same formats from its JSON files.
 
         Raises:
-            ValueError: no JSON, or as the forms say; the message says where.
+            ValueError: the text is not JSON or not a mask; the message names the place.
 
         >>> Mask.from_json('{"dense": ["10", "11"]}').row_counts().tolist()
         [1, 2]
@@ -311,10 +310,10 @@ class Mask(Priced, flex.Blocked):
         return READERS[0](parse_json(text, "the JSON of a mask"), "mask")
 
     def to_dict(self) -> dict[str, object]:
-        """The mask as plain data that `Mask.from_json` and JSON files of the command line read.
+        """The mask as plain data, in the format of `Mask.from_json` and of the command line's JSON files.
 
-        By its catalogue name where that gives it back, by row intervals otherwise; where these would be many more than
-        in the numbering that it has, by that numbering and the intervals in it.
+        It is the catalogue name if that rebuilds the mask, and otherwise the row intervals. If the mask has a
+        relabelling with many fewer intervals, it is that relabelling with its intervals.
         """
         maker = CATALOGUE.get(self.name)
         if maker is not None:
@@ -350,7 +349,7 @@ class Mask(Priced, flex.Blocked):
         return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 3 :]}"
 
     def _repr_html_(self) -> str:
-        """The mask as notebooks show it: its picture."""
+        """Return the picture of the mask that notebooks show."""
         return renderer().notebook(self)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -368,7 +367,7 @@ class Mask(Priced, flex.Blocked):
 
 
 def not_a_mask(value: object) -> TypeError:
-    """The error for a wrong type: what came, and which call makes a mask of it."""
+    """Describe a wrong type: which type came, and which call makes a mask of it."""
     return TypeError(f"expected a Mask, got {type(value).__name__}; {_how_to_make_one(value)}")
 
 

@@ -1,4 +1,4 @@
-"""Masks over several streams of one sequence: training layouts longer than the data that they train on."""
+"""Masks over several streams of one sequence: training layouts that are longer than the data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from attnflow.masks.mask import Mask
 def permutation_lm(permutation: Indices) -> Mask:
     """XLNet's two-stream attention (arXiv:1906.08237, sec. 2.3) as one mask over 2n positions.
 
-    Positions 0..n-1 are the content stream h, n..2n-1 the query stream g. With t(i) the step at which
-    `permutation` factorises position i (`permutation[t(i)] == i`): content i attends content j iff t(j) <= t(i);
-    query i attends content j iff t(j) < t(i), and itself.
+    Positions 0..n-1 are the content stream h, and n..2n-1 the query stream g. Let t(i) be the step of position i in
+    the factorisation order, so `permutation[t(i)] == i`. Content i attends to content j iff t(j) <= t(i). Query i
+    attends to content j iff t(j) < t(i), and to itself.
 
     Args:
         permutation: the factorisation order of the n positions.
@@ -37,10 +37,10 @@ def permutation_lm(permutation: Indices) -> Mask:
 def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -> Mask:
     """Block two-stream attention (hasse, eq. 45, which is correct): block generation without approximation.
 
-    With N = num_blocks and p = N - 1: p content blocks, then p mask blocks of which the t-th (from 0) predicts
-    content block t + 1. Content block i attends content j <= i; mask block t attends content j <= t and itself.
-    `predict_first` adds the mask block that predicts block 0 from nothing (it attends itself alone), which the
-    paper leaves out; the mask blocks are then t = 0..p, and block t attends content j < t and itself.
+    Let N = num_blocks and p = N - 1. There are p content blocks, then p mask blocks; mask block t (from 0) predicts
+    content block t + 1. Content block i attends to content j <= i. Mask block t attends to content j <= t and to
+    itself. `predict_first` adds the mask block that predicts block 0 from nothing and attends only to itself; the
+    paper leaves it out. Mask blocks are then t = 0..p, and block t attends to content j < t and to itself.
 
     Positions of the tokens: `[0..p*block-1] ++ [block..N*block-1]`, with `predict_first` `[0..] ++ [0..]`.
 
@@ -66,8 +66,8 @@ def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -
 def block_diffusion(num_blocks: int, block: int) -> Mask:
     """Training mask of block diffusion (BD3-LM, arXiv:2503.09573, sec. B.6): noised blocks, then clean blocks.
 
-    Noised block i attends itself and clean blocks j < i; clean block i attends clean j <= i. The clean last
-    block is read by no prediction: `af.tasks.check` reports it dead (order.md).
+    Noised block i attends to itself and to clean blocks j < i; clean block i attends to clean blocks j <= i. No
+    prediction reads the last clean block, so `af.tasks.check` reports it as dead (order.md).
 
     >>> block_diffusion(2, 1).dense().int().tolist()
     [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
@@ -84,12 +84,12 @@ def block_diffusion(num_blocks: int, block: int) -> Mask:
 
 
 def butterfly(n: int) -> Mask:
-    """Butterfly attention over 3n - 2 positions: bidirectional context for every prediction, no leak.
+    """Butterfly attention over 3n - 2 positions: every prediction reads both sides of its token, and nothing leaks.
 
-    Hasse, eq. 58, *corrected*: the printed form drops the right neighbour of every centre (`i-n+1 < j` must be
-    `i-n+1 <= j`), after which n - 1 of the n subtasks are not embedded. With a = n - 1, q and k from 0:
-    forward stream q < a: k <= q; backward stream a <= q < 2a: q <= k < 2a; centre q = 2a + s: k < s, or
-    a + s <= k < 2a, or k == q. It allows n(2n - 1) pairs.
+    This is eq. 58 of hasse, *corrected*: the printed form drops the right neighbour of every centre, so that n - 1 of
+    the n subtasks are not embedded (`i-n+1 < j` must be `i-n+1 <= j`). Let a = n - 1, with q and k from 0. The
+    forward stream, q < a, reads k <= q. The backward stream, a <= q < 2a, reads q <= k < 2a. The centre q = 2a + s
+    reads k < s, a + s <= k < 2a, and k == q. The mask allows n(2n - 1) pairs.
 
     Positions of the tokens: `[0..n-2] ++ [1..n-1] ++ [0..n-1]`.
 
@@ -114,10 +114,10 @@ def butterfly(n: int) -> Mask:
 def multi_token_prediction(n: int, horizon: int) -> Mask:
     """Look-ahead mask tokens after every position (MuToR, arXiv:2505.10518; Samragh et al., 2507.11851).
 
-    n content positions, then for content i its `horizon - 1` mask tokens d = 1..horizon-1, at n + i * (horizon - 1)
-    + d - 1; token d of i predicts i + d + 1. Content attends causally; a mask token attends content k <= i and the
-    mask tokens 1..d of the same i. `horizon=1` is `causal(n)`. For the variant with one label set per position and
-    no extra tokens (Gloeckle et al., 2404.19737) see `af.tasks.multi_token_prediction`, whose mask is causal.
+    The n content positions come first. Then content i has `horizon - 1` mask tokens d = 1..horizon-1, at position
+    n + i * (horizon - 1) + d - 1; token d of i predicts i + d + 1. Content attends causally. Mask token d attends to
+    content k <= i and to the mask tokens 1..d of the same i. `horizon=1` is `causal(n)`. The variant without extra
+    tokens (Gloeckle et al., 2404.19737) is `af.tasks.multi_token_prediction`, whose mask is causal.
 
     >>> multi_token_prediction(2, 2).dense().int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]

@@ -1,4 +1,4 @@
-"""The order that a mask generates: closure, classes, Hasse diagram, depth, receptive fields, witness paths."""
+"""The order that a mask generates: closure, classes, Hasse diagram, depth, receptive fields and witness paths."""
 
 from attnflow.order.flow import Flow, analyze
 

@@ -31,7 +31,7 @@ class Order:
 
     class_of: IntArray  # class of each node, int64[n]; classes are numbered in topological order, lower first
     below: Reach  # the closure, over nodes that stand for the others
-    node: IntArray  # of each class, the one in `below` that stands for it
+    node: IntArray  # for each class, the node in `below` that stands for it
     covers: IntArray  # (lower, upper) with nothing between, int64[covers, 2]
 
     @property

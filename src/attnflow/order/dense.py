@@ -57,8 +57,8 @@ def require_room(matrices: int, size: int, what: str) -> None:
     needed = matrices * size * size // 8
     if needed > _ROOM:
         raise ValueError(
-            f"{what} over {size:,} positions takes {needed / 1e9:,.1f} GB as bit matrices, of {_ROOM / 1e9:.1f}: "
-            "take a shorter sequence, fewer layers, or one position for each block"
+            f"{what} over {size:,} positions takes {needed / 1e9:,.1f} GB as bit matrices, more than the allowed "
+            f"{_ROOM / 1e9:.1f} GB: take a shorter sequence, fewer layers, or one position for each block"
         )
 
 

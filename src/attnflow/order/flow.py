@@ -1,4 +1,4 @@
-"""`analyze`: what a mask, or one mask per layer, lets flow where, and after how many layers."""
+"""`analyze`: where information flows under a mask, or under one mask per layer, and after how many layers."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from attnflow.order.reach import Reach
 
 
 def analyze(masks: Mask | Sequence[Mask]) -> Flow:
-    """The information flow of a Transformer under a mask (hasse, sec. 2).
+    """Compute where information flows in a Transformer under a mask (hasse, sec. 2).
 
-    With the residual connection a layer lets i read A = allow | I; L layers let it read row i of A^L, and with enough
-    layers of R = A*, the reflexive transitive closure. `R[i, j]` says that j <= i: the information of j can reach i.
-    (The paper's eq. 4 transposes A, which reverses the order; we drop the transpose, see order.md.)
+    With the residual connection, position i reads row i of A = allow | I in one layer, and row i of A^L in L layers.
+    With enough layers it reads row i of R = A*, the reflexive transitive closure. `R[i, j]` means j <= i: information
+    of j can reach i. (The paper's eq. 4 transposes A, which reverses the order; we do not, see order.md.)
 
     Args:
-        masks: one mask, the same in every layer; or a sequence with the mask of each layer, first layer first. The
-            flow of a sequence is the *product* A_L x ... x A_1, not a closure: it has exactly that many layers.
+        masks: one mask for every layer, or a sequence with the mask of each layer, first layer first. The flow of a
+            sequence is the *product* A_L x ... x A_1, not a closure: it has exactly that many layers.
 
     Raises:
-        ValueError: a mask is not square, the sequence is empty, or its sizes differ.
+        ValueError: a mask is not square, the sequence is empty, or the sizes differ.
 
     Everything is computed on first use. Cost of closure, classes and Hasse diagram: see `attnflow.order.closure`.
 
@@ -69,11 +69,11 @@ def analyze(masks: Mask | Sequence[Mask]) -> Flow:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Flow(Result):
-    """The information flow of a mask or of a stack of masks; made by `analyze`.
+    """The information flow of one mask, or of a stack with one mask per layer; made by `analyze`.
 
     Attributes:
         masks: the masks, one per layer, or a single one for all layers.
-        num_layers: number of layers of a stack, None for a single mask.
+        num_layers: number of layers of a stack; None for a single mask.
     """
 
     masks: tuple[Mask, ...]
@@ -85,12 +85,12 @@ class Flow(Result):
         return self.masks[0].num_queries
 
     def difference(self, other: Flow) -> OrderDifference:
-        """The pairs that this flow has and `other` has not (extra), and the other way round, layer by layer.
+        """Compare with another flow, layer by layer: pairs only in this one are extra, pairs only in `other` missing.
 
-        For two versions, backends or engines of a model: `af.audit.measure(new, ids).difference(old)`.
+        Use it for two versions, backends or engines of a model: `af.audit.measure(new, ids).difference(old)`.
 
         Raises:
-            ValueError: another number of positions or of layers.
+            ValueError: `other` has another number of positions or layers.
 
         >>> import attnflow as af
         >>> print(af.order.analyze(af.masks.causal(3)).difference(af.order.analyze(af.masks.document([2, 1]))))
@@ -111,14 +111,14 @@ class Flow(Result):
 
     def __str__(self) -> str:
         hasse = f"Hasse diagram of {plural(len(self.hasse.edges), 'edge')}"
-        dense = "dense" if self.is_dense else "not dense"
+        enough = " (one layer suffices)" if self.is_dense else ""
         return (
-            f"{plural(self.size, 'position')}, depth {self.depth} ({dense}), "
+            f"{plural(self.size, 'position')}, depth {self.depth}{enough}, "
             f"{plural(len(self.classes), 'class', 'classes')}, {hasse}"
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The masks as `attnflow.masks.spec` writes them, and the numbers of their order."""
+        """The masks in the format of `attnflow.masks.spec`, with the numbers of their order."""
         return {
             "attnflow": "Flow",
             "version": self.version,
@@ -133,13 +133,13 @@ class Flow(Result):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Flow:
-        """The flow of the masks that `to_dict` wrote; its numbers are computed again."""
+        """Rebuild the flow from the masks that `to_dict` wrote; its numbers are computed again."""
         content = cls._content(values)
         masks = [mask_from_dict(each) for each in as_list(content.get("masks"), "masks")]
         return cls(tuple(masks), None if content.get("num_layers") is None else len(masks))
 
     def rows(self) -> list[dict[str, object]]:
-        """One row for each position: its class, the class's level in the Hasse diagram, how many positions it reads."""
+        """One row per position: its class, the class's level in the Hasse diagram, and how many positions it reads."""
         levels = self.hasse.levels
         sizes = [len(self.receptive_field(position)) for position in range(self.size)]
         numbers = [self.class_of(position) for position in range(self.size)]
@@ -186,13 +186,13 @@ class Flow(Result):
 
     @cached_property
     def depth(self) -> int:
-        """The smallest L >= 1 with A^L = R; of a stack, the layers after which nothing new flows.
+        """The number of layers after which nothing new flows: for one mask, the smallest L >= 1 with A^L = R.
 
-        Cost: O(log depth) products: of long masks as intervals (`attnflow.order.products`) where they stay few, else
-        of bit matrices (`attnflow.order.dense`).
+        Cost: O(log depth) Boolean products, on intervals for long masks (`attnflow.order.products`) while these stay
+        few, otherwise on bit matrices (`attnflow.order.dense`).
 
         Raises:
-            ValueError: there are too many intervals, and bit matrices of so many positions do not fit into memory.
+            ValueError: the mask has too many intervals, and its bit matrices do not fit into memory.
         """
         if self.num_layers is not None:
             counts = [int(reached.counts().sum()) for reached in self._products]
@@ -201,17 +201,17 @@ class Flow(Result):
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether one layer lets everything flow that ever will: A = R (hasse, def. 3.2)."""
+        """Whether one layer suffices: everything that can flow does so in the first, A = R (hasse, def. 3.2)."""
         return is_closed(self._step[0]) if self.num_layers is None else self.depth == 1
 
     @property
     def closure_density(self) -> float:
-        """Share of all pairs (i, j) with j <= i, in [0, 1]."""
+        """Share of all pairs (i, j) where j can reach i, in [0, 1]."""
         pairs = self._order.nnz if self.num_layers is None else int(self._products[-1].counts().sum())
         return pairs / self.size**2 if self.size else 0.0
 
     def reaches(self, source: int, target: int, layers: int | None = None) -> bool:
-        """Whether information of position `source` can be in `target` after `layers` layers (default: all)."""
+        """Whether information of position `source` can reach `target` within `layers` layers (default: all)."""
         source, target = self._position("source", source), self._position("target", target)
         if layers is None and self.num_layers is None:
             lower, upper = int(self._class_of[source]), int(self._class_of[target])
@@ -219,7 +219,7 @@ class Flow(Result):
         return source in self.receptive_field(target, layers).tolist()
 
     def receptive_field(self, query: int, layers: int | None = None) -> Int[Tensor, " field"]:
-        """The positions whose information can be in `query` after `layers` layers (default: all), ascending int64."""
+        """The positions whose information can reach `query` within `layers` layers (default: all), ascending int64."""
         query = self._position("query", query)
         layers = self._layer_count(layers)
         if layers is None:
@@ -231,21 +231,21 @@ class Flow(Result):
         return torch.from_numpy(np.flatnonzero(inside if self._rank is None else inside[self._rank]))
 
     def arrivals(self, query: int, most: int) -> IntArray:
-        """int64[n]: after how many layers each position's information is first in `query`; -1 if not within `most`.
+        """For each position, the number of layers until its information reaches `query`, int64[n]; -1 if above `most`.
 
-        A stack is walked to its end, whatever `most` says. Cost: O(n) for each layer.
+        A stack is always walked to its end; `most` applies to a single mask. Cost: O(n) for each layer.
         """
         number = self._number(self._position("query", query))
         first = reach.arrivals(self._layers, number, most if self.num_layers is None else None)
         return first if self._rank is None else first[self._rank]
 
     def path(self, source: int, target: int) -> list[int]:
-        """A shortest way for the information of `source` to `target`, layer by layer.
+        """A shortest path of information from `source` to `target`, layer by layer.
 
         Returns:
-            `[p_0 = source, p_1, ..., p_L = target]`: the information is at p_l after layer l. Empty if there is no
-            way, `[source]` if source is target. For a stack there is one entry per layer, with as few moves as
-            possible; in the other layers the residual connection keeps the information where it is.
+            `[p_0 = source, p_1, ..., p_L = target]`: the information is at p_l after layer l. The list is empty if no
+            path exists, and `[source]` if source is target. For a stack it has an entry for every layer, with as few
+            moves as possible; in the other layers the residual connection keeps the information where it is.
 
         Cost: O(intervals + n x positions visited).
         """
@@ -274,8 +274,8 @@ class Flow(Result):
     def classes(self) -> list[tuple[int, ...]]:
         """The classes of mutually reachable positions, each sorted, in topological order (lower first).
 
-        Where the order leaves a choice, the class with the smallest first position comes first: equal masks have
-        equal lists. For a stack: of the transitive closure of its product, the order that repeating it generates.
+        Where the order leaves a choice, the class with the smallest first position comes first, so equal masks have
+        equal lists. For a stack, they are the classes of the transitive closure of its product.
         """
         return self._members[0]
 
@@ -292,7 +292,7 @@ class Flow(Result):
         return Hasse(nodes, list(zip(lower[order].tolist(), upper[order].tolist(), strict=True)))
 
     def reachability(self, layers: int | None = None) -> Bool[Tensor, "n n"]:
-        """R (or A^layers) as bool: entry [i, j] says that j's information can be in i, after all layers by default."""
+        """R (or A^layers) as a bool table: entry [i, j] tells whether information of j can reach i."""
         result = torch.empty(self.size, self.size, dtype=torch.bool)
         for start, part in self.reachability_by_rows(max(1, (1 << 23) // max(1, self.size)), layers):
             result[start : start + len(part)] = part
@@ -312,7 +312,7 @@ class Flow(Result):
             yield start, torch.from_numpy(table(number[start : start + step])[:, number])
 
     def growth(self, max_layers: int | None = None) -> Int[Tensor, "layers n"]:
-        """Size of every position's receptive field after l = 0, 1, ... layers, up to the depth or `max_layers`."""
+        """The size of every receptive field after l = 0, 1, ... layers, up to the depth or `max_layers`."""
         last = self.depth if max_layers is None else min(self.depth, checks.integer("max_layers", max_layers))
         if self.num_layers is not None:
             sizes = [reached.counts() for reached in self._products[: last + 1]]
@@ -325,12 +325,12 @@ class Flow(Result):
         return torch.from_numpy(np.stack(sizes) if self._rank is None else np.stack(sizes)[:, self._rank])
 
     def sparsify(self, window: int | None = None, anchors: int | Sequence[int] | None = None) -> Sparse:
-        """A sparser mask with the same Hasse diagram, and its depth (hasse, def. 3.8).
+        """Make a sparser mask with the same Hasse diagram, and give its depth (hasse, def. 3.8).
 
-        Same diagram does not mean same values at finite depth (order.md): the depth says how many layers the result
-        needs until everything has flowed. Without arguments the result is the sparsest one: a pair for each cover, a
-        cycle through each class, and the diagonal; these pairs belong to the closure, not always to the original mask.
-        Arguments buy depth with pairs of the original mask.
+        The same diagram does not mean the same values at finite depth (order.md): the depth says how many layers the
+        result needs until everything has flowed. Without arguments the result is the sparsest: a pair for each cover, a
+        cycle through each class, and the diagonal. These pairs belong to the closure, not always to the original mask.
+        The arguments lower the depth by keeping pairs of the original mask.
 
         Args:
             window: also keep the original pairs with |q - k| < window.
@@ -358,7 +358,7 @@ class Flow(Result):
         return reached
 
     def _stack(self, layers: int) -> list[IntervalRows]:
-        # After as many layers as there are positions nothing new flows, however many follow.
+        # After as many layers as there are positions, nothing new flows.
         return self._layers[:layers] if self.num_layers is not None else self._layers * min(layers, self.size)
 
     def _number(self, position: int) -> int:
@@ -366,7 +366,7 @@ class Flow(Result):
         return position if self._rank is None else int(self._rank[position])
 
     def _layer_count(self, layers: int | None) -> int | None:
-        """None only for the closure of a single mask."""
+        """Return the number of layers; None means the closure of a single mask."""
         return self.num_layers if layers is None else checks.integer("layers", layers, 0, self.num_layers)
 
     def _position(self, name: str, value: int) -> int:

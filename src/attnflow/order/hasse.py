@@ -1,4 +1,4 @@
-"""The Hasse diagram of an order, a sparser mask of the same order, and where two flows differ."""
+"""The Hasse diagram of an order, a sparser mask of the same order, and the difference of two flows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Hasse(Result):
 
     @cached_property
     def levels(self) -> list[int]:
-        """For each node the length of the longest chain below it; 0 for the minimal ones."""
+        """For each node, the length of the longest chain below it; 0 for minimal nodes."""
         level = [0] * len(self.nodes)
         for lower, upper in self.edges:  # sorted by upper: `level[lower]` is final
             level[upper] = max(level[upper], level[lower] + 1)
@@ -51,11 +51,11 @@ class Hasse(Result):
         return f"Hasse({len(self.nodes)} classes, {len(self.edges)} edges, {max(self.levels, default=-1) + 1} levels)"
 
     def rows(self) -> list[dict[str, object]]:
-        """One row for each edge: the positions of the lower and of the upper class."""
+        """One row per edge: the positions of the lower and of the upper class."""
         return [{"lower": label(self.nodes[a]), "upper": label(self.nodes[b])} for a, b in self.edges]
 
     def to_networkx(self) -> nx.DiGraph[int]:
-        """A `networkx.DiGraph` over class indices, each with the attribute `positions`."""
+        """Return a `networkx.DiGraph` over class indices; each node has the attribute `positions`."""
         import networkx
 
         graph: nx.DiGraph[int] = networkx.DiGraph()
@@ -89,7 +89,7 @@ class Sparse(Result):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Sparse:
-        """What `to_dict` described."""
+        """Rebuild it from what `to_dict` returned."""
         content = cls._content(values)
         return cls(mask_from_dict(content.get("mask")), as_integer(content.get("depth"), "depth"))
 
@@ -101,14 +101,14 @@ class Sparse(Result):
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """How one layer differs.
+    """How one layer of two flows differs.
 
     Attributes:
         layer: its number; None where one mask stands for all layers.
-        extra: number of pairs that the new flow has and the old one has not.
-        missing: number of pairs that the old flow has and the new one has not.
-        extra_pairs: the first of them, (query, key).
-        missing_pairs: the first of them.
+        extra: number of pairs that only the new flow has.
+        missing: number of pairs that only the old flow has.
+        extra_pairs: the first extra pairs, (query, key).
+        missing_pairs: the first missing pairs, (query, key).
     """
 
     layer: int | None
@@ -123,8 +123,8 @@ class OrderDifference(Result):
     """Where the flow of one model, version or backend differs from that of another.
 
     Attributes:
-        layers: those that differ, first layer first.
-        compared: how many were compared.
+        layers: the layers that differ, first layer first.
+        compared: number of layers that were compared.
     """
 
     layers: tuple[LayerDifference, ...]
@@ -132,11 +132,11 @@ class OrderDifference(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether the two are the same."""
+        """Whether the two flows are the same."""
         return not self.layers
 
     def rows(self) -> list[dict[str, object]]:
-        """One row for each layer that differs: its number, how many pairs are extra and missing."""
+        """One row for each layer that differs: its number and the numbers of extra and missing pairs."""
         return [{"layer": each.layer, "extra": each.extra, "missing": each.missing} for each in self.layers]
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""Which positions reach which after some layers: row intervals while they stay few, else a bit matrix.
+"""Which positions reach which after some layers: row intervals while they stay few, otherwise a bit matrix.
 
-Of one position: walks through the relation, for receptive fields, witness paths and budgets.
+For one position it walks through the relation: receptive fields, witness paths and budgets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results as pictures and pages: one drawing for each kind of result, registered in `registry`."""
+"""Draw results as pictures and pages; `registry` holds the drawing for each kind of result."""
 
 from attnflow.report.registry import encode as encode
 from attnflow.report.registry import figure, model_page, page

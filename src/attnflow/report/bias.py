@@ -253,9 +253,9 @@ def map_chart(
 ) -> Figure:
     """Draws the row-centred bias over the context (daa, fig. 1), zero in the middle of the colour scale.
 
-    The paper shows one query in one layer. By default: the last query, which generates, in all captured layers; with
-    `layer`, all captured queries of it. "compare" (daa, fig. 6): the weights of one query with the bias, without it,
-    and in the base model.
+    The paper shows one query in one layer. By default the chart shows the last query, which generates, in all captured
+    layers; with `layer` it shows all captured queries of that layer. "compare" (daa, fig. 6) shows the weights of one
+    query with the bias, without it, and in the base model.
     """
     if picture == "compare":
         return _bars([bias_map, *others], layer, -1 if query is None else query, head, names, title)

@@ -52,8 +52,9 @@ class Grouping:
 def groupings(diagram: Hasse, max_nodes: int, pinned: Sequence[int] = ()) -> Iterator[Grouping]:
     """Yields ever coarser groupings with at most `max_nodes` boxes that stay acyclic.
 
-    In turn: single classes; chains; the coarsest equitable partition, in which the classes of a box cover equally many
-    of every other box; connected parts of roles, classes with equal numbers of covers; neighbouring levels.
+    They come in this order: single classes; chains; the coarsest equitable partition (all classes of a box cover
+    equally many classes of each other box); connected parts of roles, classes with equal numbers of covers;
+    neighbouring levels.
     Pinned classes should keep a box of their own.
     """
     size = len(diagram.nodes)

@@ -203,7 +203,7 @@ def _line(route: list[Point], layer: int | None, note: str, count: int | None) -
 
 
 def _badge(route: list[Point], layer: int) -> str:
-    """Writes the layer in which information moves on the first bend of its line."""
+    """Writes the number of the layer of a move beside the first bend of its line."""
     (x0, y0), (x1, y1) = route[1], route[2]
     x, y = (x0 + x1) / 2, (y0 + y1) / 2
     width = 9 + 6.5 * len(str(layer))

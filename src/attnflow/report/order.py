@@ -86,7 +86,7 @@ def numbers(flow: Flow) -> list[tuple[str, Content]]:
     """Returns the numbers of an order that head a page."""
     levels = plural(max(flow.hasse.levels) + 1, "level")
     return [
-        ("Depth", tag("span", grouped(flow.depth), tag("small", "dense" if flow.is_dense else "layers"))),
+        ("Depth", tag("span", grouped(flow.depth), tag("small", "layer suffices" if flow.is_dense else "layers"))),
         ("Classes", tag("span", grouped(len(flow.classes)), tag("small", f"on {levels}"))),
     ]
 
@@ -106,7 +106,7 @@ def _facts(flow: Flow) -> list[tuple[str, Content]]:
         ("Pairs in the closure", f"{percent(flow.closure_density)} of all"),
         ("Pairs in one layer", f"{densities.pop()} of all" if len(densities) == 1 else "differs by layer"),
         ("Depth", plural(flow.depth, "layer")),
-        ("Dense", "yes: one layer does all" if flow.is_dense else "no"),
+        ("One layer suffices", "yes" if flow.is_dense else "no"),
     ]
 
 

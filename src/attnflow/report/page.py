@@ -39,7 +39,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """Everything a page says about one result.
+    """The content of a page about one result.
 
     `numbers` head the page, `source` holds provenance rows, and a part that `failed` comes first.
     """
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Context:
-    """What a page knows besides a result.
+    """What a page knows in addition to a result.
 
     Leaks are drawn on `flow`.
     """
@@ -65,13 +65,13 @@ class Context:
 
 @dataclass(frozen=True, repr=False)
 class Page:
-    """A finished page.
+    """A finished report page, made by `page` and `model_page`.
 
     Attributes:
         title: heading of the page.
-        sections: what it shows, in order.
-        html: the document; it fetches nothing and needs nothing beside it.
-        ok: whether no result on it failed its own judgement.
+        sections: its sections, in order.
+        html: the whole document; it loads no other file and uses no network.
+        ok: whether no result on the page reports a failure, such as a leak.
     """
 
     title: str

@@ -102,30 +102,30 @@ def kind_of(result: object) -> Kind:
 
 
 def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
-    """A result as a picture: a matplotlib figure of a chart, or our own SVG of a mask or a diagram.
+    """Draw a result: charts are matplotlib figures, masks and diagrams are SVG.
 
-    Both are saved by `savefig(path)`, as .svg, a chart also as .png or .pdf, and notebooks show them.
+    Both have `savefig(path)`, which writes .svg and, for charts, .png or .pdf; notebooks show them.
 
     Args:
         result: a mask, or any result that has a picture.
-        others: more results of the same kind, where one picture shows several: scores, maps to compare.
-        options: of the drawing. Of all charts: `title`.
-            Mask: `labels`, a text for each position, and `size`, the width of the cells in pixels, about.
+        others: more results of the same kind for pictures that show several: scores, or maps to compare.
+        options: options of the drawing. All charts take `title`.
+            Mask: `labels`, a text for each position, and `size`, the approximate width of the cells in pixels.
             Flow: `picture`, "hasse" or "growth".
             Hasse, and a flow's: `labels`; `highlight`, a path as `flow.path` returns it; `max_nodes`, the number of
             boxes above which the diagram is summarised.
             BiasMap: `picture`: "bias", "weights" (post-softmax, with it) or "compare" (the weights of a query with and
             without the bias, of several maps with `names`); `layer`; `query`, a position, -1 for the last one; `head`,
             None for the mean.
-            BiasGraph: `max_edges`, of which the strongest are drawn.
+            BiasGraph: `max_edges`, the number of edges above which only the strongest are drawn.
             GeometryScores: `picture`, "plane", "layers" or "heads".
             Trace: `picture`, "all", "layers" (maps) or "entries" (bars); `position` of the token whose entries are
             shown, -1 for the last one; their `count`.
 
     Raises:
-        TypeError: there is no picture of it; the message lists what can be drawn.
-        ValueError: an option that this result cannot follow, such as a layer that it does not have.
-        MissingExtra: a chart without matplotlib.
+        TypeError: the result has no picture; the message lists what can be drawn.
+        ValueError: an option does not fit the result, such as a layer that it does not have.
+        MissingExtra: the picture is a chart, and matplotlib is not installed.
 
     >>> import attnflow as af
     >>> af.report.figure(af.masks.causal(3))
@@ -148,21 +148,21 @@ def page(
     details: Mapping[str, str] | None = None,
     problems: Mapping[str, str] | None = None,
 ) -> Page:
-    """Any results on one self-contained HTML page; what failed comes first.
+    """Put any results on one self-contained HTML page; results that report a failure come first.
 
-    A mask is shown with its order. Leaks are drawn on the order of the first mask or flow on the page. A `Section` of
-    one's own (`attnflow.report.page`) stands where it is given.
+    A mask is shown with its order. Leaks are drawn on the order of the first mask or flow on the page. Your own
+    `Section` (`attnflow.report.page`) appears where you put it.
 
     Args:
-        results: masks, flows, and results of all rooms.
-        title: heading; by default what the first result is.
+        results: masks, flows, and results of any room.
+        title: heading (default: a description of the first result).
         labels: a text for each position of the first mask, such as its token.
         details: more rows for the provenance, such as a command line or a seed.
-        problems: what could not be shown, with the reason.
+        problems: results that could not be computed, each with the reason.
 
     Raises:
-        TypeError: something that cannot be shown; the message lists what can.
-        ValueError: nothing to show, or labels are not as many as positions.
+        TypeError: a result cannot be shown; the message lists what can.
+        ValueError: there is nothing to show, or the number of labels differs from the number of positions.
 
     Cost: a few seconds for masks of up to 16,384 positions; the document stays below 2 MB at any size.
 
@@ -218,17 +218,17 @@ def model_page(
     details: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Page:
-    """The order that a model declares, its audit, its bias if there is one, its geometry, and which entries fired.
+    """Write a page about a model: its declared order, audit, bias if any, geometry, and the entries that fired.
 
     Args:
-        model: any model, or what `af.load_model` returned.
+        model: any model, or a result of `af.load_model`.
         inputs: a text, token ids, or the model's inputs by name.
-        title: heading; by default the model's name.
+        title: heading (default: the model's name).
         details: more rows for the provenance.
         progress: called as progress(done, total, what) before each step.
 
     Returns:
-        The page. What cannot be found out about this model is among its problems, with the reason; the rest is shown.
+        The page. Parts that do not work for this model are listed as problems with the reason; the rest is shown.
 
     Cost: an audit of the model, one pass over its queries and keys, and about four forward passes.
     """

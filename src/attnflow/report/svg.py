@@ -29,7 +29,7 @@ _MARGIN: Final = 14.0
 
 @dataclass(frozen=True)
 class Svg:
-    """A drawing, as notebooks show it.
+    """An SVG drawing that notebooks show and `savefig` writes.
 
     Attributes:
         markup: one `<svg>` element, with colours for light and dark.

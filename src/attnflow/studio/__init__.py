@@ -1,4 +1,4 @@
-"""The studio: a page on the local loopback for drawing masks and seeing what flows under them."""
+"""The studio: a local web page for drawing masks and seeing the information flow under them."""
 
 from attnflow.studio.serving import serve
 

@@ -19,20 +19,20 @@ _PROGRESS: Final = b'{"progress":'
 
 @dataclass(frozen=True)
 class Limits:
-    """What the studio allows a page.
+    """Limits of the studio for each page.
 
     Attributes:
-        message_bytes: of a message from a page, including a file that it opens.
-        reply_bytes: of a reply.
-        seconds: for one operation; then its process is ended, and a new one continues from the last design.
-        model_seconds: for one question about a model.
+        message_bytes: largest message from a page, including a file that it opens.
+        reply_bytes: largest reply.
+        seconds: longest operation; then its process is ended, and a new one continues from the last design.
+        model_seconds: longest answer about a model.
         model_memory: bytes of address space of a model's process; 0 for no limit, since the server chose the model.
-        starting: seconds in which a process must be ready.
-        sessions: pages that are open at once.
-        first_message: seconds in which a page must show the token.
+        starting: seconds until a new process must be ready.
+        sessions: number of pages that can be open at once.
+        first_message: seconds until a page must have shown the token.
         idle: seconds without a message from any page, after which the server ends.
         memory: bytes of address space of a page's process.
-        queued: waiting messages of a page, for masks and for the model separately.
+        queued: number of messages of a page that may wait, for masks and for the model separately.
     """
 
     message_bytes: int = 2 << 20
@@ -58,7 +58,7 @@ class Worker:
         self._is_ready = False
 
     async def start(self) -> None:
-        """Starts the process if there is none, without waiting until it is ready."""
+        """Starts the process unless it runs already, without waiting until it is ready."""
         if self._process is None:
             command = (sys.executable, "-m", *self._command, str(self._limits.memory))
             pipe = asyncio.subprocess.PIPE
@@ -86,13 +86,13 @@ class Worker:
                 design = await process.stdout.readline()
         except TimeoutError:
             await self.stop()
-            return _failed(message, f"stopped after {limit:g} seconds: too much work for a page")
+            return _failed(message, f"stopped after {limit:g} seconds: this is too much work for the page")
         except (BrokenPipeError, ConnectionResetError, ValueError):  # ValueError: a reply beyond its limit
             line = design = b""
         if not design.endswith(b"\n"):
             was_stopped = self._process is not process
             await self.stop()
-            return _failed(message, "stopped" if was_stopped else "its process ended; what you had is kept")
+            return _failed(message, "stopped" if was_stopped else "its process ended; your design is kept")
         self.design = design.decode().strip() or self.design
         return line.decode().rstrip("\n")
 

@@ -31,23 +31,23 @@ def serve(
     limits: Limits | None = None,
     model: Mapping[str, object] | None = None,
 ) -> None:
-    """Serve the studio on 127.0.0.1 until it has been idle for long, or is interrupted.
+    """Serve the studio on 127.0.0.1 until it is interrupted or has been idle for long.
 
-    Nothing but this machine reaches it, and there nothing without the token that stands in the fragment of its
-    address: `opened` is called with it once the server listens.
+    Only this machine can reach it, and only with the secret token in the fragment of its address. `opened` is called
+    with that address once the server listens.
 
     Args:
-        design: what pages begin with: the plain data of a mask, of a task, or of a design.
-        port: of the loopback; 0 takes a free one.
-        opened: what to do with the address, such as `webbrowser.open`.
-        limits: the caps; by default those of `Limits`.
-        model: {"model": its name, "bias": the folder of its bias or None}; None without one. Pages cannot name another.
+        design: the initial content of pages: the plain data of a mask, a task or a design.
+        port: local port; 0 takes a free one.
+        opened: called with the address, such as `webbrowser.open`.
+        limits: the limits (default: `Limits()`).
+        model: {"model": its name, "bias": the folder of its bias or None}, or None. Pages cannot name another model.
 
     Raises:
         MissingExtra: starlette, uvicorn or websockets are not installed.
-        ValueError: no port.
-        OSError: the port is taken.
-        KeyboardInterrupt: it was interrupted.
+        ValueError: `port` is not a port number.
+        OSError: the port is in use.
+        KeyboardInterrupt: the server was interrupted.
     """
     for module in _NEEDED:
         if find_spec(module) is None:

@@ -12,10 +12,10 @@ from attnflow.audit.guards import Guard, guard
 
 
 class GuardCallback(TrainerCallback):
-    """`Trainer(..., callbacks=[GuardCallback()])` audits the first real batch; arguments as those of `guard`.
+    """Audit the first real batch of a `Trainer`: `Trainer(..., callbacks=[GuardCallback()])`; arguments as for `guard`.
 
     Attributes:
-        guard: of the last training run; None before it.
+        guard: the guard of the last training run; None before it.
     """
 
     def __init__(self, every: int | None = None, **options: Any) -> None:

@@ -1,6 +1,6 @@
-"""Masks in the forms that production kernels take: `masks.export.flashmask(mask)`, and back by `to_mask()`.
+"""Export masks to production kernels, such as `masks.export.flashmask(mask)`, and read them back with `to_mask()`.
 
-What a format cannot say is refused with a pair (query, key); nothing is rounded to the nearest mask.
+If a format cannot express a mask, the error names a pair (query, key); a mask is never rounded to a similar one.
 """
 
 from collections.abc import Callable, Mapping

@@ -15,11 +15,11 @@ from attnflow.masks.mask import Mask, not_a_mask
 
 
 class NotExpressible(AttnflowError, ValueError):
-    """A format cannot say this mask.
+    """A format cannot express this mask.
 
     Attributes:
         format: name of the format.
-        pair: (query, key) of a pair that no mask of this format can hold together with the others of this mask.
+        pair: a pair (query, key) that does not fit the format together with the rest of this mask.
         allowed: whether the mask allows that pair.
     """
 
@@ -27,7 +27,7 @@ class NotExpressible(AttnflowError, ValueError):
         query, key = pair
         self.format, self.pair, self.allowed = format, pair, mask.allows(query, key)
         verb = "allows" if self.allowed else "forbids"
-        super().__init__(f"{format} cannot say {mask!r}: it {verb} query {query}, key {key}, but {reason}")
+        super().__init__(f"{format} cannot express {mask!r}: it {verb} query {query}, key {key}, but {reason}")
 
 
 def sequences(mask: Mask | MaskGrid, format: str) -> list[Mask]:
@@ -45,7 +45,7 @@ def sequences(mask: Mask | MaskGrid, format: str) -> list[Mask]:
 
 
 def end_to_end(masks: list[Mask]) -> Mask:
-    """Joins the sequences of a batch into one, in which no query sees another sequence."""
+    """Joins the sequences of a batch into one; no query sees another sequence."""
     if len(masks) == 1:
         return masks[0]
     total, first = sum(mask.num_keys for mask in masks), 0
@@ -61,8 +61,8 @@ def end_to_end(masks: list[Mask]) -> Mask:
 class Bands:
     """Documents end to end with one window, aligned to the bottom right corner as in flash-attn.
 
-    Query i of a document of Q queries and K keys attends to keys i + K - Q - left to i + K - Q + right of it. None for
-    `left` or `right` means no limit on that side.
+    Query i of a document of Q queries and K keys attends to keys i + K - Q - left to i + K - Q + right of it. If `left`
+    or `right` is None, that side has no limit.
     """
 
     queries: tuple[int, ...]

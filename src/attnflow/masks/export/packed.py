@@ -26,10 +26,10 @@ PresetType = Literal["no_mask", "causal", "causal_bottom_right", "padding", "pad
 
 @dataclass(frozen=True, eq=False)
 class Varlen(Result):
-    """A mask as flash-attn's `flash_attn_varlen_func` takes it; the fields have the names of its arguments.
+    """A mask in the arguments of flash-attn's `flash_attn_varlen_func`; the fields have the names of these arguments.
 
-    Query i of a document of Q queries and K keys attends to the keys from i + K - Q - window_size[0] to
-    i + K - Q + window_size[1] (flash-attn 2.1 and later); `causal` sets the latter to 0.
+    In a document of Q queries and K keys, query i attends to keys i + d - window_size[0] to i + d + window_size[1],
+    where d = K - Q (flash-attn 2.1 and later). `causal` sets the upper bound to i + d.
 
     Attributes:
         cu_seqlens_q: int32[documents + 1], the first query of each document and the end.
@@ -72,7 +72,7 @@ def varlen(mask: Mask | MaskGrid) -> Varlen:
     The sequences of a batch are laid end to end, without padding.
 
     Raises:
-        NotExpressible: it is something else; the error names a pair.
+        NotExpressible: the mask is not of this kind; the error names a pair.
 
     >>> from attnflow import masks
     >>> form = varlen(masks.document([2, 3]))
@@ -89,7 +89,7 @@ def varlen(mask: Mask | MaskGrid) -> Varlen:
 
 @dataclass(frozen=True, eq=False)
 class FlashInferMask(Result):
-    """A mask as FlashInfer's prefill wrappers take it; the fields have the names of arguments of `plan`.
+    """A mask for FlashInfer's prefill wrappers; the first field has the name of an argument of `plan`.
 
     Attributes:
         packed_custom_mask: uint8[bytes], rows end to end, the lowest bit first; each request begins a byte of its own.
@@ -140,7 +140,7 @@ class FlashInferMask(Result):
 
 
 def flashinfer(mask: Mask | MaskGrid) -> FlashInferMask:
-    """The `packed_custom_mask` of FlashInfer's prefill wrappers; any mask can be said, a batch as a request each.
+    """The `packed_custom_mask` of FlashInfer's prefill wrappers, for any mask; each sequence of a batch is a request.
 
     Raises:
         NotExpressible: the heads of a sequence differ.
@@ -159,14 +159,14 @@ def flashinfer(mask: Mask | MaskGrid) -> FlashInferMask:
 
 @dataclass(frozen=True, eq=False)
 class EngineMask(Result):
-    """A mask as Transformer Engine's `DotProductAttention` takes it, which hands presets to cuDNN.
+    """A mask for Transformer Engine's `DotProductAttention`, which passes presets on to cuDNN.
 
     Attributes:
-        attn_mask_type: a preset, or "arbitrary" with a table. "padding..." is for packed documents, in "thd".
+        attn_mask_type: a preset, or "arbitrary" with a table. "padding..." is for packed documents in format "thd".
         window_size: keys (before, after) the diagonal; -1 for all.
         attention_mask: bool[batch or 1, heads or 1, queries, keys], **True where attention is forbidden**; None with a
             preset.
-        cu_seqlens_q: int32[documents + 1], the first query of each document and the end; None but for "padding...".
+        cu_seqlens_q: int32[documents + 1], the first query of each document and the end; only for "padding...".
         cu_seqlens_kv: int32[documents + 1], the same of its keys.
         num_queries: rows of the mask.
         num_keys: columns of the mask.
@@ -198,7 +198,7 @@ class EngineMask(Result):
 
 
 def te(mask: Mask | MaskGrid) -> EngineMask:
-    """The arguments of Transformer Engine's `DotProductAttention`; what is no preset is a table, True = forbidden.
+    """The arguments of Transformer Engine's `DotProductAttention`: a preset, or else a table where True forbids.
 
     Masks by sequence and by head are tables, with the padding of `MaskGrid.dense()`.
 
@@ -230,7 +230,7 @@ def te(mask: Mask | MaskGrid) -> EngineMask:
 
 
 def _table(mask: Mask | MaskGrid, name: str) -> Tensor:
-    """The dense mask; raises ValueError if it is too large to be what somebody wants."""
+    """The dense mask; raises ValueError if it is too large to be intended."""
     pairs = math.prod(mask.shape)
     if pairs > _PAIRS:
         raise ValueError(f"{name} takes a table of {pairs / 1e9:,.1f} GB for {mask!r}: export a slice of it")

@@ -24,14 +24,14 @@ _STEPS: Final = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 @dataclass(frozen=True, eq=False)
 class FlashMask(Result):
-    """A mask as PaddlePaddle's `flashmask_attention` takes it (arXiv:2410.01359).
+    """A mask for PaddlePaddle's `flashmask_attention` (arXiv:2410.01359): for each key, the forbidden queries.
 
-    Rows are queries. For each key, the bounds of the *forbidden* queries: causal [LTS], from LTS on, or [LTS, LTE],
-    and all before the key; not causal [LTS, UTE], from LTS on and before UTE, or [LTS, LTE, UTS, UTE].
+    If causal, all queries before the key are forbidden, and those from LTS on [LTS] or from LTS to LTE [LTS, LTE]. If
+    not causal, the forbidden ones are from LTS on and before UTE [LTS, UTE], or two ranges [LTS, LTE, UTS, UTE].
 
     Attributes:
         startend_row_indices: int32[sequences, heads, keys, 1 or 2 or 4].
-        causal: the argument of that name.
+        causal: the argument `causal`.
         num_queries: rows of the mask.
     """
 
@@ -76,10 +76,10 @@ class FlashMask(Result):
 def flashmask(mask: Mask | MaskGrid) -> FlashMask:
     """The `startend_row_indices` of FlashMask, in the form with the fewest bounds.
 
-    Masks by sequence and by head are said with the padding of `MaskGrid.dense()`.
+    Masks by sequence and by head are padded as in `MaskGrid.dense()`.
 
     Raises:
-        NotExpressible: the queries that may not attend to some key are more than two stretches.
+        NotExpressible: for some key, the forbidden queries form more than two stretches.
 
     Cost: O(intervals + keys).
 
@@ -152,10 +152,10 @@ def _runs_per_key(rows: IntervalRows) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class MagiRanges(Result):
-    """A mask as MagiAttention's `flex_flash_attn_func` takes it; the fields have the names of its arguments.
+    """A mask in the arguments of MagiAttention's `flex_flash_attn_func`; the fields have the names of these arguments.
 
-    With i counted from the first query of a slice of Q queries and K keys, and j from its first key, the types are:
-    0, full; 1, causal from the bottom right, j <= i + K - Q; 2, its inverse from the top left, j >= i; 3, both.
+    A slice has Q queries and K keys; i counts from its first query and j from its first key. Type 0 is full. Type 1 is
+    causal from the bottom right, j <= i + K - Q. Type 2 is its inverse from the top left, j >= i. Type 3 is both.
 
     Attributes:
         q_ranges: int32[slices, 2], queries from (inclusive) and to (exclusive).
@@ -200,12 +200,10 @@ class MagiRanges(Result):
 
 
 def magi(mask: Mask | MaskGrid) -> MagiRanges:
-    """The slices of MagiAttention's `flex_flash_attn_func`: any mask can be said, the regular ones with few slices.
+    """The slices of MagiAttention's `flex_flash_attn_func`, for any mask; regular masks need few slices.
 
-    The sequences of a batch are laid end to end, without padding; heads share one mask.
-
-    Each interval of keys continues the slice of the query before whose next row it is, or begins one.
-
+    The sequences of a batch are laid end to end, without padding; heads share one mask. An interval of keys continues
+    a slice of the previous query if it is that slice's next row; otherwise it starts a new slice.
     Cost: O(intervals), in Python.
 
     >>> from attnflow import masks

@@ -29,13 +29,13 @@ _log: Final = logging.getLogger("attnflow.masks")
 
 
 class MaskHandle(Handle):
-    """A mask in force; `remove()`, or leaving the `with` block, restores the model exactly.
+    """The handle of `attach`: `remove()`, or leaving the `with` block, restores the model exactly.
 
     Attributes:
         model: the model.
         backend: the implementation that computes attention: "sdpa", "eager" or "flex_attention".
         masks: path of each masked attention module -> its mask; empty where the masks come with each batch.
-        unchecked: why it could not be seen by running the model that nothing but attention mixes positions, else "".
+        unchecked: the reason if running the model could not show that only attention mixes positions; otherwise "".
     """
 
     def __init__(
@@ -80,37 +80,35 @@ def attach(
     flex_on_cpu: FlexOnCpu = "forward",
     other_mixers: OtherMixers = "error",
 ) -> MaskHandle:
-    """Run a transformers model under our mask, in place of its own, until the handle is removed.
+    """Run a transformers model under your mask, in place of its own, until the handle is removed.
 
-    With "batch" the masks come with each batch: where `attention_mask` is what `af.masks.batch([...]).row_intervals()`
-    or `af.tasks.Collator(..., masks="intervals")` gives, the model runs under those masks, and under its own in any
-    other call (such as `generate`). Masks are then made for the backend where the model is, and one compiled model
-    serves all batches of a shape. Of tasks with a mask per layer the collator gives each layer its own.
+    With "batch", the masks come with each batch: its `attention_mask` is `af.masks.batch([...]).row_intervals()` or
+    comes from `af.tasks.Collator(..., masks="intervals")`. In any other call, such as `generate`, the model uses its
+    own mask. Masks are then built on the model's device, and one compiled model serves all batches of a shape. For
+    tasks with a mask per layer, the collator gives each layer its own.
 
-    Position i of the mask is the i-th token of the sequence: with a key-value cache the i-th since the cache was
-    empty, and in a padded batch the i-th after the row's *leading* pads, so that a padded batch gives each row what
-    it gives alone. Padding (a 2D `attention_mask`) removes keys; nothing of the model's own mask is left: neither
-    causality nor a sliding window nor packed sequences read into position ids. A query that may attend to nothing
-    gets the attention output 0 on every route.
+    Position i of the mask is the i-th token of the sequence. With a key-value cache, tokens count since the cache was
+    empty. In a padded batch they count after the row's *leading* pads, so that each row gives the same result as alone.
+    Padding (a 2D `attention_mask`) removes keys. Nothing of the model's own mask remains: no causality, no sliding
+    window, and no packed sequences read from position ids. A query that may attend to nothing gets attention output 0.
 
-    Use it as a call (in force at once, until `.remove()`) or in a `with` statement. A mask put on top of another rules
-    until it is removed; handles may be removed in any order. A copy of the model alone stays masked, as a reference
-    model should; `twin, own = copy.deepcopy((model, handle))` copies the handle, too; `own.remove()` frees the twin.
+    Call it (in force at once, until `.remove()`) or use it in a `with` statement. A later mask replaces an earlier one
+    until it is removed; handles may be removed in any order. A copy of the model stays masked, as a reference model
+    should. `twin, own = copy.deepcopy((model, handle))` copies the handle as well; `own.remove()` frees the twin.
 
     Args:
-        model: any model whose attention goes through the attention interface of transformers, or a part of it that
-            is a model itself (`model.get_decoder()`, the language model of a vision model), or what `load_model`
-            returns.
-        mask: one mask for all layers, also `per_head([...])`, or `batch([...])` with one for each sequence of every
-            batch, in order and each for its own length; "batch" for masks that come with each batch; or, for an
+        model: a model that uses the attention interface of transformers, a part of one that is a model itself
+            (`model.get_decoder()`, the language model of a vision model), or a result of `load_model`.
+        mask: one mask for all layers (or `per_head([...])`); `batch([...])` with one for each sequence of every batch,
+            in order and each for its own length; or "batch" for masks that come with each batch. For an
             encoder-decoder model, a dict with any of "encoder", "decoder" (square) and "cross" (decoder x encoder
-            positions); parts that it leaves out keep the model's own mask.
+            positions); missing parts keep the model's own mask.
         per_layer: in place of `mask`, one mask for each attention layer, in order; for an encoder-decoder model a dict
             of such lists.
-        layers: numbers of the attention layers that `mask` is for; the others keep the model's own mask.
-        backend: "sdpa", "eager" or "flex_attention"; default the model's own.
-        crop: allow sequences so short that the mask lets a query attend to a key beyond their end. Without it such
-            a sequence is an error; shorter sequences that lose no allowed key always run under the leading part.
+        layers: numbers of the attention layers that get `mask`; the others keep the model's own mask.
+        backend: "sdpa", "eager" or "flex_attention" (default: the model's own).
+        crop: allow sequences so short that allowed keys lie beyond their end. Without it such a sequence is an error;
+            shorter sequences that lose no allowed key always run under the leading part of the mask.
         flex_on_cpu: on the CPU, FlexAttention has no backward pass. "forward" runs it and raises where a gradient is
             required; "sdpa" lets SDPA compute everything that lies on the CPU.
         other_mixers: what to do about parts that move information between positions without attention (state-space
@@ -120,15 +118,15 @@ def attach(
         A handle with `.remove()`, `.backend` and `.masks`, which is also a context manager.
 
     Raises:
-        TypeError: something that is no mask, with the call that makes one of it.
-        ValueError: a mask that is not square (except "cross"), a wrong number of masks or layers, a backend without
-            masks. While the model runs: a sequence longer than the mask, a 4D attention mask, keys that the model's
-            cache has dropped.
-        UnsupportedArchitecture: the model does not take the attention interface, mixes positions in other ways, or
+        TypeError: a mask has the wrong type; the message names the call that makes a mask of it.
+        ValueError: a mask is not square (except "cross"), the number of masks or layers is wrong, or the backend takes
+            no masks. While the model runs: a sequence is longer than the mask, the attention mask is 4D, or the cache
+            has dropped keys.
+        UnsupportedArchitecture: the model does not use the attention interface, mixes positions in other ways, or
             (while it runs) makes its own mask.
 
-    Cost: sdpa and eager hold the mask dense, n * n bytes; flex_attention holds its blocks, and never n * n. The first
-    time, each stack runs on 2 x 4 tokens, every position attending to itself: what moves all the same is refused (hooks
+    Cost: sdpa and eager hold a dense mask of n * n bytes; flex_attention holds only blocks. The first time, each stack
+    runs on 2 x 4 tokens with every position attending to itself; a model that still mixes positions is refused (hooks
     on the model's modules see this run).
 
     >>> import attnflow as af

@@ -90,9 +90,9 @@ class Positions:
         what = "encoder" if cross else "sequence"
         if cross and span.num_queries != mask.num_queries:
             raise ValueError(
-                f"a cross mask needs all its queries in one call, so that no model generates under it: {mask!r} has "
-                f"{mask.num_queries}, the decoder was given {span.num_queries}; pass a mask of as many queries as the "
-                "decoder is given at once, on whole sequences (use_cache=False)"
+                f"a cross mask needs all its queries in one call: {mask!r} has {mask.num_queries}, the decoder was "
+                f"given {span.num_queries}. Pass a mask of as many queries as the decoder gets, on whole sequences "
+                "(use_cache=False). A model cannot generate under a cross mask."
             )
         if (span.end if cross else span.last_query) > mask.num_keys:
             self._check_length(forms, span, what)
@@ -253,8 +253,8 @@ class MaskedAttention:
             raise ValueError(
                 f"{self.name} was given the attention mask {what}, which would bypass the mask of attach. Pass a 2D "
                 "attention_mask [batch, keys] for padding or none; put everything else into the mask itself. If you "
-                "passed no such mask, the model makes its own (then this architecture is not supported), or a compiled "
-                "part of it made one (then do not compile calls with gradient checkpointing or a static cache)."
+                "passed no such mask, either the model makes its own, and this architecture is not supported; or a "
+                "compiled part of it made one: then do not compile calls with gradient checkpointing or a static cache."
             )
         if (request.num_queries, request.num_keys) != (queries, keys):
             raise UnsupportedArchitecture(
