@@ -44,7 +44,7 @@ import matplotlib
     "test": """
 import pathlib, subprocess, sys
 pathlib.Path("test_one.py").write_text(
-    "import attnflow as af\\ndef test_one(assert_same_mask): assert_same_mask(af.masks.causal(4), af.masks.causal(4))\\n"
+    "import attnflow as af\\ndef test_one(assert_same_mask): assert_same_mask(*2 * [af.masks.causal(4)])\\n"
 )
 sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-q", "test_one.py"]).returncode)
 """,

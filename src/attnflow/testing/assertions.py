@@ -71,8 +71,8 @@ def assert_same_mask(actual: object, expected: object) -> None:
 
     Either may be a `Mask`, a list of masks or a `Flow` (layers), a `BlockMask`, or a tensor [..., queries, keys]: bool
     with True for allowed, or additive with 0 for allowed and large negative values or -inf elsewhere. One mask is
-    compared with each of several. A BlockMask allows what FlexAttention computes: its full blocks, and in partial blocks
-    its `mask_mod`.
+    compared with each of several. A BlockMask allows what FlexAttention computes: its full blocks, and in partial
+    blocks its `mask_mod`.
 
     Raises:
         AssertionError: they differ; the message lists the first pairs and draws that part of the mask.

@@ -1,6 +1,6 @@
-"""A pytest plugin: fixtures for tests of your models, and `pytest --attnflow train.py:score`, which audits without a test.
+"""A pytest plugin: fixtures for tests of your models, and `pytest --attnflow train.py:score`.
 
-pytest loads it wherever attnflow is installed, so it imports nothing but pytest until a fixture or an audit is used.
+pytest loads it wherever attnflow is installed. It imports nothing but pytest until a fixture or an audit is used.
 """
 
 from __future__ import annotations

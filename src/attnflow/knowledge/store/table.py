@@ -270,8 +270,8 @@ def _locked(directory: Path) -> Callable[[], None]:
         import fcntl
     except ImportError:  # Windows
         raise StoreError(
-            f"{directory} cannot be opened for writing: a store on disk is written on Linux and macOS only; open it with "
-            f'read_only=True, use Store.open("{MEMORY}", ...) or a store on object storage'
+            f"{directory} cannot be opened for writing: stores on disk are written on Linux and macOS only; open it "
+            f'with read_only=True, use Store.open("{MEMORY}", ...) or a store on object storage'
         ) from None
     try:
         directory.mkdir(parents=True, exist_ok=True)
