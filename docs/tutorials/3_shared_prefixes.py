@@ -180,8 +180,8 @@ assert handle.report.last_after == 1031
 
 # %% [markdown]
 # 1,031 tokens this time: P + G C + G - 1. TRL passes labels, so the model's
-# head runs inside the call. The last token of the prompt has to predict the first
-# token of eight completions, and takes eight slots. No label is dropped.
+# head runs inside the call. The last token of the prompt has to predict the
+# first token of eight completions, and takes eight slots. No label is dropped.
 #
 # Generation is not shared: it uses a cache, and the handle counts those calls.
 # That is why a whole step gains less than its training part. On the whole
