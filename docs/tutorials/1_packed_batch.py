@@ -259,8 +259,12 @@ assert "2 passed" in done.stdout
 # callback. We train a tiny model with the collator that adds the mask.
 
 # %%
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 
 def collate_with_ones(samples):

