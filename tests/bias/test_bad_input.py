@@ -61,51 +61,57 @@ TABLE: list[tuple[Callable[[], object], str]] = [
     (lambda: B.GuidanceConfig.from_dict({"heads": 2}), "GuidanceConfig has no field 'heads'; it has"),
     *[(lambda k=kind: config_from_dict({"kind": k}), "kind must be one of 'guidance'") for kind in ("gate", "custom")],
     # attention
-    (attention(Q[0]), "query, key and value are"),
+    (attention(Q[0]), "query, key and value must be"),
     (attention(Q[:1]), r"query .*key .*value .* do not fit"),
     (attention(Q, K[:, :, 1:]), r"query .*key .*value .* do not fit"),
     (attention(Q[..., 1:]), r"query .*key .*value .* do not fit"),
-    (attention(Q[:, :3]), "query heads a multiple of theirs"),
-    (attention(terms=[Additive(torch.zeros(2, 3, 7))]), "Additive has 3 maps, which 4 heads cannot share evenly"),
-    (attention(terms=[torch.zeros(5, 7)]), "a term has groups, tile, tensors and with_tensors, got Tensor"),
+    (attention(Q[:, :3]), "a multiple of the key heads as query heads"),
+    (
+        attention(terms=[Additive(torch.zeros(2, 3, 7))]),
+        "Additive has 3 maps, which must divide the number of heads, 4",
+    ),
+    (attention(terms=[torch.zeros(5, 7)]), "a term must have groups, tile, tensors and with_tensors, got Tensor"),
     (attention(terms=[Additive(META)]), "must be on one device, got cpu, meta"),
     (attention(sinks=torch.zeros(4, device="meta")), "sinks and all terms must be on one device, got cpu, meta"),
     *[(attention(dropout=p), r"dropout must be in \[0, 1\)") for p in (-0.1, 1.0, float("nan"))],
     (attention(Q, K, K, (), "causal"), "the mask must be a Mask, a boolean tensor or None, got str"),
-    (attention(Q, K, K, (), torch.zeros(5, 7)), "a mask is boolean, True where a query attends, got torch.float32"),
+    (
+        attention(Q, K, K, (), torch.zeros(5, 7)),
+        "a mask must be boolean, True where a query attends, got torch.float32",
+    ),
     (attention(Q, K, K, (), torch.ones(2, 5, 7) > 0), r"got \(2, 5, 7\)"),
-    (attention(Q, K, K, (), torch.ones(7, 5) > 0), "the mask has 7 queries and 5 keys, the call 5 and 7"),
+    (attention(Q, K, K, (), torch.ones(7, 5) > 0), "the mask has 7 queries and 5 keys, but the call has 5 and 7"),
     (attention(Q, K, K, (), af.masks.causal(7)), "slice it to the rows and columns of this call"),
     (attention(backend="cuda"), "backend must be one of 'auto', 'reference', 'tiled', 'flex', got 'cuda'"),
     (attention(backend="tiled", need_weights=True), "backend='tiled' never holds the weights"),
     # attach
     (attach(B.GuidanceConfig(layers=[1, 2, 7])), r"layers \[2, 7\] do not exist: the model has layers 0 to 1"),
-    (attach("guidance"), "expected the config of a kind.*got str"),
+    (attach("guidance"), "config must be that of a kind.*got str"),
     (attach(()), "got none"),
     (attach(train="bias"), "train must be 'guidance' or 'all'"),
     (attach(backend="cuda"), "backend must be one of"),
     (attach(B.CustomConfig(lambda shape: 3)), r"custom: build must return an nn\.Module, got int"),
     (lambda: B.attach("gpt2"), "expected a torch module or what af.load_model returns, got str"),
     (lambda: B.attach(nn.Linear(2, 2)), "expected a transformers model with a config"),
-    (lambda: B.attach(model()), "has a bias attached already; remove it by its handle first"),
+    (lambda: B.attach(model()), "has a bias attached already: remove it with its handle first"),
     (lambda: B.save(family("Llama"), "folder"), "has no bias attached"),
     # capture
-    (lambda: B.capture(family("Llama"), [5, 6]), r"has no bias attached; see af\.bias\.attach"),
+    (lambda: B.capture(family("Llama"), [5, 6]), r"has no bias attached: call af\.bias\.attach"),
     (capture("w5 w6"), "a text needs a tokenizer"),
     (capture([5, 6], layers=[0]), r"layers must list some of the layers with a bias, \[1\], got \[0\]"),
-    (capture([5, 6], queries=[2]), "queries must be positions of 2 tokens, -2 to 1, got"),
+    (capture([5, 6], queries=[2]), "queries must be positions from -2 to 1 for 2 tokens, got"),
     (capture([5, 6], heads=[4]), r"heads must hold positions in \[0, 4\), got 4"),
     (capture([5, 6], heads=[]), "heads must list at least one head"),
     (capture(torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
     (capture(torch.zeros(3)), r"token ids, got a tensor of torch\.float32"),
     (capture(torch.ones(2, 4, dtype=torch.long)), "pass a batch as a mapping"),
-    (capture({"input_ids": torch.ones(2, 4, dtype=torch.long)}), "a map is of one sequence, got a batch of 2"),
+    (capture({"input_ids": torch.ones(2, 4, dtype=torch.long)}), "capture takes one sequence, got a batch of 2"),
     (capture({"attention_mask": torch.ones(1, 3)}), "inputs must hold input_ids, got attention_mask"),
     (capture([5, 6], generate=0), "generate must be at least 1"),
-    (lambda: B.capture(biased("Bert"), [5, 6], generate=1), "does not generate"),
+    (lambda: B.capture(biased("Bert"), [5, 6], generate=1), "cannot generate"),
     # maps and graphs
     (lambda: make().values("bias", 1), r"layer must be one of \[0, 2\], got 1"),
-    (lambda: make(heads=(1, 3)).values("bias", 0, 2), r"head 2 was not captured: those captured are \[1, 3\]"),
+    (lambda: make(heads=(1, 3)).values("bias", 0, 2), r"head 2 was not captured: choose among \[1, 3\]"),
     (lambda: make().values("name"), "quantity must be"),
     (lambda: make(queries=(1, 3)).row(2), r"query must be one of the captured positions, \[1, 3\]"),
     (lambda: make(base=False).values("weights_base"), "base=True"),
@@ -180,7 +186,7 @@ def test_kinds_that_a_layer_cannot_have():
 def test_a_layer_on_several_devices():
     model = family("Llama")
     model.model.layers[0].self_attn.q_proj.to("meta")
-    with pytest.raises(ValueError, match=r"self_attn lies on several devices \(cpu, meta\); move it to one"):
+    with pytest.raises(ValueError, match=r"self_attn lies on several devices \(cpu, meta\): move it to one"):
         af.bias.attach(model, GUIDANCE)
     assert "score_terms" not in str(model)
 

@@ -147,7 +147,7 @@ def test_dense_is_the_table_at_the_positions():
     tile = module.term(queries, module.columns(keys), None).tile(slice(0, TOKENS), slice(0, TOKENS))
     assert torch.equal(tile, module.values[:, :, :TOKENS][..., where[0]])
     beyond = module.columns(Vectors(None, None, None, where + 1))
-    with pytest.raises(ValueError, match="covers 12 positions, the sequence reaches 12; attach it with a larger"):
+    with pytest.raises(ValueError, match="covers 12 positions, but the sequence reaches 12: attach it with a larger"):
         module.term(queries, beyond, None)
 
 
@@ -240,7 +240,7 @@ def test_kaiming_is_hes_initialisation_of_the_last_layer(kind, name, fan_in):
 
 
 def test_vectors_that_were_not_asked_for():
-    with pytest.raises(ValueError, match="not asked for its rotated vectors"):
+    with pytest.raises(ValueError, match="must name reference='rotated'"):
         Vectors(None, None, None, POSITIONS).reference("rotated")
 
 

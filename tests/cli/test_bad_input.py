@@ -100,7 +100,7 @@ OF_A_MODEL = [
     ),
     (
         "bias show TINY --bias BIAS --text 'I the of' --query 99",
-        "queries must be positions of 3 tokens, -3 to 2, got [99]",
+        "queries must be positions from -3 to 2 for 3 tokens, got [99]",
     ),
     ("bias show TINY --bias BIAS --text 'I the of' --head 9", "heads must hold positions in [0, 4), got 9"),
     ("bias show TINY --bias BIAS --text 'I the of' --query -4", "query must be one of the captured positions"),

@@ -32,7 +32,7 @@ def test_feed_forward_entries_of_a_model(run, tmp_path, tiny_model, store):
     code, out, err = run("knowledge", "build", place, tiny_model)
     assert (code, err) == (0, "")
     assert out.startswith(f"{place} (lancedb): 96 entries of width 98 and 2 threshold columns")
-    assert f"made by    from_ffn:{tiny_model}: 96" in out
+    assert f"encoder    from_ffn:{tiny_model}: 96 entries" in out
     assert [entry.source for entry in entries(place)] == ["layer 0"] * 48 + ["layer 1"] * 48
     assert run("knowledge", "stats", place).out == out
     code, _, err = run("knowledge", "build", place, tiny_model)
@@ -46,11 +46,11 @@ def test_stats(run, store):
     code, out, _ = run("knowledge", "stats", store)
     assert code == 0
     assert out.splitlines()[0].startswith(f"{store} (lancedb): 5 entries of width 16, ")
-    assert "made by    by hand: 5" in out
+    assert "encoder    by hand: 5 entries" in out
     assert "duplicates" not in out
     code, out, _ = run("knowledge", "stats", store, "--duplicates", "--threshold", "0.9999")
     assert code == 1
-    assert "duplicates 1 groups of 5 entries, 1 of which say nothing new" in out
+    assert "duplicates 1 group of near-duplicates: 1 of 5 entries could go" in out
     assert out.splitlines()[-1].split() == ["2", "[3,", "4]", "wind"]
     found = json.loads(run("knowledge", "stats", store, "--duplicates", "--json").out)
     assert Duplicates.from_dict(found).surplus == 1

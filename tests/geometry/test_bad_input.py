@@ -71,7 +71,7 @@ CASES = {
                 num_kv_heads=2,
             ),
             ValueError,
-            f"{side} weights are NaN or Inf",
+            f"{side} are NaN or Inf",
         )
         for function in (head_scores, full_scores)
         for side in ("query", "key")

@@ -105,9 +105,9 @@ def test_comparison_of_the_same_part():
 def test_comparison_says_what_differs():
     encoder, *_ = [c for c in scores_of("facebook/bart-base", 6, "decoder").compare() if c.published.tower == "encoder"]
     assert encoder.ours is None
-    assert encoder.reasons == ("this part of the model was not scored here",)
+    assert encoder.reasons == ("this part of the model was not scored",)
     (short,) = [c for c in scores_of("gpt2", 3).compare() if c.published.record == "new"]
-    assert short.reasons == ("the published record has 12 layers, the model here 3",)
+    assert short.reasons == ("the published record has 12 layers, but this model has 3",)
     (other,) = [c for c in scores_of("gpt2", 12, mode="norm").compare() if c.published.record == "new"]
     assert "mode excess, not 2, norm" in other.reasons[0]
     assert "h mod n_kv" in scores_of("mistralai/Mistral-7B-v0.1", 32).compare()[0].reasons[0]

@@ -91,7 +91,7 @@ def test_joined_certificates_go_query_by_query():
 def test_what_has_no_bound_says_so():
     certificate = Certificate(False, 1, 2, torch.tensor([1.0]), torch.tensor([1]))
     for name in ("sparsemax", "tanh"):
-        with pytest.raises(ValueError, match="others have no bound from the k-th"):
+        with pytest.raises(ValueError, match="for others the k-th score gives no bound"):
             certificate.error_bound(1.0, name)
     for norm in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="value_norm must be the largest norm"):

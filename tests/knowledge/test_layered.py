@@ -83,7 +83,7 @@ def test_a_mistake_changes_nothing():
         (ValueError, "NaN", lambda: base.insert(0, bad)),
         (ValueError, "NaN", lambda: base.update([1], bad)),
         (ValueError, r"entries must be \[entries, 7\]", lambda: base.insert(0, torch.zeros(1, 6))),
-        (ValueError, "2 ids were given 1 entries", lambda: base.update([0, 1], torch.zeros(1, 7))),
+        (ValueError, "each of the 2 ids, got 1 entries", lambda: base.update([0, 1], torch.zeros(1, 7))),
         (ValueError, "layer must be at most 1", lambda: base.insert(2, torch.zeros(1, 7))),
         (KeyError, r"no entries with ids \[9\]", lambda: base.delete([1, 9])),
         (ValueError, "layer 0 would be left", lambda: base.delete([0, 1])),

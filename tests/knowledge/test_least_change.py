@@ -50,14 +50,14 @@ def test_it_meets_its_conditions(seed, places, others, ridge):
 
 def test_what_is_refused():
     weights, wanted, untouched, moment = problem(0, 2, 2)
-    with pytest.raises(ValueError, match="not positive definite"):
+    with pytest.raises(ValueError, match="must be positive definite"):
         least_change(weights, wanted, -moment)
     for bad in (weights * torch.nan, weights / 0):
         with pytest.raises(ValueError, match="must be finite"):
             least_change(bad, wanted, moment)
-    with pytest.raises(ValueError, match="ridge 0 or more"):
+    with pytest.raises(ValueError, match="ridge at least 0"):
         least_change(weights, wanted, moment, ridge=-1.0)
-    with pytest.raises(ValueError, match="depend on each other"):
+    with pytest.raises(ValueError, match="linearly dependent"):
         least_change(torch.cat([weights, weights]), torch.cat([wanted, wanted]), moment)
-    with pytest.raises(ValueError, match="where nothing may change"):
+    with pytest.raises(ValueError, match="must not change"):
         least_change(weights, wanted, moment, untouched=torch.cat([untouched, weights[:1]]), ridge=0.1)

@@ -79,7 +79,7 @@ def test_fired_is_ordered_and_leaves_out_what_did_not_fire():
 def test_what_was_not_traced_is_said():
     found = made()
     for call in (lambda: found.layer(1), lambda: found.fired(layer=1), lambda: found.table(layer=1)):
-        with pytest.raises(ValueError, match=r"layer must be one of \[0, 2\], got 1"):
+        with pytest.raises(ValueError, match=r"layer must be one of the traced \[0, 2\], got 1"):
             call()
     for call in (lambda: found.row(2), lambda: found.fired(-4)):
         with pytest.raises(ValueError, match=r"position must be one of the traced \[0, 1, 3\]"):

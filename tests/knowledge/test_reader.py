@@ -193,7 +193,7 @@ def test_the_bound_holds(retrieval, options):
         assert bound.shape == error.shape
         assert bool((error <= bound + rounding).all())
     else:
-        with pytest.raises(ValueError, match="a bound is known for relu, gelu, silu of one key for each entry"):
+        with pytest.raises(ValueError, match="an error bound needs the activation relu, gelu, silu and no gate"):
             reader.error_bound(readings[0], entries)
     if certificate is not None and options["activation"] == "relu":
         complete = certificate.complete.view(*TOKENS, -1).all(dim=-1).flatten()
@@ -329,8 +329,8 @@ def test_bad_sources():
     with pytest.raises(ValueError, match="threshold_column must be at most 1, got 2"):
         reader(hidden, alone)
     reader.retrieval = None
-    with pytest.raises(ValueError, match=r"layer 1 needs .* 4 columns of thresholds"):
+    with pytest.raises(ValueError, match=r"layer 1 needs .* 4 threshold columns"):
         reader(hidden, alone)
     reader.retrieval = Retrieval(k=3, search="approximate")
-    with pytest.raises(ValueError, match="an approximate search needs a store"):
+    with pytest.raises(ValueError, match="an approximate search needs the index of a store"):
         reader(hidden, entries)

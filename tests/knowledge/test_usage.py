@@ -65,7 +65,7 @@ def test_retrieved_entries_are_counted_by_id():
     report = seen.report()
     assert (report.layers[0].read_all, report.dead) == (False, (0, 3, 5))
     assert "2.0*" in str(report)
-    assert "* of the entries that were read" in str(report)
+    assert "* counted among the entries that were read" in str(report)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "sparsemax"])
@@ -87,7 +87,7 @@ def test_active_is_a_positive_gate(activation, gated):
 
 def test_reports_as_text_and_json():
     seen = Activity()
-    with pytest.raises(ValueError, match="no forward pass"):
+    with pytest.raises(ValueError, match="run a forward pass"):
         seen.report()
     with pytest.raises(ValueError, match=r"layer must be one of \[\], got 3"):
         seen.fired(3)
@@ -95,9 +95,9 @@ def test_reports_as_text_and_json():
     report = seen.report()
     assert type(report).from_json(report.to_json()) == report
     assert str(report).splitlines() == [
-        "layer  tokens  entries  mean  share  max  dead",
-        "    0       2        4   1.5  37.5%    2     2",
-        "dead in all layers: 2 of 4 entries: [1, 2]",
+        "layer  tokens  entries  mean active  share  max active  never active",
+        "    0       2        4          1.5  37.5%           2             2",
+        "never active in any layer: 2 of 4 entries: [1, 2]",
     ]
 
 
@@ -235,5 +235,5 @@ def test_duplicates_of_a_base():
     for threshold in (0.0, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"a cosine in \(0, 1\]"):
             duplicates(base, threshold)
-    with pytest.raises(ValueError, match="finite matrix"):
+    with pytest.raises(ValueError, match="matrix of finite numbers"):
         duplicates(torch.tensor([[float("nan"), 1.0]]))

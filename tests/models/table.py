@@ -80,11 +80,8 @@ def in_double(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _composite(name: str, encoder: str, decoder: str, inputs: Inputs) -> TinyModel:
-    part = {
-        "Bert": {"model_type": "bert", **BASE},
-        "ViT": {"model_type": "vit", **VISION},
-        "GPT2": {"model_type": "gpt2", **GPT},
-    }
+    part = {"Bert": {"model_type": "bert", **BASE}, "ViT": {"model_type": "vit", **VISION}}
+    part["GPT2"] = {"model_type": "gpt2", **GPT}
     above = {**part[decoder], "is_decoder": True, "add_cross_attention": True}
     return TinyModel(f"{name}Model", {"encoder": part[encoder], "decoder": above}, inputs)
 

@@ -85,7 +85,7 @@ class _Sets:
         return exec, ("import builtins; builtins.attnflow_was_here = True",)
 
 
-HEADER = r"model\.safetensors is no safetensors file, truncated or damaged"
+HEADER = r"model\.safetensors is not a safetensors file, or is truncated or damaged"
 BAD_FILES = {
     **{f"gguf cut at {k}": (lambda d, k=k: cut(gguf(d), k), "truncated") for k in (3, 20, 3000, 0.5, 0.9)},
     "code": (pickled, r"pytorch_model\.bin; a pickle can run any code and is not opened"),
@@ -130,7 +130,7 @@ def test_empty_tensors_are_read(tmp_path):
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5, 0.99])
 def test_truncated_safetensors(llama, keep):
     cut(llama[1] / "model.safetensors", keep)
-    with pytest.raises(BadCheckpoint, match=r"truncated|no safetensors file"):
+    with pytest.raises(BadCheckpoint, match=r"truncated|not a safetensors file"):
         score(llama[1])
 
 
@@ -237,7 +237,7 @@ def test_one_shard_is_not_scored_as_if_it_were_the_model(tmp_path):
 def test_weights_that_are_no_numbers(llama, value):
     model, _ = llama
     model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = value
-    with pytest.raises(BadCheckpoint, match=r"layers\.1\.self_attn: 1 of \d+ key weights are NaN or Inf"):
+    with pytest.raises(BadCheckpoint, match=r"layers\.1\.self_attn: the key weights .* 1 of \d+ are NaN or Inf"):
         score(model)
 
 

@@ -61,7 +61,7 @@ def test_models_that_are_not_there(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "snapshot_download", download)
-    with pytest.raises(FileNotFoundError, match=r"cannot be had from the hub \(no route\)"):
+    with pytest.raises(FileNotFoundError, match=r"cannot be downloaded from the hub \(no route\)"):
         score("someone/nothing")
     with pytest.raises(FileNotFoundError, match="no file or folder 'some/where/else'"):
         score("some/where/else")

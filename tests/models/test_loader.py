@@ -74,7 +74,7 @@ def test_a_missing_reader_of_gguf_names_the_extra(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["no-such-user/no-such-model", "hub:no-such-model"])
 def test_hub_models_when_offline(name):
-    with pytest.raises(FileNotFoundError, match=r"cannot be had from the hub \(HF_HUB_OFFLINE is set"):
+    with pytest.raises(FileNotFoundError, match=r"cannot be downloaded from the hub \(HF_HUB_OFFLINE is set"):
         af.models.load_model(name)
 
 
@@ -83,10 +83,10 @@ def test_hub_models_when_offline(name):
     [
         ({}, "", "no config.json and no GGUF file"),
         ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "", "2 GGUF files, pass one of them"),
-        ({"a.gguf": b"GGML"}, "", "is no GGUF file"),
+        ({"a.gguf": b"GGML"}, "", "is not a GGUF file"),
         ({"config.json": b"{}"}, "", "no config of a model that transformers knows"),
         ({"config.json": b'{"model_type": "of-the-future"}'}, "", "no config of a model that transformers knows"),
-        ({"notes.txt": b"hello"}, "notes.txt", "is no GGUF file; for other formats pass the folder"),
+        ({"notes.txt": b"hello"}, "notes.txt", "is not a GGUF file: for other formats pass the folder"),
         ({"short.gguf": b"GGUF" + bytes(3)}, "short.gguf", r"short\.gguf is truncated"),
     ],
 )
@@ -119,7 +119,7 @@ def test_pickled_weights_are_not_opened(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     sprung = tmp_path / "sprung"
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
-    with pytest.raises(ValueError, match=r"no safetensors weights; pickled weights .* are not opened"):
+    with pytest.raises(ValueError, match=r"no safetensors weights, and pickled weights .* are not opened"):
         af.models.load_model(folder)
     assert not sprung.exists()
 

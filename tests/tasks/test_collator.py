@@ -125,7 +125,7 @@ def test_a_model_takes_averaged_tokens_until_the_handle_is_removed():
     averaged = torch.tensor([[[3, -100], [4, 4]]])
     plain = llama(torch.tensor([[3, 4]]), use_cache=False).logits
     handle = tasks.average_embeddings(llama)
-    assert str(handle) == "LlamaForCausalLM takes input_ids [batch, n, width] as mean embeddings"
+    assert str(handle) == "LlamaForCausalLM reads input_ids [batch, n, width] as mean embeddings"
     assert torch.equal(llama(torch.tensor([[3, 4]]), use_cache=False).logits, plain)
     assert torch.equal(llama(input_ids=averaged, use_cache=False).logits, plain)
     handle.remove()

@@ -93,5 +93,5 @@ def test_tasks_over_strongly_regular_graphs_merge():
 def test_work_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "LARGEST_WORK", 100)
     monkeypatch.setattr(Work, "__init__", lambda self: setattr(self, "left", 100))
-    with pytest.raises(ValueError, match="isomorphic takes more than 100 steps to tell: inputs repeat"):
+    with pytest.raises(ValueError, match="isomorphic takes more than 100 steps: their inputs repeat"):
         af.tasks.merge([incidence_task(True), incidence_task(False)])

@@ -108,7 +108,9 @@ def test_multiplicity_is_the_largest_that_one_down_set_needs():
     merged = tasks.merge([fan(2, Token(6, 1)), fan(3, Token(7, 1)), fan(1, Token(8, 1))])
     assert merged.task.inputs.count(root) == 3
     assert (len(merged.nodes), merged.is_minimal) == (6, True)
-    assert str(merged).startswith("3 tasks with 9 positions in 6: 6 nodes (minimal), 12 pairs; every down-set")
+    assert str(merged).startswith(
+        "3 tasks with 9 positions merged into 6: 6 nodes (the fewest possible), 12 allowed pairs; "
+    )
     assert repr(merged) == "MergedTask(3 subtasks in Task(6 inputs, 0 labels, merged(n=6)))"
 
 

@@ -113,8 +113,8 @@ def test_prompts_numbered_apart_are_told():
 
     apart, shared = (tasks.merge([rollout(i, 10 * i * alone) for i in (1, 2)]) for alone in (True, False))
     assert (apart.task.size, shared.task.size) == (8, 5)
-    assert "nothing is shared: tokens are one input only if ids, position and provenance agree" in str(apart)
-    assert "nothing is shared" not in str(shared)
+    assert "no position is shared: two tokens are one input only if ids, position and provenance agree" in str(apart)
+    assert "no position is shared" not in str(shared)
     assert tasks.merge(tasks.rollouts([1, 2, 3], [[1, 9], [2, 9]])).task.size == 5
 
 

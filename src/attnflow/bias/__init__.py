@@ -1,6 +1,6 @@
-"""How strongly a model attends: learned, content-aware biases on attention scores, and what computes them.
+"""Learned, content-aware biases on attention scores, which change how strongly a model attends.
 
-What needs a transformers model, such as `attach`, lives in `bias.hf` and is reachable from here.
+Code that needs a transformers model, such as `attach`, is in `bias.hf` and reachable from here.
 """
 
 from typing import TYPE_CHECKING

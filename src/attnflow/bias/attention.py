@@ -1,4 +1,4 @@
-"""`attention`: scaled dot-product attention with a bias: its definition in plain PyTorch, and the backends.
+"""`attention`: scaled dot-product attention with a bias, defined in plain PyTorch, and its backends.
 
 On GPUs that is compiled FlexAttention with a captured bias: `Additive` and `Offset` are captured as vectors and looked
 up in the score function, other terms are materialised by `term.tile`, one number per pair. The gradient of a captured
@@ -62,23 +62,23 @@ def attention(
         query: queries; head h uses key-value head h // (heads // kv_heads).
         key: keys.
         value: values.
-        terms: those of `attnflow.bias.terms`, or objects with what `Term` there asks for.
+        terms: terms of `attnflow.bias.terms`, or objects with the methods of its `Term`.
         mask: a `Mask`, a boolean tensor [queries, keys] or [batch or 1, heads or 1, queries, keys], an `Allow`, or
             None for every pair.
-        scale: of q k^T; default head_dim ** -0.5.
+        scale: factor of q k^T; by default head_dim ** -0.5.
         softcap: if set, scores become softcap * tanh(score / softcap) before the bias.
-        sinks: a score per head that takes weight without a value.
-        dropout: probability with which a weight is dropped.
+        sinks: one score per head that takes weight but has no value.
+        dropout: the probability of dropping a weight.
         backend: "reference" (plain PyTorch, holds every pair), "tiled" (memory-bounded), "flex" (compiled
             FlexAttention), or "auto": the fastest that can compute this call. On CUDA that is FlexAttention.
-        need_weights: also return the post-softmax weights; "reference" alone has them.
+        need_weights: also return the post-softmax weights; only "reference" has them.
 
     Returns:
-        The output, in the type of the values, and the weights or None.
+        The output, in the dtype of the values, and the weights or None.
 
     Raises:
-        ValueError: shapes that do not fit, mixed devices, or a backend that cannot compute this call, with the reason.
-        TypeError: a mask or a term of another type.
+        ValueError: the shapes do not fit, the devices differ, or the backend cannot compute this call (it says why).
+        TypeError: a mask or a term has the wrong type.
 
     >>> from attnflow.bias.terms import Additive
     >>> q = k = v = torch.eye(2)[None, None]
@@ -167,12 +167,10 @@ def choose(call: Call, backend: str, need_weights: bool = False) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if need_weights and backend != "reference":
-        raise ValueError(
-            f"backend={backend!r} never holds the weights; ask for them with backend='reference' or 'auto'"
-        )
+        raise ValueError(f"backend={backend!r} never holds the weights: use 'reference' or 'auto' with need_weights")
     reason = refusal(call, backend)
     if reason is not None:
-        raise ValueError(f"backend={backend!r} cannot compute this call: {reason}; use backend='auto' or 'reference'")
+        raise ValueError(f"backend={backend!r} cannot compute this call: {reason}. Use backend='auto' or 'reference'")
     return backend
 
 
@@ -187,19 +185,19 @@ def flex_refuses(call: Call) -> str | None:
     """Why FlexAttention cannot compute a call, or None."""
     query, value = call.query, call.value
     if query.device.type not in ("cpu", "cuda"):
-        return f"FlexAttention compiles for CPU and CUDA, the tensors are on {query.device.type}"
+        return f"FlexAttention compiles for CPU and CUDA, but the tensors are on {query.device.type}"
     if query.device.type == "cpu" and call.needs_grad():
-        return "FlexAttention has no backward pass on the CPU, and gradients are needed; use torch.no_grad()"
+        return "FlexAttention has no backward pass on the CPU, but gradients are needed (or use torch.no_grad())"
     if call.dropout:
-        return f"weights cannot be dropped inside FlexAttention, and dropout is {call.dropout}"
+        return f"FlexAttention cannot drop weights, but dropout is {call.dropout}"
     if call.sinks is not None:
-        return "sinks take part in the softmax, which a score function cannot change"
+        return "FlexAttention's score function cannot add sinks to the softmax"
     if 0 in query.shape or 0 in value.shape:
-        return "a call without queries, keys or channels has nothing to compute"
+        return "FlexAttention needs at least one query, key and channel"
     if query.dtype != value.dtype or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"query and value must share one of float16, bfloat16, float32, got {query.dtype} and {value.dtype}"
     if query.device.type == "cuda" and min(query.shape[3], value.shape[3]) < _LEAST:
-        return f"heads are at least {_LEAST} wide on a GPU, got {query.shape[3]} and {value.shape[3]}"
+        return f"heads must be at least {_LEAST} wide on a GPU, got {query.shape[3]} and {value.shape[3]}"
     return None
 
 

@@ -29,11 +29,11 @@ class Allow:
 
     @classmethod
     def of(cls, allow: object, num_queries: int, num_keys: int, device: torch.device) -> Allow:
-        """The relation behind anything that `attention` takes as a mask, for a call of this size on this device.
+        """Make the relation from any mask that `attention` takes, for a call of this size on this device.
 
         Raises:
-            TypeError: something else, or a tensor that is not boolean.
-            ValueError: of another size than the call.
+            TypeError: not a mask, or a tensor that is not boolean.
+            ValueError: the mask has another size than the call.
         """
         if isinstance(allow, Allow):
             relation = allow
@@ -51,8 +51,8 @@ class Allow:
             raise TypeError(f"the mask must be a Mask, a boolean tensor or None, got {type(allow).__name__}")
         if (relation.num_queries, relation.num_keys) != (num_queries, num_keys):
             raise ValueError(
-                f"the mask has {relation.num_queries} queries and {relation.num_keys} keys, the call {num_queries} and "
-                f"{num_keys}; slice it to the rows and columns of this call"
+                f"the mask has {relation.num_queries} queries and {relation.num_keys} keys, but the call has "
+                f"{num_queries} and {num_keys}: slice it to the rows and columns of this call"
             )
         return relation
 
@@ -61,12 +61,14 @@ class Allow:
         """A given boolean tensor, [queries, keys] or [batch or 1, heads or 1, queries, keys]."""
         if allow.dtype != torch.bool:
             raise TypeError(
-                f"a mask is boolean, True where a query attends, got {allow.dtype}: of ones and zeros pass mask.bool(),"
-                " of zeros and -inf mask == 0; a bias on scores is a term, attnflow.bias.terms.Dense of [batch or 1, "
-                "maps, queries, keys]"
+                f"a mask must be boolean, True where a query attends, got {allow.dtype}. Pass mask.bool() if it holds "
+                "ones and zeros, or mask == 0 if it holds zeros and -inf. A bias on scores is a term: "
+                "attnflow.bias.terms.Dense([batch or 1, maps, queries, keys])"
             )
         if allow.ndim not in (2, 4):
-            raise ValueError(f"a mask is [queries, keys] or [batch, heads, queries, keys], got {tuple(allow.shape)}")
+            raise ValueError(
+                f"masks must be [queries, keys] or [batch, heads, queries, keys], got {tuple(allow.shape)}"
+            )
         whole = allow if allow.ndim == 4 else allow[None, None]
         return cls(None, whole.shape[2], whole.shape[3], dense=whole)
 
@@ -148,19 +150,21 @@ def make_call(
     """The call, after checks with messages for its author."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
-        raise ValueError(f"query, key and value are [batch, heads, tokens, channels], got {shapes}")
+        raise ValueError(f"query, key and value must be [batch, heads, tokens, channels], got {shapes}")
     batch, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     if key.shape[0] != batch or value.shape[:3] != key.shape[:3] or key.shape[3] != head_dim or heads % kv_heads:
         raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: one batch "
-            "size, key and value of equal heads and tokens, query heads a multiple of theirs, equal head_dim"
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: they need "
+            "one batch size and head_dim, as many keys as values, and a multiple of the key heads as query heads"
         )
     for term in terms:
         if not hasattr(term, "with_tensors"):
-            raise TypeError(f"a term has groups, tile, tensors and with_tensors, got {type(term).__name__}")
+            raise TypeError(f"a term must have groups, tile, tensors and with_tensors, got {type(term).__name__}")
         if heads % term.groups:
-            raise ValueError(f"{type(term).__name__} has {term.groups} maps, which {heads} heads cannot share evenly")
+            raise ValueError(
+                f"{type(term).__name__} has {term.groups} maps, which must divide the number of heads, {heads}"
+            )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     relation = Allow.of(allow, queries, keys, query.device)

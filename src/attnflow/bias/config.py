@@ -1,4 +1,4 @@
-"""What every kind of bias is told: its config, the shape of its layer, and the vectors that it reads."""
+"""The inputs of every kind of bias: its config, the shape of its layer, and the vectors that it reads."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class LayerShape:
     """The sizes of one attention layer.
 
     Attributes:
-        index: its number in the model.
-        num_heads: query heads.
-        num_kv_heads: key-value heads.
+        index: the number of the layer in the model.
+        num_heads: number of query heads.
+        num_kv_heads: number of key-value heads.
         head_dim: width of a head.
         hidden_size: width of the layer's input.
         is_causal: whether queries see earlier keys only.
@@ -64,13 +64,13 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
-    """What one side, queries or keys, shows to a bias in one forward pass; only the new tokens, not cached ones.
+    """The vectors of queries or keys that a bias may read in one forward pass; only new tokens, not cached ones.
 
     Attributes:
         unrotated: projections of all heads side by side, before rotary embedding, [batch, tokens, heads * head_dim].
-        rotated: the same after it, as attention uses them.
+        rotated: the projections after it, as attention uses them.
         hidden: input of the layer, [batch, tokens, hidden_size].
-        positions: of the tokens in their sequence, [batch or 1, tokens].
+        positions: positions of the tokens in their sequence, [batch or 1, tokens].
     """
 
     unrotated: Float[Tensor, "batch tokens width"] | None
@@ -82,17 +82,17 @@ class Vectors:
         """The vectors that a config's `reference` names; "per_head" reads the unrotated ones."""
         vectors = {"rotated": self.rotated, "hidden": self.hidden}.get(name, self.unrotated)
         if vectors is None:
-            raise ValueError(f"this layer was not asked for its {name} vectors")
+            raise ValueError(f"the config of this bias must name reference={name!r} to read these vectors")
         return vectors
 
 
 @dataclass(frozen=True, kw_only=True)
 class BiasConfig:
-    """One learned bias on attention scores; each kind has its own config, with only the fields that the kind has.
+    """The config of one learned bias on attention scores; each kind has its own subclass with its fields.
 
     Attributes:
         layers: "every", "every_other" (from the first; the paper's choice), "every_fourth", or the indices.
-        rope: "keep", or "remove" the rotary embedding of these layers.
+        rope: "keep" or "remove" the rotary embedding of these layers.
         reference: (kinds that read vectors) "unrotated": full-width projections, all heads side by side, before
             rotary embedding; "rotated": after it; "per_head": each head its own part, the paper's head-specific
             ablation; "hidden": the layer's input, for queries and keys alike.
@@ -130,20 +130,20 @@ class BiasConfig:
             raise ValueError(f"layers must be one of {', '.join(map(repr, _STEP))} or indices, got {self.layers!r}")
 
     def module(self, shape: LayerShape) -> nn.Module:
-        """The module of one layer, a `ScoreTerm`, freshly initialised.
+        """Make the module of one layer, a `ScoreTerm`, freshly initialised.
 
         Raises:
-            ValueError: the kind does not exist for such a layer.
+            ValueError: such a layer cannot have this kind.
         """
         return self.makes(self, shape)
 
     @property
     def reads(self) -> Reference | None:
-        """The vectors that the kind reads, or None if it knows positions alone."""
+        """The vectors that the kind reads, or None if it reads only positions."""
         return getattr(self, "reference", None)
 
     def layer_indices(self, num_layers: int) -> list[int]:
-        """The layers that get this bias, of a model with `num_layers`.
+        """The layers of a model with `num_layers` that get this bias.
 
         Raises:
             ValueError: an index that the model does not have.
@@ -156,14 +156,14 @@ class BiasConfig:
         return sorted(self.layers)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON holds it."""
+        """The config as plain data for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         layers = self.layers if isinstance(self.layers, str) else list(self.layers)
         return {"kind": self.kind, **values, "layers": layers}
 
     @classmethod
     def from_dict(cls: type[_Config], values: Mapping[str, object]) -> _Config:
-        """From `to_dict()` of this kind.
+        """Make the config from the `to_dict()` of this kind.
 
         Raises:
             ValueError: unknown fields, or values out of range.
@@ -178,7 +178,7 @@ class BiasConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VectorConfig(BiasConfig):
-    """What kinds have in common that read the vectors of queries and keys."""
+    """The common fields of kinds that read vectors of queries and keys."""
 
     reference: Reference = "unrotated"
     share_heads: ShareHeads = True

@@ -1,8 +1,8 @@
 """Kinds that read the content of tokens: small networks, forget gates, and inner products (daa, sec. 3.2).
 
-The guidance network is the paper's. The network on the key alone and the product of low rank are its honest controls:
-a key-only bias fits three quarters of a guidance map at random initialisation, row-centred, with and without a causal
-mask, and whatever a control reaches as well was not learned about pairs.
+The guidance network is the paper's. The network on the key alone and the product of low rank are its controls: what a
+control achieves as well was not learned about pairs. A key-only bias fits three quarters of a row-centred guidance map
+at random initialisation, with and without a causal mask.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GuidanceNetwork(KeyNetwork):
 
     The first layer is kept as its two halves, `query` and `key` (terms.Guidance says why). With the paper's settings on
     LLaMA-2-7B a layer has 2 * 4096 * 64 + 64 + 2 * 64 + 64 + 1 = 524,545 parameters. The output layer starts at zero,
-    so that the hidden layer gets no gradient in the first step: normal. Its bias never gets one, because softmax
+    so the hidden layer gets no gradient in the first step. The output layer's bias never gets one, because softmax
     cannot see it; it is kept for the parameter count.
     """
 
@@ -105,7 +105,7 @@ class GuidanceConfig(VectorConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyConfig(VectorConfig):
-    """The guidance network on the key alone: the control for what pairs add.
+    """The guidance network on the key alone, a control that shows what pairs add.
 
     Attributes:
         hidden_dim: width of the network's hidden layer.
@@ -129,7 +129,7 @@ class Cumulative(Kind["CumulativeConfig"]):
     def __init__(self, config: CumulativeConfig, shape: LayerShape) -> None:
         if not shape.is_causal:
             raise ValueError(
-                f"CumulativeConfig sums gates from a key to a later query, but layer {shape.index} is not causal; "
+                f"CumulativeConfig sums gates from a key to a later query, but layer {shape.index} is not causal: "
                 "use KeyConfig or GuidanceConfig"
             )
         super().__init__(config, shape)
@@ -156,7 +156,7 @@ class CumulativeConfig(VectorConfig):
     """Forget gates (FoX; CABLE), in causal layers only.
 
     Attributes:
-        gain: of the sum of log gates, to start from; 0 is the identity.
+        gain: the initial factor of the sum of log gates; 0 is the identity.
     """
 
     kind: ClassVar[str] = "cumulative"
@@ -190,7 +190,7 @@ class LowRankConfig(VectorConfig):
     """An inner product of low rank: the control with the parameters of the guidance network at rank = hidden_dim.
 
     Attributes:
-        rank: of the product.
+        rank: rank of the product.
     """
 
     kind: ClassVar[str] = "lowrank"
@@ -271,7 +271,7 @@ class DotConfig(VectorConfig):
     """The product of query and key (daa, sec. 3.2.2, an alternative).
 
     Attributes:
-        gain: of the product, to start from; 0 is the identity.
+        gain: the initial factor of the product; 0 is the identity.
     """
 
     kind: ClassVar[str] = "dot"

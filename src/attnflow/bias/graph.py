@@ -1,4 +1,4 @@
-"""The reasoning graph of a bias: which tokens' information a model wants to flow where (daa, sec. 5.3)."""
+"""The reasoning graph of a bias: between which tokens the bias makes information flow (daa, sec. 5.3)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LISTED: Final = 20  # edges that are printed
 
 @dataclass(frozen=True)
 class Edge:
-    """A query that is drawn to a key.
+    """An edge from a key to a query that the bias makes attend more to it.
 
     Attributes:
-        key: position where the information is.
-        query: position that it flows to.
-        bias: row-centred bias, positive.
+        key: the position that the information comes from.
+        query: the position that it flows to.
+        bias: the row-centred bias, positive.
     """
 
     key: int
@@ -33,7 +33,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class BiasGraph(Result):
-    """Information flows along the edges, from keys to queries, where the bias invites it.
+    """The directed graph of information flow that a bias favours, with edges from keys to queries.
 
     A causal mask makes it acyclic: every edge goes from an earlier to a later token. Under a bidirectional mask it is a
     directed graph that may have cycles.
@@ -41,7 +41,7 @@ class BiasGraph(Result):
     Attributes:
         tokens: the text of every position.
         edges: sorted by query, then key.
-        about: what it was made of, in words.
+        about: the layer, head and threshold that it was made with.
     """
 
     tokens: tuple[str, ...]
@@ -55,11 +55,11 @@ class BiasGraph(Result):
         return [dict(zip(names, row, strict=True)) for row in cells]
 
     def __str__(self) -> str:
-        lines = [f"graph ({self.about}): {plural(len(self.edges), 'edge')}"]
+        lines = [f"reasoning graph of {plural(len(self.edges), 'edge')} ({self.about})"]
         for edge in self._by_strength()[:_LISTED]:
             key, query = token_label(self.tokens[edge.key]), token_label(self.tokens[edge.query])
             lines.append(f"  {key} ({edge.key}) -> {query} ({edge.query})  {edge.bias:+.2f}")
-        lines += [f"  and {len(self.edges) - _LISTED} more"] if len(self.edges) > _LISTED else []
+        lines += [f"  and {len(self.edges) - _LISTED} more edges"] if len(self.edges) > _LISTED else []
         return "\n".join(lines)
 
     def _by_strength(self) -> list[Edge]:

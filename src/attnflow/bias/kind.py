@@ -1,4 +1,4 @@
-"""A kind of bias: the protocol, a kind of the user's making, what our kinds are made of, and the sum on one layer."""
+"""Kinds of bias: the protocol, user-defined kinds, the parts of our kinds, and the sum on one layer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _Config = TypeVar("_Config", bound=BiasConfig)
 
 @runtime_checkable
 class ScoreTerm(Protocol):
-    """One bias of one attention layer. What it keeps of a key is `columns`, cached beside keys and values."""
+    """The protocol of one bias of one attention layer; its features of keys, `columns`, are cached with the keys."""
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
-        """What the bias must know of each new key, in float32; the width is fixed."""
+        """Return the features of each new key that the bias needs, in float32; the width is fixed."""
         ...
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Term:
-        """The term for new queries and all keys.
+        """Return the term for new queries and all keys.
 
         Args:
             queries: vectors of the new tokens.
@@ -45,13 +45,13 @@ class ScoreTerm(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(BiasConfig):
-    """A bias of the user's making.
+    """The config of a user-defined bias.
 
     Attributes:
-        build: makes the module of one layer from its `LayerShape`. The module either has the methods of `ScoreTerm`, or
-            is called with (query, key), [batch, queries, width] and [batch, keys, width] as `reference` says, and
-            returns B as [batch or 1, maps, queries, keys]: simple, and every pair is held.
-        name: written into saved files; loading asks for the config again, and never imports code by name.
+        build: makes the module of one layer from its `LayerShape`. The module may have the methods of `ScoreTerm`.
+            Otherwise it is called with (query, key), [batch, queries, width] and [batch, keys, width] as `reference`
+            says, and returns B as [batch or 1, maps, queries, keys], which holds every pair.
+        name: written into saved files; loading needs the config again, since it never imports code by name.
     """
 
     kind: ClassVar[str] = "custom"
@@ -60,10 +60,10 @@ class CustomConfig(BiasConfig):
     name: str = "custom"
 
     def module(self, shape: LayerShape) -> nn.Module:
-        """The module of one layer.
+        """Make the module of one layer.
 
         Raises:
-            TypeError: `build` made something else.
+            TypeError: `build` does not return a module.
         """
         module = cast(object, self.build(shape))
         if not isinstance(module, nn.Module):
@@ -71,7 +71,7 @@ class CustomConfig(BiasConfig):
         return module if isinstance(module, ScoreTerm) else Pairwise(module, self.reference)
 
     def to_dict(self) -> dict[str, object]:
-        """What can be compared with the config that is given on loading: all but the code."""
+        """The fields to compare with the config that is passed on loading: all but the code."""
         return {name: value for name, value in super().to_dict().items() if name != "build"}
 
 
@@ -145,7 +145,7 @@ class LayerBias(nn.Module):
     def is_zero(self) -> bool:
         """Whether B is known to be exactly 0, as at zero initialisation: then attention need not know of it.
 
-        Looked up until the first time it is not; under a compiler the answer is no, because it depends on values.
+        It is looked up until it is first False; under a compiler it is False, because it depends on values.
         """
         if self._trained or torch.compiler.is_compiling():
             return False

@@ -1,4 +1,4 @@
-"""`BiasMap`: what a model's bias was for some queries of one text, layer by layer, and what it did to the weights."""
+"""`BiasMap`: a model's bias for some queries of one text, layer by layer, and its effect on the weights."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True, eq=False)
 class LayerMap(Result):
-    """One layer: a map for each head that was asked for, or one, the mean over heads.
+    """The maps of one layer: one for each captured head, or the mean over heads.
 
     Attributes:
-        layer: its number in the model.
+        layer: the number of the layer in the model.
         name: path of its attention module.
-        bias: B less its mean over the keys that the query may attend to, 0 elsewhere. Softmax sees no more of B.
+        bias: B less its mean over the keys that the query may attend to, 0 elsewhere. Only this affects softmax.
         raw: B itself, 0 where the mask forbids the pair.
-        allowed: which pairs exist; for the mean over heads, in any of them.
+        allowed: which pairs the mask allows; for the mean over heads, in any head.
         weights: post-softmax weights.
-        weights_without: the weights that the same queries and keys would have without B: what it does here.
-        weights_base: the weights of the base model, whose queries and keys no bias has touched in earlier layers
-            either; None if they were not asked for.
+        weights_without: the weights of the same queries and keys without B, which shows the effect of this layer's
+            bias.
+        weights_base: the weights of the base model, without a bias in any layer; None if not captured.
     """
 
     layer: int
@@ -61,20 +61,20 @@ class LayerMap(Result):
 
     @property
     def moved(self) -> float:
-        """Weight that the bias moves from one key to another, mean over queries: half the L1 distance, in [0, 1]."""
+        """Share of the weight that the bias moves between keys, mean over queries: half the L1 distance, in [0, 1]."""
         return float((self.weights - self.weights_without).double().abs().sum(dim=-1).mean() / 2)
 
 
 @dataclass(frozen=True)
 class LayerQuery(Result):
-    """One layer, for one query.
+    """The bias of one query in one layer.
 
     Attributes:
-        layer: its number in the model.
+        layer: the number of the layer in the model.
         name: path of its attention module.
         strength: root mean square of the row-centred bias over all captured queries.
-        moved: weight that the bias moves from one key to another, mean over the captured queries.
-        energy: rank -> share of the row-centred bias that a bias of that rank could give.
+        moved: share of the weight that the bias moves between keys, mean over the captured queries.
+        energy: for each rank, the share of the row-centred bias that a bias of that rank can explain.
         bias: row-centred bias of each key; None where the mask forbids the pair.
     """
 
@@ -88,15 +88,15 @@ class LayerQuery(Result):
 
 @dataclass(frozen=True)
 class QueryBias(Result):
-    """What one query is drawn to (+) and turned away from (-); printed, a line for each layer.
+    """The keys that a bias makes one query attend to more (+) or less (-); it prints a line for each layer.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         tokens: the text of each key.
         query: position of the query.
         head: the head, or None for the mean.
         produced: the token that was generated at the query; None outside generation.
-        layers: what was captured.
+        layers: the captured layers.
         weights: post-softmax weights of the keys, mean over layers.
         weights_base: those of the base model; None if it was not run.
     """
@@ -123,7 +123,7 @@ class QueryBias(Result):
         name = token_label(self.tokens[self.query]) + (f" → {token_label(self.produced)}" if self.produced else "")
         head = "" if self.head is None else f", head {self.head}"
         lines = [f"query {name} at position {self.query}{head}", ""]
-        lines.append(f"{'layer':<6}{'strength':>9}{'moved':>8}  drawn to / turned away from")
+        lines.append(f"{'layer':<6}{'strength':>9}{'moved':>8}  attends more to / less to")
         for one in self.layers:
             keys = {key: bias for key, bias in enumerate(one.bias) if bias}
             order = sorted(keys, key=lambda key: -keys[key])
@@ -139,16 +139,16 @@ class QueryBias(Result):
 class BiasMap(Result):
     """The bias of a model for some queries of one sequence, as `af.bias.capture` returns it.
 
-    A row is a query, a column a key. Figures, graphs and exports use the row-centred bias: softmax cannot see what is
-    added to all keys of a query alike, so that the sign of the raw B means nothing.
+    A row is a query, a column a key. Figures, graphs and exports use the row-centred bias: softmax ignores what is
+    added to all keys of a query, so the sign of the raw B means nothing.
 
     Attributes:
         model: name of the model.
         tokens: the text of each key, in order.
         queries: positions of the rows.
-        layers: what was captured of each layer with a bias.
-        heads: numbers of the heads that the maps tell apart; empty for one map, the mean over heads.
-        causal: whether no query attends to a later key: then the reasoning graph is acyclic.
+        layers: the maps of each captured layer.
+        heads: numbers of the heads with separate maps; empty for one map, the mean over heads.
+        causal: whether no query attends to a later key; then the reasoning graph is acyclic.
         produced: the token that was generated at each query ("" if unknown); empty outside generation.
     """
 
@@ -164,10 +164,10 @@ class BiasMap(Result):
         return iter(self.layers)
 
     def layer(self, number: int) -> LayerMap:
-        """The map of one layer.
+        """Return the map of one layer.
 
         Raises:
-            ValueError: that layer has no bias or was not captured; the message lists those that were.
+            ValueError: the layer has no bias or was not captured; the message lists the captured layers.
         """
         match = next((one for one in self.layers if one.layer == number), None)
         if match is None:
@@ -175,10 +175,10 @@ class BiasMap(Result):
         return match
 
     def row(self, query: int) -> int:
-        """The row of a position; -1 is the last row, -2 the one before it.
+        """Return the row of a position; -1 is the last row, -2 the one before it.
 
         Raises:
-            ValueError: that position was not captured.
+            ValueError: the position was not captured.
         """
         if -len(self.queries) <= query < 0:
             return len(self.queries) + query
@@ -190,7 +190,7 @@ class BiasMap(Result):
     def values(
         self, quantity: Quantity = "bias", layer: int | None = None, head: int | None = None
     ) -> Float[Tensor, "queries keys"]:
-        """One table of numbers.
+        """Return one table of numbers.
 
         Args:
             quantity: "bias" (row-centred), "raw", "weights", "weights_without" or "weights_base".
@@ -198,18 +198,20 @@ class BiasMap(Result):
             head: one of `heads`; None for the mean over the maps.
 
         Raises:
-            ValueError: a layer, a head or weights that were not captured.
+            ValueError: the layer, head or weights were not captured.
         """
         if quantity not in {field.name for field in fields(LayerMap)} - {"layer", "name", "allowed"}:
             raise ValueError(f"quantity must be 'bias', 'raw' or one of the weights, got {quantity!r}")
         tables = [getattr(one, quantity) for one in (self.layers if layer is None else (self.layer(layer),))]
         if any(table is None for table in tables):
-            raise ValueError("the base model was not run: capture(..., base=True)")
+            raise ValueError("weights_base were not captured: use capture(..., base=True)")
         maps = torch.stack(cast(list[Tensor], tables))
         if head is None:
             return maps.mean(dim=(0, 1))
         if head not in self.heads:
-            captured = f"those captured are {list(self.heads)}" if self.heads else "capture(..., heads=...) tells apart"
+            captured = (
+                f"choose among {list(self.heads)}" if self.heads else "use capture(..., heads=...) for separate heads"
+            )
             raise ValueError(f"head {head} was not captured: {captured}")
         return maps[:, self.heads.index(head)].mean(dim=0)
 
@@ -219,12 +221,12 @@ class BiasMap(Result):
         return torch.stack([one.allowed.any(dim=0) for one in chosen]).any(dim=0)
 
     def energy(self, rank: int, head: int | None = None) -> dict[int, float]:
-        """For each layer the share of the row-centred bias that a bias of that rank could give; NaN where it is zero.
+        """Return for each layer the share of the row-centred bias that a bias of that rank explains; NaN if it is zero.
 
-        Fitted over the pairs that exist: see `energy`. A bias per key gives no more than rank 1, which under a causal
-        mask is not the rank of its row-centred matrix. A guidance network at random initialisation, on Gaussian queries
-        and keys, has 75 % of its energy in rank 1, and in rank 8 from 90 % (64 channels) to 83 % (many): a trained one
-        says something only beyond that. As few queries as the rank always give 100 %.
+        It is fitted over the allowed pairs: see `energy`. A bias per key has at most rank 1, which under a causal mask
+        is not the rank of its row-centred matrix. For comparison, a guidance network at random initialisation, on
+        Gaussian queries and keys, has 75 % of its energy in rank 1. In rank 8 it has 90 % (64 channels) to 83 % (many).
+        With no more queries than the rank, the share is always 100 %.
 
         Args:
             rank: at least 1.
@@ -237,14 +239,14 @@ class BiasMap(Result):
         return {one.layer: energy(table, one.allowed.any(dim=0), rank) for one, table in tables}
 
     def at(self, query: int = -1, head: int | None = None) -> QueryBias:
-        """What one query is drawn to and turned away from, layer by layer.
+        """Return the keys that one query attends to more or less because of the bias, layer by layer.
 
         Args:
             query: its position; -1 is the last row.
             head: one of `heads`; None for the mean over the maps.
 
         Raises:
-            ValueError: a query or a head that was not captured.
+            ValueError: the query or the head was not captured.
         """
         row = self.row(query)
         energies = {rank: self.energy(rank, head) for rank in (1, 8)}
@@ -270,21 +272,21 @@ class BiasMap(Result):
         layer: int | None = None,
         head: int | None = None,
     ) -> BiasGraph:
-        """The reasoning graph: an edge for each positive row-centred bias that is strong enough.
+        """Return the reasoning graph: an edge for each positive row-centred bias that is strong enough.
 
-        Loops are left out: a token always has its own information.
+        Loops are left out, since a token always has its own information.
 
         Args:
-            threshold: least bias of an edge.
-            top_k: keys of each query at most, the strongest first; 2 if neither is given. Both may be.
+            threshold: the least bias of an edge.
+            top_k: the most keys of each query, the strongest first; 2 if neither is given. Both may be given.
             layer: as in `values`.
             head: as in `values`.
 
         Raises:
-            ValueError: a threshold that is not positive, or a layer or head that was not captured.
+            ValueError: the threshold is not positive, or the layer or head was not captured.
         """
         if threshold is not None and not threshold > 0:
-            raise ValueError(f"threshold must be positive: a negative bias turns information away; got {threshold}")
+            raise ValueError(f"threshold must be positive, since a negative bias reduces attention, got {threshold}")
         if top_k is None and threshold is None:
             top_k = _STRONGEST
         if top_k is not None:
@@ -306,8 +308,8 @@ class BiasMap(Result):
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each allowed pair of each layer and map.
 
-        `bias` is row-centred; `head` is "mean" where heads were not told apart; `weight_base` is None where the base
-        model was not run.
+        `bias` is row-centred. `head` is "mean" without separate heads. `weight_base` is None if the base model was not
+        run.
         """
         names = [visible(token) for token in self.tokens]
         rows: list[Mapping[str, object]] = []
@@ -323,17 +325,20 @@ class BiasMap(Result):
     def __repr__(self) -> str:
         about = f"{plural(len(self.queries), 'query', 'queries')} of {plural(len(self.tokens), 'token')}"
         lines = [f"BiasMap({self.model!r}: {about}, {plural(len(self.layers), 'layer')})"]
-        lines += [f"  layer {o.layer}: strength {o.strength:.3g}, moves {percent(o.moved)} of the weight" for o in self]
+        lines += [
+            f"  layer {o.layer}: strength {o.strength:.3g}, moves {percent(o.moved)} of the attention weight"
+            for o in self
+        ]
         return "\n".join(lines)
 
 
 def energy(bias: Float[Tensor, "queries keys"], allowed: Bool[Tensor, "queries keys"], rank: int) -> float:
-    """Share of a bias, as softmax sees it, that u_i . v_j of a given rank can give; NaN for a bias of zero.
+    """Share of a row-centred bias that u_i . v_j of a given rank can explain; NaN for a bias of zero.
 
-    That is 1 - min |bias - X - r 1^T|^2 / |row-centred bias|^2 over the allowed pairs, for X of that rank and one free
-    number per query, which softmax cannot see. Where every pair is allowed these are the largest singular values of
-    the row-centred bias. Under a mask the pairs that do not exist are filled in with what X says of them, again and
-    again (Srebro and Jaakkola, ICML 2003): a lower bound, and close to the optimum where most pairs exist.
+    It is 1 - min |bias - X - r 1^T|^2 / |row-centred bias|^2 over the allowed pairs, for X of that rank and one free
+    number per query, which softmax cannot see. If every pair is allowed, the largest singular values of the row-centred
+    bias give it. Under a mask, forbidden pairs are repeatedly filled in from X (Srebro and Jaakkola, ICML 2003), which
+    gives a lower bound, close to the optimum if most pairs are allowed.
     """
     mask = allowed.double()
     count = mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Kinds that know positions alone: a number for every pair of them, ALiBi, and T5's relative buckets."""
+"""Kinds that depend on positions alone: a number for every pair, ALiBi, and T5's relative buckets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DenseTable(Kind["DenseConfig"]):
         last = 0 if torch.compiler.is_compiling() else max(int(keys.max()), int(rows.max()))
         if last >= length:
             raise ValueError(
-                f"the dense bias covers {length} positions, the sequence reaches {last}; attach it with a larger "
+                f"the dense bias covers {length} positions, but the sequence reaches {last}: attach it with a larger "
                 "max_length"
             )
         if rows.shape[0] == keys.shape[0] == 1:
@@ -57,8 +57,8 @@ class DenseConfig(BiasConfig):
     """A learned number for each pair of positions, as pair biases and graphs have.
 
     Attributes:
-        max_length: positions of the table.
-        std: of the normal numbers to start from; 0 is the identity.
+        max_length: number of positions of the table.
+        std: standard deviation of the initial values; 0 is the identity.
     """
 
     kind: ClassVar[str] = "dense"
@@ -95,11 +95,11 @@ class Alibi(Kind["AlibiConfig"]):
 class AlibiConfig(BiasConfig):
     """ALiBi in place of rotary embedding, in every layer: the paper's baseline (daa, sec. 4.2).
 
-    The defaults begin as the published bias, of which the gain of each head is learned on. They change the model at
-    once; `AlibiConfig(layers="every_other", rope="keep", gain=0.0)` begins as the identity.
+    The defaults start as the published bias, and each head then learns its gain. They change the model at once;
+    `AlibiConfig(layers="every_other", rope="keep", gain=0.0)` starts as the identity.
 
     Attributes:
-        gain: of the published slopes, to start from.
+        gain: the initial factor of the published slopes.
     """
 
     kind: ClassVar[str] = "alibi"
@@ -137,9 +137,9 @@ class RelativeConfig(BiasConfig):
     """A table over T5's buckets of the distance between query and key.
 
     Attributes:
-        num_buckets: entries of a table.
-        max_distance: from which on all distances share one bucket.
-        std: of the normal numbers to start from; 0 is the identity.
+        num_buckets: number of buckets of a table.
+        max_distance: the distance from which on all share one bucket.
+        std: standard deviation of the initial values; 0 is the identity.
     """
 
     kind: ClassVar[str] = "relative"

@@ -1,7 +1,7 @@
-"""What a bias is to the code that computes attention: tensors per query, per key and per map, and a pair function.
+"""The terms of a bias, as attention computes them: tensors per query, key and map, and a function of pairs.
 
-A term never holds one number per pair unless its kind is `Dense`: `tile` computes the block of pairs that is asked
-for, in plain PyTorch and with gradients. That is the definition that every fused implementation is tested against.
+Only the kind `Dense` holds one number per pair. `tile` computes a block of pairs in plain PyTorch with gradients; it
+is the definition against which every fused implementation is tested.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Term(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that it is made of, by name, in a fixed order: their gradients are computed by blocks."""
+        """The tensors that it is made of, by name, in a fixed order; their gradients are computed by blocks."""
         ...
 
     def with_tensors(self, tensors: list[Tensor]) -> Term:
@@ -53,7 +53,7 @@ class Term(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Tensors:
-    """What all terms share: they are a handful of tensors, the first [batch, groups, ...], and a few numbers."""
+    """The common base of terms: a handful of tensors, the first [batch, groups, ...], and a few numbers."""
 
     @property
     def groups(self) -> int:

@@ -1,7 +1,7 @@
 """Attention with a bias in memory proportional to the number of tokens, in plain PyTorch: the path for CPUs.
 
-A block of queries holds its scores for all keys that any of them may attend to, so that the backward pass needs nothing
-but the inputs: it computes the block's weights P again, and with dP = dO V^T,
+A block of queries holds its scores for all keys that any of them may attend to. So the backward pass needs only the
+inputs: it computes the block's weights P again, and with dP = dO V^T,
 
     dS = P * (dP - sum_j P dP),   dB = sum of dS over the heads of a map,   dQ = dS K,   dK = dS^T Q,   dV = P^T dO.
 
@@ -275,7 +275,7 @@ class Block:
 
 
 def blocks_of(call: Call) -> Iterator[Block]:
-    """The blocks of a call, but those in which no query may attend to anything."""
+    """The blocks of a call, except those whose queries may not attend to anything."""
     device, (batch, heads, queries, _), keys = call.query.device.type, call.query.shape, call.key.shape[2]
     fit = _SCORES.get(device, _SCORES_ELSEWHERE) // max(1, batch * heads * keys)
     most = _MOST_ROWS if device == "cpu" else queries

@@ -1,4 +1,4 @@
-"""In which geometry a model attends: symmetry and directionality of the bilinear form W_q^T W_k."""
+"""Symmetry and directionality of attention's bilinear form W_q^T W_k."""
 
 from attnflow.geometry.monitor import monitor
 from attnflow.geometry.score import score

@@ -1,4 +1,4 @@
-"""`monitor`: the scores of a model while it trains, to a CSV file and to a function."""
+"""`monitor`: records the scores of a model while it trains, in a CSV file or with a function."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def monitor(
     attention: Attention = "self",
     log: Log | None = None,
 ) -> Monitor:
-    """Score a model at the start of its training, every so many steps, and at the end.
+    """Score a model at the start of training, every few steps, and at the end.
 
     With transformers the handle is a callback, `Trainer(model, ..., callbacks=[monitor(model)])`: the file then starts
-    at the step of the checkpoint that training resumes from. In a loop of your own use it in a `with` block and call
-    `step` after every step of the optimiser. With several processes the first one records.
+    at the step of the checkpoint that training resumes from. In your own loop, use it in a `with` block and call
+    `step` after every optimiser step. With several processes, the first one records.
 
     Args:
         model: any model that `score` reads.
-        path: CSV file with the columns step, layer, head, tower, kind, symmetry, directionality, norm; appended to,
-            each record whole, and flushed to the disk. None for no file.
-        every: steps between records.
-        per_head: a row for every head too (in the file only, as they are many).
+        path: CSV file with the columns step, layer, head, tower, kind, symmetry, directionality, norm. Each record is
+            appended as a whole and flushed to disk. None for no file.
+        every: number of steps between records.
+        per_head: also write a row for every head (to the file only, as they are many).
         gamma: threshold of directionality.
-        mode: reading of directionality.
-        attention: which kinds of attention.
-        log: a function of a dict of values by name and the step, called at every record. Names are such as
+        mode: definition of directionality, as in `score`.
+        attention: which kinds of attention to score.
+        log: a function log(values, step), called at every record with a dict of values by name, such as
             "geometry/symmetry" (the median over layers) and "geometry/symmetry/layer_3".
 
     Raises:
-        UnsupportedArchitecture: the model has no attention of the kind.
-        ValueError: arguments out of range.
+        UnsupportedArchitecture: the model has no attention of that kind.
+        ValueError: an argument is out of range.
 
     Cost: one `score` of the model every `every` steps. BERT-base takes about 0.2 s on one CPU core.
 
@@ -83,10 +83,10 @@ def monitor(
 
 
 class Monitor(Handle):
-    """Scores a model while it trains; made by `monitor`. The model itself is not changed.
+    """The handle of `monitor`, which scores a model while it trains and does not change it.
 
     Attributes:
-        scores: the last `GeometryScores`, None before the first.
+        scores: the latest `GeometryScores`, None before the first record.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class Monitor(Handle):
         self._last: int | None = None
 
     def start(self, step: int = 0) -> None:
-        """Begin, and record the weights as they are: at step 0, or at a later step of those to record.
+        """Start recording, with a first record if `step` is 0 or a step to record.
 
-        A `with` block begins at step 0 by itself.
+        A `with` block starts at step 0 automatically.
 
         Args:
-            step: steps done so far, where training resumes. Later records in the file are made again, so that the file
-                becomes that of a run without a break; as it was, it is kept with ".old" after its name.
+            step: the number of steps done before training resumes. Later records in the file are replaced, as in a run
+                without a break; the old file is kept with ".old" appended to its name.
 
         Raises:
-            ValueError: the file holds something else, such as records of another model.
+            ValueError: the file has other content, such as records of another model.
         """
         self._step = checks.integer("step", step)
         self._last = None
@@ -133,27 +133,27 @@ class Monitor(Handle):
             self.record()
 
     def step(self, step: int | None = None) -> GeometryScores | None:
-        """Say that a step was made; every so many, the model is scored.
+        """Report a training step; the model is scored if the step is one to record.
 
         Args:
-            step: its number, for a loop that counts itself; otherwise one more than before.
+            step: the number of the step; by default one more than before.
 
         Returns:
             The scores, if this step was recorded.
 
         Raises:
-            RuntimeError: it was not started, or was removed.
+            RuntimeError: the monitor was not started, or was removed.
         """
         if self._step is None:
             raise RuntimeError("call start() before the first step, or use the monitor in a with block")
         if not self.active:
-            raise RuntimeError("this monitor was removed; call af.geometry.monitor again")
+            raise RuntimeError("this monitor was removed: call af.geometry.monitor again")
         with _counting:
             self._step = self._step + 1 if step is None else checks.integer("step", step)
             return self.record() if self._step % self._every == 0 else None
 
     def record(self) -> GeometryScores | None:
-        """Score the model now, whatever the step; None in processes other than the first.
+        """Score the model now, whatever the step; returns None in processes other than the first.
 
         Raises:
             ValueError: weights have become NaN or Inf.
@@ -227,7 +227,7 @@ class Monitor(Handle):
         where = ", ".join(filter(None, (str(self._path or ""), "a log" if self._log else ""))) or "memory"
         state = "not started" if self._step is None else f"at step {self._step}"
         layers = plural(len(self._layers), "attention layer")
-        return f"scores of {layers} of {type(self.model).__name__} every {self._every} steps to {where}; {state}"
+        return f"scores {layers} of {type(self.model).__name__} every {self._every} steps, recorded in {where}; {state}"
 
 
 def _first_process() -> bool:
@@ -251,7 +251,9 @@ class RecordFile:
         if len(earlier) < len(records):
             old = path.with_name(path.name + ".old")
             shutil.copy2(path, old)
-            _LOG.warning("%s held steps after %d, which are recorded again; it was kept as %s", path, step, old.name)
+            _LOG.warning(
+                "%s had steps after %d, which are recorded again; the old file was kept as %s", path, step, old.name
+            )
         if whole != text:
             with write_atomically(path) as file:
                 file.write(whole.encode())
@@ -285,8 +287,8 @@ class RecordFile:
                 yield at, record
             elif count > self._rows or number < len(groups) - 1:
                 raise ValueError(
-                    f"{self._path} has {count} rows for step {at} where this model gives {self._rows}: it records "
-                    "another model or other options; record to another file"
+                    f"{self._path} has {count} rows for step {at}, but this model gives {self._rows}: it records "
+                    "another model or other options, so choose another file"
                 )
 
     def _step(self, line: str) -> int:

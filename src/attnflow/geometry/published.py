@@ -1,4 +1,4 @@
-"""Summaries of scores, beside those that the authors of the paper published, and why some of them differ from ours."""
+"""Summaries of scores, those that the paper's authors published, and why some of them differ from ours."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FAULTS: Final = {
 
 @dataclass(frozen=True)
 class Quartiles:
-    """First quartile, median and third quartile (linear interpolation); NaN without values."""
+    """The first quartile, median and third quartile (linear interpolation); NaN without values."""
 
     q25: float
     median: float
@@ -41,7 +41,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        """Of the values that are numbers."""
+        """Compute the quartiles, leaving NaN out."""
         numbers = [value for value in values if not math.isnan(value)]
         return cls(*(float(q) for q in np.quantile(numbers, (0.25, 0.5, 0.75)))) if numbers else cls(*[math.nan] * 3)
 
@@ -51,14 +51,14 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class Summary:
-    """Median and quartiles of one kind of attention in one tower.
+    """The median and quartiles of one kind of attention in one tower.
 
     Attributes:
         tower: as in `MatrixScores`.
         kind: as in `MatrixScores`.
-        matrix: "all" (the full matrix of each layer) or "head" (each head of each layer by itself).
-        count: matrices.
-        flagged: matrices with a flag.
+        matrix: "all" (the full matrix of each layer) or "head" (each head of each layer).
+        count: number of matrices.
+        flagged: number of matrices with a flag.
         symmetry: over these matrices.
         directionality: over these matrices.
         norm: over these matrices.
@@ -87,23 +87,23 @@ class PublishedScores:
     family: str  # as the authors file it
     model: str
     hub_name: str  # the model's name on the hub, where the authors use another one
-    tower: str  # the part of the model: "encoder", "decoder", "vision", or "" where it has one part
-    kind: str  # the attention that it is about, "self" or "cross"
+    tower: str  # the part of the model: "encoder", "decoder", "vision", or "" if it has one part
+    kind: str  # the kind of attention, "self" or "cross"
     record: str  # its layout: "old", "new" or "bare"
     num_layers: int
     parameters: int  # of the whole model
     symmetry: Quartiles
     directionality: Quartiles  # gamma 2, mode "excess"
-    fault: str  # what is wrong with the record, "" if nothing is known to be
+    fault: str  # the known fault of the record, "" if none
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published record beside our scores of the same part of the same model."""
+    """A published record and our scores of the same part of the same model."""
 
     published: PublishedScores
     ours: Summary | None  # over the full matrices; None if this part was not scored
-    reasons: tuple[str, ...]  # why the two differ, as far as it is known
+    reasons: tuple[str, ...]  # the known reasons why the two differ
 
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.published.tower, self.published.kind)))
@@ -118,9 +118,9 @@ class Comparison:
 
 @cache
 def published_scores() -> tuple[PublishedScores, ...]:
-    """All published records, each once.
+    """Return all published records, each once.
 
-    The table comes with the package; see `geometry/data/README.md` for where its numbers are from.
+    The table is part of the package; `geometry/data/README.md` gives its sources.
 
     >>> len(published_scores()), published_scores()[0].model
     (210, 'facebook/hubert-base-ls960')
@@ -146,7 +146,7 @@ def published_scores() -> tuple[PublishedScores, ...]:
 
 
 def published_of(model: str) -> tuple[PublishedScores, ...]:
-    """The published records of a model, by its hub id, folder or file name.
+    """Return the published records of a model, by its hub id, folder or file name.
 
     >>> [record.tower for record in published_of("facebook/bart-base")]
     ['decoder', 'encoder']

@@ -1,4 +1,4 @@
-"""`score` and `survey`: symmetry and directionality of every layer and head of models, reading no more than needed."""
+"""`score` and `survey`: symmetry and directionality of every layer and head of one or more models."""
 
 from __future__ import annotations
 
@@ -39,39 +39,38 @@ def score(
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> GeometryScores:
-    """Symmetry and directionality of M = W_q^T W_k in every layer of a model, and in every head (geometry, sec. 3).
+    """Score symmetry and directionality of M = W_q^T W_k in every layer and head of a model (geometry, sec. 3).
 
     Only the queries and keys are read, one layer at a time: slices of safetensors files (those of a model on the hub
-    are downloaded first), dequantised GGUF tensors. No code of a checkpoint is run and no pickle is opened. Biases,
-    rotations by position, gains of norms and 1/sqrt(head_dim) have no part in M. With latent attention
-    (DeepSeek), queries and keys are the products of their low-rank factors, without the norm between them.
+    are downloaded first), dequantised GGUF tensors. No code of a checkpoint is run and no pickle is opened. M contains
+    no biases, rotary embeddings, gains of norms and 1/sqrt(head_dim). With latent attention (DeepSeek), queries and
+    keys are the products of their low-rank factors, without the norm between them.
 
-    A model in memory is probed: noise in place of what the submodules of an attention module put out shows of which
-    rows of which weights its queries and keys consist. A layer that attends to the keys of an earlier one is scored
-    with those. For files, tables of the families say where queries and keys are.
+    A model in memory is probed: noise in place of the submodules' outputs shows which rows of which weights make an
+    attention module's queries and keys. A layer that attends to the keys of an earlier layer is scored with those. For
+    files, tables of model families say where queries and keys are.
 
     Args:
-        source: a torch module; a folder that holds a model; a file of safetensors or GGUF; or the id of
-            a model on the hub.
+        source: a torch module, a model folder, a safetensors or GGUF file, or the id of a model on the hub.
         gamma: threshold of directionality, in standard deviations above the mean.
-        mode: reading of directionality: "excess" (as the published numbers) or "norm" (as def. 3.2).
-        per_head: whether to score every head beside the full matrix.
+        mode: definition of directionality: "excess" (as the published numbers) or "norm" (as def. 3.2).
+        per_head: whether to score every head as well as the full matrix.
         attention: "self", "cross" (the decoder's attention to the encoder) or "all".
-        config: entries that replace those of config.json, such as `{"num_attention_heads": 12}` if there is none.
-        progress: called after each layer with how many are done, how many there are, and the name of the layer.
+        config: entries that replace or complete config.json, such as `{"num_attention_heads": 12}`.
+        progress: called as progress(done, total, layer name) after each layer.
 
     Returns:
         A row for each full matrix and, with `per_head`, one for each head.
 
     Raises:
-        FileNotFoundError: there is no such file, folder or model.
-        BadCheckpoint: a file is damaged, incomplete or holds NaN or Inf, or is in a form that is not opened.
-        UnsupportedArchitecture: no queries and keys are known, they do not fit the config, or they are no linear
-            function of a token; or the model has none of the kind of attention that was asked for.
+        FileNotFoundError: the file, folder or model does not exist.
+        BadCheckpoint: a file is damaged, incomplete, in an unsupported format, or holds NaN or Inf.
+        UnsupportedArchitecture: the queries and keys are unknown, do not fit the config, or are not linear functions of
+            a token; or the model does not have the requested kind of attention.
         MissingExtra: a package that reads this source is not installed.
 
-    Cost: reads the queries and keys once; memory for those of one layer in float32 and their scores. A probe is one
-    forward pass of 16 tokens, once for each model.
+    Cost: it reads the queries and keys once, with memory for one layer in float32. A probe is one forward pass of 16
+    tokens, once for each model.
     """
     check_reading(gamma, mode)
     weights, layers = layers_of(source, attention, config)
@@ -117,18 +116,18 @@ def layers_of(
     layers = [layer for layer in stored_layers(weights, config) if attention in ("all", layer.kind)]
     if not layers:
         raise UnsupportedArchitecture(
-            f'{weights.name} has no {attention}-attention; the attention "all" takes what there is'
+            f'{weights.name} has no {attention}-attention: attention="all" scores what it has'
         )
     return weights, layers
 
 
 @dataclass(frozen=True)
 class Survey(Result):
-    """Scores of several models.
+    """The scores of several models.
 
     Attributes:
-        models: those that could be scored, under the names that they were given by.
-        unscored: why others could not, by name.
+        models: the scores of each model that could be scored, under the given name.
+        unscored: for each other model, by name, why it could not be scored.
     """
 
     models: tuple[GeometryScores, ...]
@@ -140,7 +139,7 @@ class Survey(Result):
         return not self.unscored
 
     def rows(self) -> list[Mapping[str, object]]:
-        """The rows of all models."""
+        """The rows of all scored models."""
         return [row for model in self.models for row in model.rows()]
 
 
@@ -156,7 +155,7 @@ def survey(
 ) -> Survey:
     """Score each model once, in the given order, with the arguments of `score`.
 
-    `progress` runs before each model and after each layer, with the next one's name. A bad gamma, mode or attention
+    `progress` runs before each model and after each layer, with the next one's name. A wrong gamma, mode or attention
     raises `ValueError` at once; a model that fails is listed in `unscored`.
     """
     check_reading(gamma, mode)
@@ -201,11 +200,11 @@ def layers_in_memory(model: nn.Module | Loaded, attention: Attention = "self") -
         # Reading them is a collective operation: a monitor in one process would wait for the others for ever.
         raise UnsupportedArchitecture(
             "the weights are sharded over devices (DTensor), which geometry does not gather: initialise a model before "
-            "it is sharded, and score its checkpoints"
+            "sharding it, and score its checkpoints"
         )
     layers = [layer for layer in attention_layers(module) if attention in ("all", layer.kind)]
     if not layers:
-        raise UnsupportedArchitecture(f"the model has no {attention}-attention, whose queries and keys are asked for")
+        raise UnsupportedArchitecture(f"the model has no {attention}-attention to score")
     if any(layer.discovered for layer in layers):
         _warn_discovered(type(module).__name__)
     return layers

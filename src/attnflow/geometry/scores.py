@@ -1,13 +1,13 @@
-"""Symmetry and directionality: the definitions, on matrices that are there in full, then straight from the weights.
+"""Symmetry and directionality, first defined on full matrices, then computed directly from the weights.
 
-What the scores need of M = W_q^T W_k comes from much smaller products. With r rows of weights (the channels of a head,
-or of all of them) on a width of d, the identities
+The scores of M = W_q^T W_k follow from much smaller products. With r rows of weights (the channels of one head, or of
+all heads) and width d, the identities
 
     A = W_q W_q^T,  B = W_k W_k^T,  C = W_k W_q^T      (r x r)
     ||M||^2 = <A, B>,  tr(M M) = tr(C C),  |row i|^2 = q_i^T B q_i,  |column j|^2 = k_j^T A k_j
 
-take about 5 d r^2 multiplications where forming M takes d^2 r. Where r is not small against d, M is made tile by tile,
-each used at once with its mirror image, so that neither M nor its symmetric and skew parts ever exist.
+take about 5 d r^2 multiplications where forming M takes d^2 r. If r is not much smaller than d, M is computed tile by
+tile, each used at once with its mirror image. So neither M nor its symmetric and skew parts are ever stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TILE: Final = 1024
 
 
 def symmetry(matrix: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
-    """How symmetric a matrix is: 1 if M = M^T, -1 if M = -M^T, about 0 if it is neither.
+    """Compute the symmetry of a matrix: 1 if M = M^T, -1 if M = -M^T, about 0 if it is neither.
 
     `S = tr(M M) / ||M||_F^2 = (||M_s||^2 - ||M_n||^2) / ||M||^2` with the symmetric and skew-symmetric parts M_s, M_n
     (geometry, def. 3.1 and prop. S1.17; no further factor of 2). Differentiable.
@@ -55,24 +55,24 @@ def symmetry(matrix: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 def directionality(
     matrix: Float[Tensor, "*batch rows columns"], gamma: float = 2.0, mode: Mode = "excess"
 ) -> Float[Tensor, "*batch"]:
-    """Whether the rows (1) or the columns (-1) of a matrix have the outstanding norms.
+    """Compute whether the rows (towards 1) or the columns (towards -1) of a matrix have outstanding norms.
 
-    `D = (R - C) / (R + C)` (geometry, def. 3.2) with R taken from the rows whose norm exceeds the mean of all row norms
-    by more than `gamma` standard deviations (unbiased), and C from the columns likewise. For W_q^T W_k, rows are
+    `D = (R - C) / (R + C)` (geometry, def. 3.2) with R from the rows whose norm exceeds the mean of all row norms by
+    more than `gamma` standard deviations (unbiased), and C from the columns in the same way. For W_q^T W_k, rows are
     directions of the query's token and columns those of the key's.
 
     Args:
         matrix: [..., rows, columns]; half precision is computed in float32. It need not be square.
-        gamma: how many standard deviations above the mean a norm is outstanding.
-        mode: what R and C sum up: "excess", by how much the outstanding norms exceed their threshold (the published
-            numbers were made so), or "norm", these norms themselves (the wording of def. 3.2).
+        gamma: how many standard deviations above the mean make a norm outstanding.
+        mode: what R and C sum: "excess", by how much the outstanding norms exceed their threshold (as in the published
+            numbers), or "norm", the norms themselves (the wording of def. 3.2).
 
     Returns:
         [...], in [-1, 1]; 0 where no norm is outstanding, as in every matrix of at most 5 rows and columns.
 
     Raises:
         TypeError: the matrix does not hold floating-point numbers.
-        ValueError: it holds NaN or Inf, gamma is not finite, or there is no such mode.
+        ValueError: it holds NaN or Inf, gamma is not finite, or the mode is unknown.
 
     Cost: O(rows x columns) time and memory.
 
@@ -91,7 +91,7 @@ def directionality(
 def from_norms(
     rows: Float[Tensor, "*batch rows"], columns: Float[Tensor, "*batch columns"], gamma: float, mode: Mode
 ) -> Float[Tensor, "*batch"]:
-    """Directionality of a matrix of which only the norms of its rows and columns are known."""
+    """Directionality from the norms of a matrix's rows and columns alone."""
     sums: list[Tensor] = []
     for norms in (rows, columns):
         chosen, threshold = outstanding(norms, gamma)
@@ -126,7 +126,7 @@ def unit(matrix: Float[Tensor, "*batch rows columns"]) -> tuple[Tensor, Tensor]:
 
 
 def check_reading(gamma: float, mode: str) -> None:
-    """Raise unless there is such a reading of directionality."""
+    """Raise `ValueError` for a wrong gamma or mode of directionality."""
     if not math.isfinite(gamma):
         raise ValueError(f"gamma must be finite, got {gamma}; the paper uses 2.0")
     if mode not in get_args(Mode):
@@ -135,12 +135,12 @@ def check_reading(gamma: float, mode: str) -> None:
 
 def _check_matrix(matrix: Tensor, square: bool) -> None:
     if not matrix.is_floating_point():
-        raise TypeError(f"expected a matrix of floating-point numbers, got {matrix.dtype}; convert it with .float()")
+        raise TypeError(f"expected a matrix of floating-point numbers, got {matrix.dtype}: convert it with .float()")
     if matrix.ndim < 2 or 0 in matrix.shape[-2:] or (square and matrix.shape[-1] != matrix.shape[-2]):
         what = "a square matrix [..., d, d]" if square else "a matrix [..., rows, columns]"
         raise ValueError(f"expected {what} with d > 0, got shape {list(matrix.shape)}")
     if not bool(matrix.isfinite().all()):
-        raise ValueError("the matrix holds NaN or Inf: there are no scores of it")
+        raise ValueError("the matrix must be finite to be scored, but holds NaN or Inf")
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
@@ -149,15 +149,15 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Scores of one matrix, or of the matrix of each head.
+    """The scores of one matrix, or of the matrix of each head.
 
     Attributes:
         symmetry: in [-1, 1]; 0 where the matrix is zero, NaN where it is not square (cross-attention between different
             widths), for which symmetry has no meaning.
         directionality: in [-1, 1]; negative where columns (the key's side) dominate.
         norm: Frobenius norm ||M||.
-        outlier_rows: rows whose norm is above the threshold of directionality.
-        outlier_columns: columns whose norm is.
+        outlier_rows: number of rows with a norm above the threshold of directionality.
+        outlier_columns: number of such columns.
     """
 
     symmetry: Float[Tensor, "*heads"]
@@ -175,21 +175,21 @@ def head_scores(
     gamma: float = 2.0,
     mode: Mode = "excess",
 ) -> Scores:
-    """Scores of every head's own M_h = W_q,h^T W_k,g(h), whose sum is the full matrix.
+    """Score every head's M_h = W_q,h^T W_k,g(h), whose sum is the full matrix.
 
     Args:
         query: weights as `nn.Linear` stores them, [num_heads * head_dim, d_query]; half precision counts in float32.
-        key: likewise, [num_kv_heads * head_dim, d_key].
-        num_heads: query heads.
-        num_kv_heads: key heads; query head h reads key head `h // (num_heads // num_kv_heads)`.
+        key: weights in the same layout, [num_kv_heads * head_dim, d_key].
+        num_heads: number of query heads.
+        num_kv_heads: number of key heads; query head h reads key head `h // (num_heads // num_kv_heads)`.
         gamma: threshold of `directionality`, in standard deviations.
-        mode: reading of `directionality`.
+        mode: as in `directionality`.
 
     Returns:
         `Scores` with tensors of shape [num_heads].
 
     Raises:
-        ValueError: weights with NaN or Inf.
+        ValueError: the weights hold NaN or Inf.
 
     Cost: about 5 * head_dim^2 * d multiplications a head; no more memory than the weights of one head again.
     """
@@ -209,7 +209,7 @@ def full_scores(
     gamma: float = 2.0,
     mode: Mode = "excess",
 ) -> Scores:
-    """Scores of all heads together: M = W_q^T W_k = sum of M_h over the heads.
+    """Score all heads together: M = W_q^T W_k = sum of M_h over the heads.
 
     Query heads that share a key head are added up first, since `sum_h W_q,h^T W_k,g = (sum_h W_q,h)^T W_k,g`. Arguments
     and errors are those of `head_scores`; the tensors of the result are 0-d.
@@ -236,7 +236,7 @@ def head_symmetry(
 def full_symmetry(
     query: Float[Tensor, "query_rows d"], key: Float[Tensor, "key_rows d"], num_heads: int, num_kv_heads: int
 ) -> Float[Tensor, ""]:
-    """The symmetry of the full matrix as in `full_scores`, 0-d, likewise differentiable.
+    """The symmetry of the full matrix as in `full_scores`, 0-d and differentiable.
 
     Cost: with r = num_kv_heads * head_dim, 3 d r^2 multiplications up to r = d / 3, and d^2 r above.
     """
@@ -323,5 +323,5 @@ def _finite(scores: Scores, query: Tensor, key: Tensor) -> Scores:
     for name, weight in (("query", query), ("key", key)):
         bad = int((~weight.isfinite()).sum())
         if bad:
-            raise ValueError(f"{bad} of {weight.numel()} {name} weights are NaN or Inf: there are no scores of them")
-    raise ValueError("the weights are so large that the norm of their product overflows; divide them by a constant")
+            raise ValueError(f"the {name} weights must be finite, but {bad} of {weight.numel()} are NaN or Inf")
+    raise ValueError("the weights are so large that the norm of their product overflows: divide them by a constant")

@@ -27,15 +27,15 @@ class MatrixScores:
         layer: index within its tower.
         head: index of the query head, or "all" for the full matrix, the sum over the heads.
         kind: "self" or "cross" attention.
-        symmetry: in [-1, 1]; NaN where it has no meaning (see the flag "not square").
+        symmetry: in [-1, 1]; NaN for a matrix with the flag "not square".
         directionality: in [-1, 1]; negative where columns, the key's side, dominate.
         norm: Frobenius norm of the matrix.
-        outlier_rows: rows whose norm exceeds the threshold of directionality.
-        outlier_columns: columns whose norm does.
-        tower: "" for a model of one stack, else such as "encoder", "decoder", "vision".
-        name: where the weights are, a path of a tensor or of a module.
-        flags: "zero" (a zero matrix, whose scores are 0), "not square", and what the reader of the model remarked.
-        width: of the vectors that the matrix compares, on which the scores of chance depend; 0 if not known.
+        outlier_rows: number of rows with a norm above the threshold of directionality.
+        outlier_columns: number of such columns.
+        tower: "" for a model of one stack, otherwise a name such as "encoder", "decoder", "vision".
+        name: the path of the tensor or module that holds the weights.
+        flags: "zero" (a zero matrix, whose scores are 0), "not square", and remarks from reading the model.
+        width: the width of the compared vectors, on which chance-level scores depend; 0 if unknown.
     """
 
     layer: int
@@ -78,15 +78,15 @@ def rows_of(place: Place, scores: Scores, width: int) -> list[MatrixScores]:
 class GeometryScores(Result):
     """Symmetry and directionality of every layer, and of every head, of a model.
 
-    M = W_q^T W_k has the query's side in its rows and the key's in its columns. Biases, rotary position embeddings,
-    layer-norm gains and 1/sqrt(head_dim) have no part in it.
+    M = W_q^T W_k has the query's side in its rows and the key's in its columns. It contains no biases, rotary position
+    embeddings, layer-norm gains and 1/sqrt(head_dim).
 
     Attributes:
-        model: what was scored.
-        matrices: their scores, in the order of the layers, the full matrix of a layer before its heads.
+        model: name of the scored model.
+        matrices: the scores of its matrices, in the order of the layers, the full matrix of a layer before its heads.
         gamma: threshold of directionality, in standard deviations above the mean.
-        mode: reading of directionality, "excess" or "norm".
-        notes: what a reader should know, such as projections that were found by their shapes alone.
+        mode: definition of directionality, "excess" or "norm".
+        notes: remarks for readers, such as projections that were found by their shapes alone.
     """
 
     model: str
@@ -103,7 +103,7 @@ class GeometryScores(Result):
 
     @cached_property
     def summaries(self) -> tuple[Summary, ...]:
-        """Median and quartiles, for each tower and kind: of the full matrices, then of the heads."""
+        """The median and quartiles for each tower and kind: of the full matrices, then of the heads."""
         groups: dict[tuple[str, Kind, Matrix], list[MatrixScores]] = {}
         for row in self.matrices:
             groups.setdefault((row.tower, row.kind, "all" if row.head == "all" else "head"), []).append(row)
@@ -120,9 +120,9 @@ class GeometryScores(Result):
         )
 
     def compare(self) -> tuple[Comparison, ...]:
-        """Each published median of the same model beside ours, with the reason where they must differ.
+        """Compare each published record of the model with our scores, with reasons if they must differ.
 
-        Empty where the model is not in the published table (`attnflow.geometry.published`).
+        The result is empty if the model is not in the published table (`attnflow.geometry.published`).
         """
         comparisons: list[Comparison] = []
         for record in published_of(self.model):
@@ -131,9 +131,9 @@ class GeometryScores(Result):
             ours = fitting[0] if len(fitting) == 1 else None
             reasons = [f"the published record is wrong: {record.fault}"] if record.fault else []
             if ours is None:
-                reasons.append("this part of the model was not scored here")
+                reasons.append("this part of the model was not scored")
             elif ours.count != record.num_layers:
-                reasons.append(f"the published record has {record.num_layers} layers, the model here {ours.count}")
+                reasons.append(f"the published record has {record.num_layers} layers, but this model has {ours.count}")
             if (self.gamma, self.mode) != (2.0, "excess"):
                 said = f"{self.gamma:g}, {self.mode}"
                 reasons.append(f"directionality was published with gamma 2 and mode excess, not {said}")
@@ -145,9 +145,11 @@ class GeometryScores(Result):
         return [{"model": self.model, **asdict(one), "flags": ";".join(one.flags)} for one in self.matrices]
 
     def __repr__(self) -> str:
-        lines = [f"GeometryScores({self.model!r}: {len(self.matrices)} matrices; gamma {self.gamma:g}, {self.mode})"]
+        lines = [
+            f"GeometryScores({self.model!r}: {len(self.matrices)} matrices; gamma {self.gamma:g}, mode {self.mode})"
+        ]
         for s in self.summaries:
             of = f"{s.count} layers" if s.matrix == "all" else f"{s.count} heads"
             flagged = f", {s.flagged} flagged" if s.flagged else ""
             lines.append(f"  {s.what}, {of}: symmetry {s.symmetry}, directionality {s.directionality}{flagged}")
-        return "\n".join([*lines, f"  ignored: {IGNORED}", *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([*lines, f"  not included: {IGNORED}", *(f"  note: {note}" for note in self.notes)])

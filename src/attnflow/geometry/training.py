@@ -1,4 +1,4 @@
-"""What trains models towards symmetric or skew-symmetric forms M = W_q^T W_k: a term for the loss, initial weights."""
+"""A penalty and initialisations that train models towards symmetric or skew-symmetric forms M = W_q^T W_k."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ _found: Final[WeakKeyDictionary[nn.Module, tuple[int, list[AttentionLayer]]]] = 
 
 
 def penalty(model: nn.Module | Loaded, target: Target = "symmetric", per_head: bool = False) -> Float[Tensor, ""]:
-    """How far the self-attention of a model is from symmetric, or skew-symmetric, summed over its layers.
+    """Measure how far a model's self-attention is from symmetric or skew-symmetric, summed over its layers.
 
     `sum_l (1 - S_l)` towards symmetric and `sum_l (1 + S_l)` towards skew (geometry, eq. S147 and S148), to be added to
     the loss with a factor of your choice. Differentiable in the weights of queries and keys; no d x d matrix of a head
     is formed. S does not depend on the scale of the weights, so the gradient turns them and never shrinks them.
 
     Args:
-        model: any model that `score` reads, compiled or wrapped for several devices too. Frozen parts add a constant.
-        target: where to.
-        per_head: S_l is the mean over the heads' own symmetries rather than the symmetry of their sum, as in the paper.
+        model: any model that `score` reads, even if compiled or wrapped for several devices. Frozen parts add a
+            constant.
+        target: "symmetric" or "skew".
+        per_head: make S_l the mean of the heads' symmetries, as in the paper, instead of the symmetry of their sum.
 
     Returns:
         A 0-d tensor in [0, 2 * layers], float32 at least, on the device of the first layer. A layer whose form is zero
         adds 1, without gradient.
 
     Raises:
-        UnsupportedArchitecture: the model has no self-attention that is known.
-        ValueError: there is no such target.
+        UnsupportedArchitecture: the model has no known self-attention.
+        ValueError: the target is unknown.
 
     Cost: a layer takes 3 * head_dim^2 * d multiplications a head with `per_head`, otherwise at most d^2 times the rows
     of its key weights; twice that backwards; the same for every batch size.
@@ -73,28 +74,26 @@ def init_symmetric_(
 ) -> None:
     """Give every self-attention of a model a symmetric bilinear form, S = +1, in place.
 
-    Exact but for the rounding of the weights to their dtype: 1 - S is below 1e-6 in float32 and 1e-5 in bfloat16.
+    It is exact up to rounding of the weights: 1 - S is below 1e-6 in float32 and 1e-5 in bfloat16.
 
     With as many key heads as query heads `W_k := c W_q` (geometry, sec. S2.1, with c = 1), so that every head's
     `M_h = c W_q,h^T W_q,h` is symmetric and positive semi-definite, and so is their sum.
 
-    Query heads that share a key head (GQA) cannot keep weights of their own: where W_k has full rank, M_h is symmetric
-    if and only if `W_q,h = B_h W_k` with B_h symmetric. (The rows of M_h lie in the row space of W_k; if M_h = M_h^T so
-    do its columns, hence M_h = W_k^T B_h W_k with B_h symmetric, where W_k cancels on the right.) So `per_head` writes
-    the queries, with random positive semi-definite B_h. Without it W_k := c sum_h W_q,h makes the full form alone
-    symmetric and leaves the n queries of a group independent; each head then has a symmetry of about
-    (1 + head_dim/d) / (n + head_dim/d).
+    Query heads that share a key head (GQA) cannot keep their weights: if W_k has full rank, M_h is symmetric if and
+    only if `W_q,h = B_h W_k` with B_h symmetric. (The rows of M_h lie in the row space of W_k. If M_h = M_h^T, so do
+    its columns, hence M_h = W_k^T B_h W_k, where W_k cancels on the right.) So `per_head` writes the queries, with
+    random positive semi-definite B_h. Without it, W_k := c sum_h W_q,h makes only the full form symmetric, and the n
+    queries of a group stay independent. Each head then has a symmetry of about (1 + head_dim/d) / (n + head_dim/d).
 
-    Biases, rotations of positions and norms of queries and keys are as they were; what they add is not symmetric.
+    Biases, rotary embeddings and norms of queries and keys stay unchanged; their contribution is not symmetric.
 
     Args:
         model: any model that `score` reads; weights of any dtype, frozen or not, separate or fused.
-        scale: "matched", both projections keep the root mean square that their entries have now, so that a model just
-            built keeps the scale of its own initialisation; "paper", what the model has is replaced first by the
-            default of `nn.Linear`, uniform in +-1/sqrt(d), as in the paper's runs: larger than BERT's own, by which
-            their comparison is confounded.
-        per_head: symmetric in every head, which makes it symmetric in full, rather than in full only. The two differ
-            under GQA alone.
+        scale: "matched" keeps the present root mean square of both projections, so a new model keeps the scale of its
+            initialisation. "paper" first replaces the weights by the default of `nn.Linear`, uniform in +-1/sqrt(d), as
+            in the paper's runs. That is larger than BERT's scale, which confounds their comparison.
+        per_head: make every head symmetric, and so the full form, instead of only the full form. They differ only under
+            GQA.
         generator: source of the random numbers.
 
     Raises:
@@ -144,13 +143,11 @@ def _initialise(
     for layer in layers:  # before anything is written
         if not isinstance(layer.query_rows, Selected) or not isinstance(layer.key_rows, Selected):
             raise UnsupportedArchitecture(
-                f"{layer.name} has queries or keys that are products of several weights (latent attention), so that "
-                "there is no one way to write them; leave such models as they are, and use penalty"
+                f"{layer.name} has queries or keys that are products of several weights (latent attention), which "
+                "cannot be written uniquely: use af.geometry.penalty for such models"
             )
         if sign < 0 and layer.query_rows.same(layer.key_rows):
-            raise UnsupportedArchitecture(
-                f"{layer.name} has one weight for queries and keys, so that its form is symmetric"
-            )
+            raise UnsupportedArchitecture(f"{layer.name} has one weight for queries and keys, so it is symmetric")
         if sign < 0 and layer.head_dim == 1:
             raise UnsupportedArchitecture(f"{layer.name} has heads of width 1: their only skew-symmetric form is zero")
     with torch.no_grad():
@@ -177,7 +174,7 @@ def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
     size, wanted = (tensor.square().mean().sqrt() for tensor in (weight, like))
     if not bool(size * wanted > 0):  # NaN is no scale either
         raise ValueError(
-            f"{name}: weights are zero or not numbers, so that there is no scale to give to the {what} weights; "
+            f"{name}: weights are zero or NaN and give no scale for the {what} weights: "
             'initialise the model first, or pass scale="paper"'
         )
     return weight * (wanted / size)

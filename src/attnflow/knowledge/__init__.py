@@ -1,9 +1,9 @@
-"""From which store a model reads: feed-forward layers as cross-attention to an explicit knowledge base.
+"""Feed-forward layers as cross-attention to an explicit knowledge base that can be searched, traced and edited.
 
-The function itself is in `attention`, its entries are in `base`, `layered` has the layers that read them, `conditions`
-says when feed-forward layers are of this form; `reader` reads all entries or the best ones (`retrieval`) of a `source`;
-`store/` keeps and searches entries, `certificate` says what a search promises; `provenance` holds what fired, `usage`
-and `duplication` say how a base is used. What needs a transformers model is in `hf/`, and reachable from here.
+`attention` is the function itself, `base` its entries, `layered` the layers that read them. `conditions` says when
+feed-forward layers have this form. `reader` reads all entries of a `source`, or the best (`retrieval`). `store/` keeps
+and searches entries. `provenance` holds what fired; `usage` and `duplication` say how a base is used. Code that needs
+a transformers model is in `hf/`, and reachable from here.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Generalized cross-attention from a layer's tokens to the knowledge base: activations, orders of evaluation."""
+"""Generalized cross-attention from a layer's tokens to the knowledge base: its activations and evaluation orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 from attnflow._core.checks import integer
 
 THRESHOLDS: Final = ("mlp", "coordinate")
-CONSTANT: Final = "constant"  # a threshold that belongs to no entry: not one of a modular model
+CONSTANT: Final = "constant"  # a threshold that does not depend on entries; modular models have none
 ORDERS: Final = ("query_side", "folded", "naive")
 HIDDEN: Final = 64  # width of the threshold network
 _CACHED: Final = 1 << 20  # bytes of entries in a block: what a core's L2 cache holds
@@ -26,11 +26,11 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens entries"]:
-    """The point of the probability simplex that is nearest to the scores (Martins and Astudillo, 2016).
+    """Project the scores onto the probability simplex (Martins and Astudillo, 2016).
 
-    weights = max(score - tau, 0) with tau such that they sum to 1; exact zeros for all but the highest scores.
+    weights = max(score - tau, 0), with tau such that they sum to 1; all but the highest scores get exactly 0.
 
-    The last dimension is normalised. Gradients flow to the entries with weight.
+    The last dimension is normalised. Gradients flow to the entries with a weight above 0.
 
     Cost: a sort, O(entries log entries) for each token.
 
@@ -51,10 +51,10 @@ def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*token
 
 
 def softmax_one(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens entries"]:
-    """exp(s_i) / (1 + sum of exp(s_j)): a softmax beside one more entry of score 0, which says nothing.
+    """exp(s_i) / (1 + sum of exp(s_j)): a softmax with one more entry of score 0 and value 0.
 
-    Where all scores are far below 0 the weights sum to nearly 0: what is absent adds nothing (Miller, "Attention is off
-    by one", 2023).
+    Where all scores are far below 0, the weights sum to nearly 0: an entry that does not match adds nothing (Miller,
+    "Attention is off by one", 2023).
 
     >>> softmax_one(torch.tensor([0.0, 0.0]))
     tensor([0.3333, 0.3333])
@@ -72,7 +72,7 @@ ACTIVATIONS: Final = MappingProxyType(
 
 
 def named(name: str | Activation) -> Activation:
-    """Return the activation of this name, or the function itself; a ValueError for an unknown name."""
+    """Return the activation of this name, or the function itself; an unknown name raises `ValueError`."""
     if callable(name):
         return name
     if name not in ACTIVATIONS:
@@ -81,7 +81,7 @@ def named(name: str | Activation) -> Activation:
 
 
 class ThresholdHidden(nn.Linear):
-    """First layer of the threshold network; a type of its own, so that any model initialises it as `nn.Linear`."""
+    """First layer of the threshold network; a separate type, so that any model initialises it as `nn.Linear`."""
 
 
 class ThresholdOut(nn.Linear):
@@ -99,14 +99,14 @@ class ThresholdOut(nn.Linear):
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """Generalized cross-attention with its entries multiplied in: a feed-forward layer of width heads * entries.
+    """Generalized cross-attention folded with its entries into a feed-forward layer of width heads * entries.
 
-    FFN(h) = act(h W_1 + b_1) W_2 + b_2 with W_1 = W_Q W_K^T E^T / sqrt(d_k), b_1 = B1(E), W_2 = E W_V (knowledge,
-    eq. 21); gated: (act(h W_g + b_g) * (h W_u + b_u)) W_2 + b_2. Exact, and stale once E or a projection changes.
+    FFN(h) = act(h W_1 + b_1) W_2 + b_2 (knowledge, eq. 21). Here W_1 = W_Q W_K^T E^T / sqrt(d_k), b_1 = B1(E) and W_2 =
+    E W_V. Gated: (act(h W_g + b_g) * (h W_u + b_u)) W_2 + b_2. Exact, but stale once E or a projection changes.
     """
 
     scores: Float[Tensor, "parts heads model_dim entries"]  # W_1 for each part (one, or gate and up)
-    thresholds: Float[Tensor, "parts heads entries"]  # b_1 likewise
+    thresholds: Float[Tensor, "parts heads entries"]  # b_1 for each part
     values: Float[Tensor, "heads entries model_dim"]  # W_2
     output_bias: Float[Tensor, " model_dim"] | None  # b_2, or None
     activation: Activation  # applied to scores
@@ -121,32 +121,32 @@ class Folded:
 class GeneralizedCrossAttention(nn.Module):
     """C = act(Q K^T / sqrt(d_k) + B1(E)) V + b2 with Q = H W_Q, K = E W_K, V = E W_V (knowledge, eq. 1-9).
 
-    Heads are summed, not concatenated: each reads all of E with projections of its own. A gated layer (ours: gated
-    feed-forward networks are not of the paper's form) has two keys for each entry, (act(Q K_g^T / sqrt(d_k) + B_g) *
-    (Q K_u^T / sqrt(d_k) + B_u)) V + b2.
+    Heads are summed, not concatenated: each reads all of E with its own projections. A gated layer has two keys for
+    each entry: (act(Q K_g^T / sqrt(d_k) + B_g) * (Q K_u^T / sqrt(d_k) + B_u)) V + b2. It is our extension: gated
+    feed-forward networks do not have the paper's form.
 
-    The three orders of evaluation are the same function:
+    The three orders of evaluation compute the same function:
 
-    - `naive`: K and V for all entries first. O(entries * d_E * (d_k + d) + tokens * entries * (d_k + d)).
-    - `folded`: as a feed-forward layer, `fold(entries)(hidden)`; pays for folding on every call, so fold once instead
-      where E and the projections stand still. Holds a copy of K and V for this layer.
-    - `query_side`: the query goes to the entries, score = (H W_Q W_K^T / sqrt(d_k)) . e + b1 and output =
-      (A E) W_V + b2. O(tokens * entries * d_E); one E serves all layers, and a changed entry is a changed row. Without
-      gradients, in blocks that fit the cache: memory O(tokens * d_E) beside E.
+    - `naive`: first K and V for all entries. O(entries * d_E * (d_k + d) + tokens * entries * (d_k + d)).
+    - `folded`: as a feed-forward layer, `fold(entries)(hidden)`. It folds on every call; call `fold` once instead where
+      E and the projections do not change. It holds a copy of K and V for this layer.
+    - `query_side`: the query is mapped to the entries' space, score = (H W_Q W_K^T / sqrt(d_k)) . e + b1 and output =
+      (A E) W_V + b2. O(tokens * entries * d_E). One E serves all layers, and editing an entry changes one row. Without
+      gradients it runs in blocks that fit the cache, with memory O(tokens * d_E) beside E.
 
     Args:
         model_dim: d, width of the tokens.
         key_dim: d_k, width of a head's queries and keys.
         entry_dim: d_E, width of an entry.
-        num_heads: heads.
+        num_heads: number of heads.
         activation: "relu", "gelu", "silu", "sparsemax", or a function of scores [..., entries].
-        gated: two keys for each entry.
+        gated: whether each entry has two keys.
         threshold: B1(E): "mlp" (a small network on the entry), "coordinate" (the entry's last coordinate, or last two
             if gated: gate then up), "constant" (one parameter for each head, the same for all entries).
-        bias: whether there is b2.
+        bias: whether to add b2.
 
     Raises:
-        ValueError: sizes or names out of range.
+        ValueError: a size or a name is not allowed.
 
     >>> layer = GeneralizedCrossAttention(model_dim=8, key_dim=4, entry_dim=6)
     >>> layer(torch.zeros(2, 3, 8), torch.zeros(5, 6)).shape
@@ -175,7 +175,7 @@ class GeneralizedCrossAttention(nn.Module):
         if threshold not in allowed:
             raise ValueError(f"threshold must be one of {', '.join(map(repr, allowed))}, got {threshold!r}")
         if threshold == "coordinate" and entry_dim < self.parts:
-            raise ValueError(f"threshold='coordinate' needs entries of width {self.parts} or more, got {entry_dim}")
+            raise ValueError(f"threshold='coordinate' needs an entry_dim of at least {self.parts}, got {entry_dim}")
         self.threshold = threshold
         heads = self.num_heads
         self.query = nn.Parameter(torch.empty(heads, model_dim, key_dim))
@@ -237,7 +237,7 @@ class GeneralizedCrossAttention(nn.Module):
         entries: Float[Tensor, "entries entry_dim"],
         order: str = "query_side",
     ) -> Float[Tensor, "*tokens model_dim"]:
-        """What the entries E add to each token; a ValueError for widths that do not fit, or an unknown order."""
+        """Return what the entries E add to each token; wrong widths or an unknown order raise `ValueError`."""
         self.check(hidden, entries)
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")
@@ -272,7 +272,7 @@ class GeneralizedCrossAttention(nn.Module):
         return self.write(weights @ entries)
 
     def write(self, read: Float[Tensor, "*tokens heads entry_dim"]) -> Float[Tensor, "*tokens model_dim"]:
-        """Map sums of weighted entries, one for each head, to what the tokens get: times W_V, plus b2."""
+        """Map sums of weighted entries, one for each head, to the layer's output: times W_V, plus b2."""
         return _plus(torch.einsum("...he,hed->...d", read, self.value), self.output_bias)
 
     def read_all(
@@ -282,7 +282,11 @@ class GeneralizedCrossAttention(nn.Module):
         thresholds: Float[Tensor, "parts heads entries"],
     ) -> Float[Tensor, "*tokens model_dim"]:
         """Return the layer's output from all entries with the given thresholds, in the "query_side" order."""
-        alone = self.activation in (functional.relu, functional.gelu, functional.silu)  # each weight of its own score
+        alone = self.activation in (
+            functional.relu,
+            functional.gelu,
+            functional.silu,
+        )  # a weight depends on its own score only
         if alone and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return self.write(self._read_in_blocks(hidden, entries, thresholds))
         return self.read(weigh(self.score(hidden, entries, thresholds), self.activation), entries)
@@ -300,7 +304,7 @@ class GeneralizedCrossAttention(nn.Module):
         return read.view(queries.shape[1:])
 
     def check(self, hidden: Float[Tensor, "..."] | None, entries: Float[Tensor, "..."] | None = None) -> None:
-        """Raise a ValueError for tokens or entries that do not fit this layer."""
+        """Raise `ValueError` for tokens or entries that do not fit this layer."""
         if hidden is not None and (hidden.ndim == 0 or hidden.shape[-1] != self.model_dim):
             raise ValueError(f"hidden must have width {self.model_dim}, got shape {tuple(hidden.shape)}")
         if entries is not None and (entries.ndim != 2 or entries.shape[1] != self.entry_dim):

@@ -1,4 +1,4 @@
-"""The knowledge base: one matrix of entries that all layers read, or that holds the neurons of each layer."""
+"""The knowledge base: one matrix of entries, read by all layers or holding the neurons of each layer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class KnowledgeBase(nn.Module):
         entries: E, [num_entries, entry_dim].
 
     Args:
-        num_entries: rows.
-        entry_dim: columns.
+        num_entries: number of rows.
+        entry_dim: number of columns.
 
     >>> KnowledgeBase(4, 8)
     KnowledgeBase(num_entries=4, entry_dim=8)
@@ -56,16 +56,16 @@ class KnowledgeBase(nn.Module):
         return self.entries
 
     def extra_repr(self) -> str:
-        """Its sizes, for printing."""
+        """The sizes, for printing."""
         return f"num_entries={self.num_entries}, entry_dim={self.entry_dim}"
 
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """The columns in which an entry holds the parts of a feed-forward neuron.
+    """The columns of an entry that hold each part of a feed-forward neuron.
 
-    Plain: [w_up | w_down | b_up], d_E = 2d + 1. Gated: [w_gate | w_up | w_down | b_gate | b_up], d_E = 3d + 2.
-    Where layers of several widths share a base, narrower ones have zeros before the thresholds.
+    Plain: [w_up | w_down | b_up], d_E = 2d + 1. Gated: [w_gate | w_up | w_down | b_gate | b_up], d_E = 3d + 2. Where
+    layers of several widths share a base, narrower layers have zeros before the thresholds.
     """
 
     model_dim: int  # d
@@ -88,7 +88,7 @@ class EntryLayout:
 
     @property
     def value(self) -> slice:
-        """Columns of the value, what the entry writes into the residual stream."""
+        """Columns of the value, which the entry adds to the residual stream."""
         return self._block(len(self.parts))
 
     def threshold(self, part: str) -> int:
@@ -105,16 +105,16 @@ class EntryLayout:
 
 
 class LayeredKnowledge(KnowledgeBase):
-    """The neurons of all feed-forward layers as rows of one matrix, ordered by layer; each row has an id that stays.
+    """The neurons of all feed-forward layers as rows of one matrix, ordered by layer; each row has a permanent id.
 
-    A layer of experts has the entries of all its experts, ordered by expert: a token reads those of the experts that
-    the model's router chooses, with their weights times the router's.
+    A layer of experts has the entries of all its experts, ordered by expert. A token reads the entries of the experts
+    that the model's router chooses, with their weights times the router's.
 
     Attributes:
-        layouts: columns of the entries of each layer.
-        ids: id of each row, int64[num_entries].
-        counts: rows of each layer, int64[layers].
-        experts: the expert that each row belongs to, -1 in layers without, int64[num_entries]; None without any.
+        layouts: the column layout of each layer's entries.
+        ids: the id of each row, int64[num_entries].
+        counts: the number of rows of each layer, int64[layers].
+        experts: the expert of each row, int64[num_entries], -1 in layers without experts; None if no layer has any.
     """
 
     ids: Tensor
@@ -127,7 +127,7 @@ class LayeredKnowledge(KnowledgeBase):
         counts: Sequence[int | Sequence[int]],
         layouts: EntryLayout | Sequence[EntryLayout],
     ) -> None:
-        """`counts`: of each layer the number of its rows, or one for each of its experts."""
+        """`counts`: for each layer the number of its rows, or a number for each of its experts."""
         nn.Module.__init__(self)
         self.layouts = (layouts,) * len(counts) if isinstance(layouts, EntryLayout) else tuple(layouts)
         self._next_id = 0
@@ -151,9 +151,9 @@ class LayeredKnowledge(KnowledgeBase):
 
     @property
     def layout(self) -> EntryLayout:
-        """Columns of an entry; a ValueError if layers differ."""
+        """The column layout of entries; layers with different layouts raise `ValueError`."""
         if len(set(self.layouts)) > 1:
-            raise ValueError("layers differ in their layout: read .layouts[layer]")
+            raise ValueError("the layers have different layouts: read .layouts[layer]")
         return self.layouts[0]
 
     def num_experts(self, layer: int) -> int:
@@ -165,41 +165,41 @@ class LayeredKnowledge(KnowledgeBase):
         return self._rows[layer] if expert is None else self._expert_rows[layer][expert]
 
     def layer_of(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> list[int]:
-        """Return the layer of each id; a KeyError for an unknown one."""
+        """Return the layer of each id; an unknown id raises `KeyError`."""
         ends = self.counts.cumsum(0)
         return cast("list[int]", torch.searchsorted(ends, self._find(ids), right=True).tolist())
 
     def expert_of(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> list[int | None]:
-        """Return the expert of each id, None in layers without experts; a KeyError for an unknown id."""
+        """Return the expert of each id, None in layers without experts; an unknown id raises `KeyError`."""
         rows = self._find(ids)
         if self.experts is None:
             return [None] * len(rows)
         return [None if expert < 0 else expert for expert in cast("list[int]", self.experts[rows].tolist())]
 
     def get(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> Float[Tensor, "ids entry_dim"]:
-        """Return a copy of the entries with these ids; a KeyError for an unknown one."""
+        """Return a copy of the entries with these ids; an unknown id raises `KeyError`."""
         return self.entries.detach()[self._find(ids)]
 
     def insert(
         self, layer: int, entries: Float[Tensor, "new entry_dim"], *, expert: int | None = None
     ) -> Int[Tensor, " new"]:
-        """Append entries to a layer; returns their new ids. The parameter is a new one: make optimisers anew.
+        """Append entries to a layer and return their new ids. The parameter is replaced: create optimisers anew.
 
         Args:
             layer: number of the layer.
             entries: rows.
-            expert: of a layer of experts, and of no other: the one that reads them.
+            expert: the expert that reads them; only for a layer of experts, and required there.
 
         Raises:
-            ValueError: a layer or an expert that does not exist, another width, NaN or infinity. The base is as it was.
+            ValueError: no such layer or expert, a wrong width, NaN or infinity. The base stays unchanged.
         """
         number = self.num_experts(integer("layer", layer, 0, self.num_layers - 1))
         if number and expert is None:
-            raise ValueError(f"layer {layer} has {number} experts: which one reads it, 0 to {number - 1}?")
+            raise ValueError(f"layer {layer} has {number} experts: pass expert=0 to {number - 1}, the reader")
         if number:
             integer("expert", expert, 0, number - 1)
         elif expert is not None:
-            raise ValueError(f"layer {layer} has no experts to choose from: leave the expert out, got {expert}")
+            raise ValueError(f"layer {layer} has no experts, got expert={expert}: leave it out")
         self._check(entries, [layer] * len(entries))
         where, old, counts = self.rows(layer, expert).stop, self.entries.detach(), self.counts.clone()
         ids = torch.arange(len(entries), device=self.ids.device) + self._next_id
@@ -216,34 +216,34 @@ class LayeredKnowledge(KnowledgeBase):
         """Overwrite entries in place.
 
         Raises:
-            KeyError, ValueError: an id that is not there; another shape, NaN or infinity. The base is as it was.
+            KeyError, ValueError: an unknown id; a wrong shape, NaN or infinity. The base stays unchanged.
         """
         rows = self._find(ids)
         if len(entries) != len(rows):
-            raise ValueError(f"{len(rows)} ids were given {len(entries)} entries")
+            raise ValueError(f"expected an entry for each of the {len(rows)} ids, got {len(entries)} entries")
         self._check(entries, self.layer_of(ids))
         with torch.no_grad():
             self.entries[rows] = entries.to(self.entries)
 
     def delete(self, ids: Int[Tensor, " ids"] | Sequence[int]) -> None:
-        """Remove entries; each layer keeps at least one, an expert may keep none.
+        """Remove entries; each layer must keep at least one, but an expert may lose all of its entries.
 
-        The parameter is a new one: make optimisers anew.
+        The parameter is replaced: create optimisers anew.
 
         Raises:
-            KeyError, ValueError: an id that is not there; a layer would be left empty. The base is as it was.
+            KeyError, ValueError: an unknown id; a layer would be left empty. The base stays unchanged.
         """
         rows = self._find(ids)
         keep = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
         keep[rows] = False
         counts = torch.stack([keep[self.rows(layer)].sum() for layer in range(self.num_layers)])
         if bool((counts == 0).any()):
-            raise ValueError(f"layer {int((counts == 0).nonzero()[0])} would be left without entries")
+            raise ValueError(f"layer {int((counts == 0).nonzero()[0])} would be left without entries: keep one")
         tags = None if self.experts is None else self.experts[keep]
         self.put(self.entries.detach()[keep], self.ids[keep], counts, tags)
 
     def put(self, entries: Tensor, ids: Tensor, counts: Tensor, experts: Tensor | None = None) -> None:
-        """Replace all entries, given by layer and expert, with a new parameter unless `entries` is one."""
+        """Replace all entries, ordered by layer and expert; `entries` becomes a new parameter unless it is one."""
         if not isinstance(entries, nn.Parameter):
             entries = nn.Parameter(entries, requires_grad=self.entries.requires_grad)
         self.entries, self.ids, self.counts, self.experts = entries, ids, counts, experts
@@ -257,16 +257,16 @@ class LayeredKnowledge(KnowledgeBase):
     def attention(
         self, layer: int, activation: str | Activation, output_bias: Float[Tensor, " model_dim"] | None = None
     ) -> GeneralizedCrossAttention:
-        """A layer as the paper's cross-attention (eq. 1-9): `attention(hidden, base.entries[base.rows(layer)])`.
+        """Express a layer as the paper's cross-attention (eq. 1-9): `attention(hidden,
+        base.entries[base.rows(layer)])`.
 
-        W_Q is sqrt(d_k) times the identity, W_K and W_V are the zeros and ones that select the keys and the value of an
-        entry, and B1 reads its last coordinates. The same function as the model's own code on the same rows, which
-        slices them instead of multiplying by these matrices; equal to rounding. For the rows of one expert it is what
-        that expert writes, before the weight that the router gives it.
+        W_Q is sqrt(d_k) times the identity. W_K and W_V consist of zeros and ones that select an entry's keys and
+        value, and B1 reads its last coordinates. The model's own code computes the same function up to rounding, by
+        slicing the rows. For the rows of one expert it is that expert's output before the router's weight.
 
         Args:
             layer: number of the layer.
-            activation: of the layer: "relu", "gelu", "silu", or a function of scores [..., entries].
+            activation: the layer's: "relu", "gelu", "silu", or a function of scores [..., entries].
             output_bias: b2, if the layer has one (`EntryValues.bias`).
         """
         integer("layer", layer, 0, self.num_layers - 1)
@@ -306,7 +306,8 @@ class LayeredKnowledge(KnowledgeBase):
             unread = self.layouts[layer].unread
             if bool(entries[torch.tensor(layers) == layer, unread].any()):
                 raise ValueError(
-                    f"columns {unread.start} to {unread.stop - 1} of layer {layer} are read by nobody and must be 0"
+                    f"layer {layer} does not read columns {unread.start} to {unread.stop - 1} of its entries: set them "
+                    "to 0"
                 )
 
 

@@ -1,4 +1,4 @@
-"""When the weights of a feed-forward layer are those of generalized cross-attention, for given widths."""
+"""When a feed-forward layer's weights can be written as generalized cross-attention of given widths."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class Conditions:
 
     key_rank: int  # rank(W_1), or rank([W_gate | W_up]), which d_k must reach
     entry_rank: int  # rank([W_1^T | W_2]), or rank([W_gate^T | W_up^T | W_2]): coordinates for keys and values
-    threshold_rank: int  # coordinates more that thresholds need, at most one for each key
-    key_dim: int  # d_k asked for
-    entry_dim: int  # d_E asked for
+    threshold_rank: int  # further coordinates for thresholds, at most one for each key
+    key_dim: int  # the requested d_k
+    entry_dim: int  # the requested d_E
     gated: bool  # whether the layer has a gate
     # relative Frobenius error of keys and values at the best entries that leave room for the thresholds
     residual: float
 
     @property
     def ok(self) -> bool:
-        """Whether these weights can be written exactly; if not, the same function may still have weights that can."""
+        """Whether these weights can be written exactly; if not, other weights of the same function still may."""
         return self.key_rank <= self.key_dim and self.entry_rank + self.threshold_rank <= self.entry_dim
 
     def __str__(self) -> str:
         if self.ok:
             return (
-                f"exact: rank {self.key_rank} <= d_k {self.key_dim}, "
-                f"{self.entry_rank} + {self.threshold_rank} <= d_E {self.entry_dim}"
+                f"exact: keys need {self.key_rank} of d_k = {self.key_dim} coordinates, "
+                f"entries {self.entry_rank} + {self.threshold_rank} of d_E = {self.entry_dim}"
             )
         more = ["", ", and thresholds need one more coordinate", ", and thresholds need two more"][self.threshold_rank]
         reasons: list[str] = []
@@ -55,24 +55,24 @@ def conditions(
     gate: Float[Tensor, "model_dim entries"] | None = None,
     gate_thresholds: Float[Tensor, " entries"] | None = None,
 ) -> Conditions:
-    """Whether the weights of act(h W_1 + b_1) W_2 are those of cross-attention of given widths (knowledge, sec. 5).
+    """Check whether the weights of act(h W_1 + b_1) W_2 fit cross-attention of given widths (knowledge, sec. 5).
 
-    Entry i folds into neuron i, with the same key, threshold and value; B1 is affine in the entry, as "coordinate" and
-    "mlp" thresholds can be. That is possible if and only if rank(W_1) <= d_k, and d_E reaches rank([W_1^T | W_2]) plus
-    the coordinates that b_1 needs of its own. It needs none where it lies in the span of the columns of [W_1^T | W_2]
-    and of the constant, as without biases; else one. (Another B1 can do without it wherever neurons with equal rows
-    have equal thresholds.) A gated layer, our extension with two keys and one query, needs the same of
-    [W_gate | W_up], [W_gate^T | W_up^T | W_2] and both thresholds; then `first` and `thresholds` are W_up and b_up.
+    Entry i folds into neuron i, with the same key, threshold and value. B1 is affine in the entry, as "coordinate" and
+    "mlp" thresholds can be. This is possible if and only if rank(W_1) <= d_k and rank([W_1^T | W_2]) <= d_E, less a
+    coordinate if b_1 needs one. It needs none if it lies in the span of the columns of [W_1^T | W_2] and of the
+    constant, as without biases. (Another B1 does not need it wherever neurons with equal rows have equal thresholds.) A
+    gated layer, our extension with two keys and one query, needs the same of [W_gate | W_up], [W_gate^T | W_up^T | W_2]
+    and both thresholds; then `first` and `thresholds` are W_up and b_up.
 
-    This speaks of the weights, not of the function, which other weights may have, too: a ReLU neuron stays the same
-    where (w, b, v) become (c w, c b, v / c) with c > 0, and the ranks may fall.
+    This holds for the given weights, not for the function. Other weights may compute the same function at lower ranks:
+    a ReLU neuron does not change if (w, b, v) become (c w, c b, v / c) with c > 0.
 
     Cost: a singular value decomposition of entries x 2 model_dim (gated: 3 model_dim), in float64.
 
     >>> _ = torch.manual_seed(0)
     >>> first, second = torch.randn(4, 16), torch.randn(16, 4)
     >>> print(conditions(first, second, key_dim=4, entry_dim=8))
-    exact: rank 4 <= d_k 4, 8 + 0 <= d_E 8
+    exact: keys need 4 of d_k = 4 coordinates, entries 8 + 0 of d_E = 8
     """
     keys = [first] if gate is None else [gate, first]
     joined = torch.cat([*(key.T for key in keys), second], dim=1)

@@ -1,4 +1,4 @@
-"""Entries that say the same: pairs with a high cosine, found block by block, as groups."""
+"""Finds near-duplicate entries: groups of entries that pairs with a high cosine connect."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _COLUMNS: Final = 1 << 13  # with so many others
 
 @dataclass(frozen=True)
 class Duplicates(Result):
-    """Groups of entries that say the same."""
+    """Groups of near-duplicate entries."""
 
-    threshold: float  # cosine from which two entries are a pair
-    total: int  # entries that were compared
-    pairs: int  # how many pairs there are
-    # ids that pairs connect, the largest group first; within a group, two may be less alike than a pair
+    threshold: float  # the least cosine of a pair
+    total: int  # the number of entries compared
+    pairs: int  # the number of pairs
+    # ids connected by pairs, the largest group first; two entries of a group need not be a pair themselves
     groups: tuple[tuple[int, ...], ...]
     zeros: int  # entries of length 0, which have no direction and are in no group
 
     @property
     def surplus(self) -> int:
-        """Entries that could go if one of each group stayed."""
+        """The number of entries that could be deleted if each group kept one."""
         return sum(len(group) - 1 for group in self.groups)
 
     @property
     def ok(self) -> bool:
-        """Whether no two entries say the same."""
+        """Whether no two entries are near-duplicates."""
         return not self.groups
 
     def rows(self) -> Sequence[Mapping[str, object]]:
@@ -52,10 +52,10 @@ class Duplicates(Result):
         return [{"group": number, "id": key} for number, group in enumerate(self.groups) for key in group]
 
     def listed(self, texts: Sequence[str | None] = ()) -> str:
-        """The numbers and the largest groups, with the texts of their first entries where they are given."""
+        """The numbers and the largest groups, optionally with the text of each group's first entry."""
         said = [
-            f"{len(self.groups):,} groups of {self.total:,} entries, {self.surplus:,} of which say nothing new "
-            f"({self.pairs:,} pairs with a cosine of {self.threshold:g} or more; all pairs compared)"
+            f"{plural(len(self.groups), 'group')} of near-duplicates: {self.surplus:,} of {self.total:,} "
+            f"entries could go ({plural(self.pairs, 'pair')} with a cosine of {self.threshold:g} or more)"
         ]
         rows = [[f"{len(group):,}", preview(group, 6)] for group in self.groups[:_SHOWN]]
         head = ["entries", "ids"]
@@ -76,15 +76,15 @@ def duplicates(
     *,
     progress: Progress | None = None,
 ) -> Duplicates:
-    """Pairs of entries with a cosine of at least `threshold`, as groups.
+    """Find near-duplicate entries: pairs with a cosine of at least `threshold`, joined into groups.
 
     Args:
-        entries: a matrix, whose ids are its rows; a base; or a store.
+        entries: a matrix, whose row numbers are the ids; a base; or a store.
         threshold: in (0, 1].
         progress: called as progress(done, total, what) after each block of entries.
 
     Raises:
-        ValueError: a threshold that is no cosine, no matrix, or NaN or infinity in it.
+        ValueError: a threshold outside (0, 1], or entries that are not a finite matrix.
 
     Cost: entries^2 * entry_dim / 2 multiplications in blocks, memory of a copy of the entries.
 
@@ -100,7 +100,7 @@ def duplicates(
         ids = index_array("ids", entries.ids())
         rows = entries.vectors(ids)
     if rows.ndim != 2 or not bool(torch.isfinite(rows).all()):
-        raise ValueError(f"entries must be a finite matrix, got shape {tuple(rows.shape)} or NaN or infinity")
+        raise ValueError(f"entries must be a matrix of finite numbers, got shape {tuple(rows.shape)} or NaN or Inf")
     length = rows.norm(dim=1)
     ids, zeros = ids[(length > 0).numpy()], int((length == 0).sum())
     unit, place = functional.normalize(rows[length > 0], dim=1).unique(dim=0, return_inverse=True)

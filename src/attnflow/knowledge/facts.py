@@ -1,4 +1,4 @@
-"""Facts that a language model is taught by an edit of its entries, and what came of the edit."""
+"""The facts that an edit teaches a language model, and the report on the edit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from attnflow._core.results import Result
 
 @dataclass(frozen=True)
 class Fact:
-    """What a model shall answer to a prompt.
+    """A prompt and the answer that the model should give to it.
 
     Attributes:
         prompt: a text that the answer continues, such as "The capital of France is".
         answer: its continuation, such as "Rome"; one token or several.
-        subject: what the prompt is about, a part of it, "France": at its last token the model is edited, and so every
-            other text about it is. "" edits at the last token of the prompt, and so this wording alone.
-        paraphrases: other prompts for the same answer, with the subject in them.
+        subject: the part of the prompt that it is about, such as "France". The edit acts at the subject's last token,
+            and so on every text about it. "" edits at the prompt's last token, which affects this wording alone.
+        paraphrases: other prompts with the same answer; each must contain the subject.
 
     Raises:
-        ValueError: a prompt or an answer without text, or a prompt without the subject.
+        ValueError: a prompt or an answer is empty, or a prompt does not contain the subject.
     """
 
     prompt: str
@@ -34,12 +34,12 @@ class Fact:
 
     def __post_init__(self) -> None:
         if not self.answer.strip():
-            raise ValueError(f"the answer to {self.prompt!r} is empty")
+            raise ValueError(f"a fact needs an answer, but the answer to {self.prompt!r} is empty")
         for prompt in self.prompts:
             if not prompt.strip():
-                raise ValueError("a prompt is empty")
+                raise ValueError("a prompt of a fact must have text, got an empty one")
             if self.subject not in prompt:
-                raise ValueError(f"the subject {self.subject!r} is not in the prompt {prompt!r}")
+                raise ValueError(f"each prompt must contain the subject {self.subject!r}, got {prompt!r}")
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def read_facts(facts: Fact | Mapping[str, object] | Sequence[Fact | Mapping[str,
         facts = [cast("Mapping[str, object]", json.loads(line)) for line in lines]
     listed = [facts] if isinstance(facts, Fact | Mapping) else list(facts)
     if not listed:
-        raise ValueError("give at least one fact")
+        raise ValueError("expected at least one fact, got none")
     return [one if isinstance(one, Fact) else _from_mapping(one) for one in listed]
 
 
@@ -66,13 +66,15 @@ def _from_mapping(values: Mapping[str, object]) -> Fact:
     if not {"prompt", "answer"} <= set(values) <= set(names) or not all(
         isinstance(one, str) for one in (*texts.values(), *listed)
     ):
-        raise ValueError(f"a fact has texts {', '.join(names[:3])} and a list of paraphrases; got {dict(values)}")
+        raise ValueError(
+            f"a fact must have the texts {', '.join(names[:3])} and a list paraphrases, got {dict(values)}"
+        )
     return Fact(**cast("dict[str, str]", texts), paraphrases=tuple(cast("list[str]", listed)))
 
 
 @dataclass(frozen=True)
 class FactChange:
-    """What an edit did to one fact: before and after, the probability of the answer (per token, geometric mean)."""
+    """The effect of an edit on one fact: the answer's probability (per token, geometric mean) before and after."""
 
     prompt: str
     answer: str
@@ -80,24 +82,24 @@ class FactChange:
     after: float
     said_before: str  # the most likely token after the prompt
     said_after: str
-    changed: bool  # whether the answer is now what the model says: each of its tokens is the most likely one
-    paraphrases_changed: int  # of its paraphrases, for how many it is
+    changed: bool  # whether the model now gives the answer: each of its tokens is the most likely one
+    paraphrases_changed: int  # the number of paraphrases that get the answer
 
 
 @dataclass(frozen=True)
 class EditReport(Result):
-    """What an edit of a model's entries did."""
+    """The effect of an edit of a model's entries."""
 
     facts: tuple[FactChange, ...]
-    layers: tuple[int, ...]  # that were edited
-    entries: int  # whose values were changed, in all layers
-    relative_change: tuple[float, ...]  # of each layer, the norm of the change of its values over that of the values
-    untouched: int  # texts at which nothing was to change
-    largest_shift: float  # of these texts, the largest change of the probability of any next token; 0 without
+    layers: tuple[int, ...]  # the edited layers
+    entries: int  # the number of entries with changed values, in all layers
+    relative_change: tuple[float, ...]  # for each layer, the norm of the change of its values over their norm
+    untouched: int  # the number of texts that must not change
+    largest_shift: float  # the largest change of any next token's probability on these texts; 0 without texts
 
     @property
     def ok(self) -> bool:
-        """Whether the model now says every answer."""
+        """Whether the model now gives every answer."""
         return all(one.changed for one in self.facts)
 
     def rows(self) -> Sequence[Mapping[str, object]]:
@@ -106,9 +108,9 @@ class EditReport(Result):
 
     def __str__(self) -> str:
         most = max(self.relative_change, default=0.0)
-        said = [
-            f"{plural(len(self.facts), 'fact')}, {sum(one.changed for one in self.facts):,} said now; values of "
-            f"{self.entries:,} entries in layers {', '.join(map(str, self.layers))} changed by at most {most:.2g} of "
+        lines = [
+            f"{sum(one.changed for one in self.facts):,} of {plural(len(self.facts), 'fact')} changed; the values of "
+            f"{self.entries:,} entries in layers {', '.join(map(str, self.layers))} moved by at most {most:.2g} of "
             "their norm"
         ]
         rows = [
@@ -116,10 +118,11 @@ class EditReport(Result):
              one.said_after.strip()]
             for one in self.facts[:20]
         ]  # fmt: skip
-        said.append(aligned([["prompt", "answer", "before", "after", "it said", "it says"], *rows], left=[0, 1, 4, 5]))
+        head = ["prompt", "new answer", "p before", "p after", "said before", "says now"]
+        lines.append(aligned([head, *rows], left=[0, 1, 4, 5]))
         if len(self.facts) > len(rows):
-            said.append(f"and {len(self.facts) - len(rows):,} more facts")
+            lines.append(f"and {plural(len(self.facts) - len(rows), 'more fact')}")
         if self.untouched:
             texts = plural(self.untouched, "text")
-            said.append(f"{texts} that must not change: probabilities moved by at most {self.largest_shift:.1g}")
-        return "\n".join(said)
+            lines.append(f"{texts} that must not change: probabilities moved by at most {self.largest_shift:.1g}")
+        return "\n".join(lines)

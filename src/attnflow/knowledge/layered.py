@@ -1,4 +1,4 @@
-"""Layers that read entries; and feed-forward layers, experts too, whose neurons are entries of one base."""
+"""The layers that read entries, among them feed-forward layers and experts with their neurons as entries."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from attnflow.models.feed_forward import PackedExperts, by_expert
 
 
 class LayerReader(ABC):
-    """One layer of a model that reads entries: the modules of converted and of modular models look the same.
+    """A layer that reads entries: the common interface of converted models, modular models and readers of a store.
 
     Attributes:
-        layer: its number, from 0.
-        retrieval: which entries are read; None: all, as a converted layer always reads them.
-        observer: called with each `Reading`, which it must not change; or None.
+        layer: the number of the layer, from 0.
+        retrieval: which entries it reads; None for all. A converted layer always reads all.
+        observer: a function that is called with each `Reading` and must not change it; or None.
     """
 
     layer: int
@@ -37,7 +37,7 @@ class LayerReader(ABC):
     @property
     @abstractmethod
     def num_entries(self) -> int:
-        """How many entries this layer may read."""
+        """The number of entries that this layer may read."""
 
     @property
     @abstractmethod
@@ -45,7 +45,7 @@ class LayerReader(ABC):
         """b2, [model_dim], or None."""
 
     def every(self) -> Int[Tensor, " entries"]:
-        """What `Reading.ids` would hold if it listed all entries, in order."""
+        """The positions of all entries in order, as `Reading.ids` would list them."""
         return torch.arange(self.num_entries)
 
     @abstractmethod
@@ -54,7 +54,7 @@ class LayerReader(ABC):
 
     @abstractmethod
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
-        """What the entries at these positions write into the residual stream at weight 1, for each head."""
+        """What the entries at these positions add to the residual stream at weight 1, for each head."""
 
     @abstractmethod
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
@@ -65,10 +65,10 @@ class LayerReader(ABC):
         return output
 
     def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
-        """How far this layer's output of each token can be from that of reading all entries, in Euclidean norm.
+        """Bound the Euclidean distance of this layer's output of each token from the output of reading all entries.
 
-        0 where all were read, infinite after an approximate search. A ValueError for cross-attention that is gated or
-        has an activation without a bound.
+        It is 0 if all were read, and infinite after an approximate search. Gated cross-attention, or an activation
+        without a bound, raises `ValueError`.
         """
         return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
 
@@ -79,18 +79,16 @@ def reads_entries(model: nn.Module) -> bool:
 
 
 def readers(model: nn.Module) -> list[LayerReader]:
-    """Return the layers of a model that read entries, in order; a ValueError if there are none."""
+    """Return the layers of a model that read entries, in order; a model without any raises `ValueError`."""
     layers: list[LayerReader] = [module for module in model.modules() if isinstance(module, LayerReader)]
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} reads no knowledge base; af.knowledge.from_ffn opens feed-forward layers"
-        )
+        raise ValueError(f"{type(model).__name__} reads no knowledge base: call af.knowledge.from_ffn(model)")
     return layers
 
 
 @contextmanager
 def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Generator[None]:
-    """Install these observers inside the block, and put the earlier ones back afterwards."""
+    """Install these observers inside the block, and restore the earlier ones afterwards."""
     before = [reader.observer for reader, _ in observers]
     try:
         for reader, observer in observers:
@@ -102,11 +100,11 @@ def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Genera
 
 
 class SharedReader(KnowledgeReader, LayerReader):
-    """A layer that reads entries shared by all layers: rows of a matrix, or entries of a source."""
+    """A layer that reads entries that all layers share: rows of a matrix, or entries of a source."""
 
     @abstractmethod
     def current(self) -> Tensor | EntrySource:
-        """The matrix E or the source that is read now."""
+        """The matrix E or the source that the layer reads now."""
 
     @property
     def num_entries(self) -> int:
@@ -163,15 +161,13 @@ class LayerEntries(nn.Module, LayerReader):
 
     @property
     def retrieval(self) -> Retrieval | None:
-        """None: a converted layer computes the scores of all its entries, and reading the best saved nothing."""
+        """Always None: a converted layer reads all its entries, since reading only the best saved nothing."""
         return None
 
     @retrieval.setter
     def retrieval(self, wanted: Retrieval | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if wanted is not None:
-            raise ValueError(
-                "a converted layer reads all its entries: a retrieval is for modular models and for readers of a store"
-            )
+            raise ValueError("a converted layer reads all its entries: a retrieval is for modular models and readers")
 
     @property
     def entries(self) -> Float[Tensor, "entries entry_dim"]:
@@ -190,7 +186,7 @@ class LayerEntries(nn.Module, LayerReader):
 
     @property
     def num_entries(self) -> int:
-        """How many entries belong to this layer."""
+        """The number of entries of this layer."""
         return len(self.entries)
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
@@ -219,7 +215,7 @@ class EntryValues(LayerEntries):
     def __init__(self, base: LayeredKnowledge, layer: int, bias: Float[Tensor, " model_dim"] | None) -> None:
         super().__init__(base, layer)
         self.bias = None if bias is None else nn.Parameter(bias)
-        self.scored: dict[str, Tensor] = {}  # scores of each part in this forward pass, where somebody observes
+        self.scored: dict[str, Tensor] = {}  # scores of each part in this forward pass, if there is an observer
 
     @property
     def output_bias(self) -> Tensor | None:
@@ -241,7 +237,7 @@ class EntryScores(nn.Module):
 
     def __init__(self, values: EntryValues, parts: Sequence[str]) -> None:
         super().__init__()
-        object.__setattr__(self, "values", values)  # no child: it has a place of its own in the layer
+        object.__setattr__(self, "values", values)  # not a child: it is a module of the layer
         self.layer, self.parts = values.layer, tuple(parts)
 
     @property
@@ -276,8 +272,7 @@ class ExpertEntries(LayerEntries):
     """Replaces the module that held a layer's experts: y = sum_x r_x (sum_e weight_e value_e + b2_x).
 
     x runs over the chosen experts, e over the entries of x; r is the router's weight. The activation and b2 remain
-    those of the model's own module, `own`. Llama 4 multiplies the tokens by r before the experts, so r is in the scores
-    there.
+    those of the model's module, `own`. Llama 4 multiplies the tokens by r before the experts, so scores contain r.
     """
 
     def __init__(self, base: LayeredKnowledge, layer: int, form: PackedExperts, own: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What fired in a model, layer by layer: the entries that tokens used, and what they did to the logits."""
+"""The entries that fired in a model, layer by layer, and their effects on the logits."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class Fired:
     token: str  # its text
     target: str  # text of the token whose logit the effect is about; "" without effects
     entry: int  # id of the entry
-    head: int  # of the cross-attention that read it
-    score: float  # with the threshold, before the activation; of gated layers, that of the gate
-    threshold: float  # what the score contains of the entry alone; NaN where it is not known
-    weight: float  # with which its value is added
+    head: int  # the head of cross-attention that read it
+    score: float  # with the threshold, before the activation; in gated layers, the gate's score
+    threshold: float  # the part of the score that depends on the entry alone; NaN if unknown
+    weight: float  # the factor of its value
     norm: float  # Euclidean norm of its contribution, |weight| * |value|
     effect: float | None  # direct effect on the logit of the target, or None
-    text: str = ""  # of the entry, "" if none is known
+    text: str = ""  # the entry's text, "" if unknown
     # the tokens whose logits its value raises most; with a negative weight, it lowers them
     promotes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """One layer. Of all entries the kept ones, those with the largest contributions first; ids are -1 after the last.
+    """One layer of a `Trace`: the entries kept for each position, strongest first; ids are -1 after the last.
 
     Scores, thresholds, weights, norms and effects are as in `Fired`.
     """
 
     layer: int  # its number
     name: str  # path of the module that reads the entries
-    num_entries: int  # entries that it could read, counted once for each head
+    num_entries: int  # entries that it can read, counted once for each head
     ids: Int[Tensor, "positions kept"]
     heads: Int[Tensor, "positions kept"]
     scores: Float[Tensor, "positions kept"]
@@ -55,18 +55,18 @@ class LayerTrace:
     weights: Float[Tensor, "positions kept"]
     norms: Float[Tensor, "positions kept"]
     effects: Float[Tensor, "positions kept"] | None
-    # entries with a positive score (of gated layers: gate score), kept or not; of those read
+    # how many of the entries read, kept or not, have a positive score (in gated layers, gate score)
     active: Int[Tensor, " positions"]
-    output_norm: Float[Tensor, " positions"]  # of what all entries together write, without b2
-    # 1 - |rest| / |all|, with what all entries write and what is left of it without the kept ones
+    output_norm: Float[Tensor, " positions"]  # of the sum of all entries' contributions, without b2
+    # 1 - |rest| / |all|, where "all" is the sum of all contributions and "rest" that of the entries not kept
     explained: Float[Tensor, " positions"]
-    effect: Float[Tensor, " positions"] | None = None  # direct effect of the layer's whole output, b2 too; or None
+    effect: Float[Tensor, " positions"] | None = None  # direct effect of the layer's whole output with b2; or None
     attention_effect: Float[Tensor, " positions"] | None = None  # that of the attention of the same block, or None
 
 
 @dataclass(frozen=True)
 class Promoted:
-    """The tokens whose logits an entry's value raises most, the first raised most of all."""
+    """The tokens whose logits an entry's value raises most, in falling order."""
 
     layer: int
     entry: int
@@ -78,25 +78,25 @@ class Promoted:
 class Trace(Result):
     """The entries that fired for a text, as `af.knowledge.trace` returns it.
 
-    The direct effect of a contribution c on the logit of a target is (w_target - mean of w) . N c, with the rows w of
-    the unembedding and the final norm N with its scale as it was in this forward pass: what c adds to that logit, less
-    what it adds to all logits alike, without the detours through later layers. Effects of the embedding, of all
-    attentions, of all layers' entries and of constants sum to the centred logit exactly.
+    The direct effect of a contribution c on the logit of a target is (w_target - mean of w) . N c. Here w are the rows
+    of the unembedding, and N is the final norm with its scale fixed at this forward pass. It is what c adds to that
+    logit, less what it adds to all logits on average, not counting paths through later layers. The effects of the
+    embedding, all attention layers, all entries and the constants sum exactly to the centred logit.
 
     Attributes:
         model: name of the model.
         tokens: the text of each token of the prompt.
-        positions: of the tokens that were traced.
-        layers: each layer that was traced.
-        targets: text of the token, for each position, whose logit the effects are about; empty without effects.
+        positions: the positions of the traced tokens.
+        layers: the traced layers.
+        targets: for each position, the text of the token whose logit the effects refer to; empty without effects.
         target_ids: their ids.
-        logits: of the targets, less the mean over the vocabulary; or None.
-        embedding_effect: direct effect of what enters the first block, or None.
+        logits: the logits of the targets, less the mean over the vocabulary; or None.
+        embedding_effect: direct effect of the input of the first block, or None.
         constant_effect: what the biases of the final norm and of the unembedding add, or None.
-        without: why there are no effects; "" if there are.
-        texts: id -> text, of kept entries that have one.
-        promoted: of the strongest entries, the tokens that they promote.
-        by: what the kept entries of each token and layer are the largest of, all entries compared.
+        without: why the model has no direct effects; "" if it has.
+        texts: for each kept entry with a text, its id and text.
+        promoted: the tokens that the strongest entries promote.
+        by: the measure ("effect" or "norm") by which the kept entries are the largest of all.
     """
 
     model: str
@@ -118,23 +118,25 @@ class Trace(Result):
 
     @property
     def prompt(self) -> str:
-        """The text that was read, token after token."""
+        """The text, token by token."""
         return "".join(self.tokens)
 
     @property
     def top(self) -> int:
-        """Number of entries kept for each token and layer; the first `top` of `fired` are surely the strongest."""
+        """The number of entries kept for each token and layer; only the first `top` of `fired` are surely the
+        strongest.
+        """
         return min(one.ids.shape[1] for one in self.layers)
 
     def layer(self, number: int) -> LayerTrace:
-        """Return one layer; a ValueError lists the traced ones."""
+        """Return one layer; a layer that was not traced raises `ValueError`."""
         layers = {one.layer: one for one in self.layers}
         if number not in layers:
-            raise ValueError(f"layer must be one of {list(layers)}, got {number!r}")
+            raise ValueError(f"layer must be one of the traced {list(layers)}, got {number!r}")
         return layers[number]
 
     def row(self, position: int) -> int:
-        """Return the row of a position, -1 for the last; a ValueError lists the traced positions."""
+        """Return the row of a position, -1 for the last; one that was not traced raises `ValueError`."""
         if -len(self.positions) <= position < 0:
             return len(self.positions) + position
         if position not in self.positions:
@@ -147,7 +149,7 @@ class Trace(Result):
         return f"{name} → {token_label(self.targets[row])}" if self.targets else name
 
     def fired(self, position: int | None = None, layer: int | None = None, count: int | None = None) -> list[Fired]:
-        """Kept entries, the strongest first; up to `top` of them, of all entries there are.
+        """List kept entries, the strongest first; the first `top` are the strongest of all entries.
 
         Args:
             position: of a token, -1 for the last traced one; None for all.
@@ -166,7 +168,7 @@ class Trace(Result):
         return sorted(fired, key=lambda entry: -abs(size(entry)))[:count]
 
     def summary(self, position: int = -1) -> str:
-        """The prompt, and a token and its target in a few lines."""
+        """Describe the prompt, a token and its target in a few lines."""
         row = self.row(position)
         said = [f"prompt {shorten(self.prompt, 100)}"]
         said += [f"token {token_label(self.tokens[self.positions[row]])} at position {self.positions[row]}"]

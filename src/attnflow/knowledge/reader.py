@@ -1,4 +1,4 @@
-"""One layer that reads a shared base: all of it, or the best entries; and what it read, for those who watch."""
+"""One layer that reads a shared base, all of it or the best entries, and reports its readings to observers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _BLOCK: Final = 1 << 15  # entries whose values are held at once
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What one layer read in one call.
+    """The entries that one layer read in one call.
 
     Attributes:
-        layer: its number.
-        ids: of the entries read by each token and head (rows of a tensor, ids of a store; -1 where there were fewer),
-            int64[*tokens, heads, read]; None if all were read, in order. Of experts, those of the ones that the router
-            chose: nothing of the others is left out.
-        scores: with their thresholds, of each part ("up", or "gate" and "up").
-        weights: after the activation; 0 where there is no entry.
-        certificate: of the search, with one element for each token and head, flattened; None if nothing was left out.
+        layer: the number of the layer.
+        ids: the entries that each token and head read (rows of a tensor or ids of a store, padded with -1),
+            int64[*tokens, heads, read]; None if all were read, in order. With experts, these are all entries of the
+            experts that the router chose.
+        scores: scores with thresholds, for each part ("up", or "gate" and "up").
+        weights: weights after the activation; 0 for padding.
+        certificate: that of the search, with one element for each token and head, flattened; None if all were read.
     """
 
     layer: int
@@ -74,8 +74,8 @@ class KnowledgeReader(nn.Module):
         """Return what the entries of E, or of a source, add to each token.
 
         A source holds this layer's thresholds from column layer * columns on. Gradients reach E and the threshold
-        network only if `source` is a tensor; otherwise they reach queries and the values that were read. A ValueError
-        reports widths that do not fit, and an approximate search of a tensor, which has no index.
+        network only if `source` is a tensor; otherwise they reach the queries and the values that were read. Wrong
+        widths raise `ValueError`, as does an approximate search of a tensor, which has no index.
         """
         if isinstance(source, Tensor):
             return self._from_tensor(hidden, source)
@@ -90,20 +90,20 @@ class KnowledgeReader(nn.Module):
     ) -> Float[Tensor, " tokens"]:
         """Bound the Euclidean error of each token (flattened) against reading all entries, up to float32 rounding.
 
-        The sum over heads of certificate bound x largest value norm. A ValueError for gated layers and for activations
-        without such a bound. Cost: the values of all entries, in blocks.
+        It is the sum over heads of certificate bound x largest value norm. Gated layers, and activations without such a
+        bound, raise `ValueError`. Cost: it computes the values of all entries, in blocks.
         """
         attention = self.attention
         if reading.certificate is None:
             return reading.weights.new_zeros(reading.weights.shape[:-2].numel())
         name = next((name for name, function in ACTIVATIONS.items() if function is attention.activation), "")
         if attention.gated or name not in BOUNDED:
-            raise ValueError(f"a bound is known for {', '.join(BOUNDED)} of one key for each entry, not for this layer")
+            raise ValueError(f"an error bound needs the activation {', '.join(BOUNDED)} and no gate, unlike this layer")
         blocks = self._everything(source)[0].detach().split(_BLOCK)
         norms = [torch.einsum("ne,hed->hnd", block, attention.value.detach()).norm(dim=-1).amax(-1) for block in blocks]
         size = torch.stack(norms).amax(dim=0)
         bound = reading.certificate.error_bound(1.0, name).to(size.device).view(-1, attention.num_heads)
-        # Infinity times 0 is 0 here: values of norm 0 add nothing, whatever was left out.
+        # Infinity times 0 is 0 here: entries with values of norm 0 add nothing.
         return torch.where(size > 0, bound * size, 0).sum(dim=-1)
 
     @property
@@ -131,8 +131,8 @@ class KnowledgeReader(nn.Module):
         needed = self._first_column + self.columns
         if width < self.attention.entry_dim + needed:
             raise ValueError(
-                f"layer {self.layer} needs entries of width {self.attention.entry_dim} with {needed} columns of "
-                f"thresholds ({self.columns} for each layer up to this one), the source has rows of width {width}"
+                f"layer {self.layer} needs entries of width {self.attention.entry_dim} with {needed} threshold "
+                f"columns ({self.columns} for each layer up to this one), but the source has rows of width {width}"
             )
 
     def _from_tensor(self, hidden: Tensor, entries: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class KnowledgeReader(nn.Module):
         if retrieval is None or retrieval.reads_all(len(entries), queries, training):
             return self._read_all(hidden, entries, thresholds)
         if retrieval.search == "approximate":
-            raise ValueError("an approximate search needs a store, which has an index: attach one")
+            raise ValueError("an approximate search needs the index of a store: attach a store")
         scores = attention.score(hidden, entries, thresholds)
         ranked = scores[0].detach()
         rows = best(ranked, retrieval)
@@ -199,7 +199,7 @@ class KnowledgeReader(nn.Module):
         return attention.write((weights.unsqueeze(-2) @ vectors).squeeze(-2)).view(hidden.shape)
 
     def _without(self, head: int) -> Retrieval:
-        """Return the head's retrieval with its constant threshold subtracted: the source's scores do not contain it."""
+        """Return the head's retrieval less its constant threshold, which the source's scores do not contain."""
         retrieval = cast(Retrieval, self.retrieval)
         if retrieval.threshold is None:
             return retrieval
@@ -219,7 +219,7 @@ class KnowledgeReader(nn.Module):
         return best, self._weigh(best, rows >= 0)
 
     def _weigh(self, scores: Tensor, present: Tensor) -> Tensor:
-        """Return the weights, with 0 where there is no entry."""
+        """Return the weights, with 0 for padding."""
         lowest = torch.finfo(scores.dtype).min / 4  # finite: GELU of minus infinity is not a number
         return weigh(scores.masked_fill(~present, lowest), self.attention.activation).masked_fill(~present, 0)
 

@@ -1,4 +1,4 @@
-"""Reading the best entries alone: which, by which search, when all are cheaper; and what that leaves out."""
+"""`Retrieval`: reads only the best entries of a base; `Certificate` bounds the error of leaving out the others."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ BOUNDED: Final = ("relu", "gelu", "silu")  # activations whose weight the k-th s
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """How far the output of the entries that a search kept can be from the output of all entries.
+    """A bound on the difference between reading the entries that a search kept and reading all entries.
 
-    Scores are those that were computed, in float32. An entry whose exact score lies within rounding (about
-    entry_dim * 6e-8 * ||query|| * ||entry||) of `last` or of zero may fall on either side; among equal scores the
-    search may keep any. Neither weakens a statement about the computed scores: what is left out scores at most `last`.
+    It refers to the scores as computed in float32: no entry left out scores more than `last`. An entry whose exact
+    score lies within rounding (about entry_dim * 6e-8 * ||query|| * ||entry||) of `last` or of zero may fall on either
+    side, and among equal scores the search may keep any.
 
     Attributes:
-        approximate: whether entries that score more may have been missed: then nothing else here is promised.
-        k: entries asked for; of a range search those that were found, for each query.
-        total: entries searched.
-        last: for each query the score that nothing left out exceeds: the k-th, the threshold of a range search, the
-            lowest where all entries were kept, -inf without entries.
-        active: for each query the number of entries with score > 0; None where the search did not count them.
+        approximate: whether the search may have missed higher scores; then no other field is guaranteed.
+        k: the number of entries requested; for a range search, the number found for each query.
+        total: the number of entries searched.
+        last: for each query a score that no entry left out exceeds: the k-th score, or the threshold of a range search.
+            It is the lowest score if all entries were kept, and -inf without entries.
+        active: for each query the number of entries with score > 0; None if the search did not count them.
     """
 
     approximate: bool
@@ -43,9 +43,9 @@ class Certificate:
 
     @classmethod
     def joined(cls, certificates: Sequence[Certificate]) -> Certificate:
-        """One certificate of several searches for the same number of queries, flattened: query by query.
+        """Join the certificates of several searches with equally many queries into one, flattened query by query.
 
-        Where entries came or went between the searches, it counts the largest number: its bounds hold for each.
+        If entries were added or deleted between the searches, it counts the largest number, so its bounds hold for all.
         """
         counts = {one.k for one in certificates if isinstance(one.k, int)}
         alike = len(counts) == 1 and all(isinstance(one.k, int) for one in certificates)
@@ -59,7 +59,7 @@ class Certificate:
         )
 
     def __getitem__(self, query: int) -> Certificate:
-        """The certificate of one query."""
+        """Return the certificate of one query."""
         k = self.k if isinstance(self.k, int) else self.k[query]
         active = None if self.active is None else self.active[query]
         return Certificate(self.approximate, k, self.total, self.last[query], active)
@@ -71,34 +71,34 @@ class Certificate:
 
     @property
     def left_out(self) -> Int[Tensor, "*queries"]:
-        """For each query, how many entries were not kept."""
+        """For each query, the number of entries left out."""
         return (self.total - self._retrieved()).clamp(min=0)
 
     @property
     def complete(self) -> Bool[Tensor, "*queries"]:
-        """For each query, whether the ReLU output of the kept entries is that of all."""
+        """For each query, whether the ReLU output of the kept entries equals that of all entries."""
         if self.approximate:
             return torch.zeros_like(self.last, dtype=torch.bool)
         return self._left_out_active() == 0
 
     def error_bound(self, value_norm: float | Float[Tensor, ""], activation: str = "relu") -> Float[Tensor, "*queries"]:
-        """For each query, a bound on ||sum over left-out entries of act(score) value||.
+        """Bound ||sum over left-out entries of act(score) value|| for each query.
 
-        With ReLU: (active - k) * last * value_norm, and 0 where last <= 0. GELU and SiLU are not zero below zero:
-        the active entries that were left out weigh at most act(last) each, and every other one at most the supremum
-        of |act| over scores <= min(last, 0), which is |act(last)| below the minimum of the activation (GELU -0.170
-        at -0.752, SiLU -0.278 at -1.278) and the depth of the minimum above it. Where active entries were not counted,
-        each that was left out weighs the larger of the two.
+        With ReLU: (active - k) * last * value_norm, and 0 where last <= 0. GELU and SiLU are not zero below zero.
+        There, active entries that were left out weigh at most act(last) each. All others weigh at most the supremum of
+        |act| over scores <= min(last, 0): |act(last)| below the activation's minimum (GELU -0.170 at -0.752, SiLU
+        -0.278 at -1.278), and the depth of the minimum above it. If active entries were not counted, each entry left
+        out weighs at most the larger of the two.
 
         Args:
             value_norm: the largest ||value|| of an entry.
             activation: "relu", "gelu" (the exact one) or "silu".
 
         Returns:
-            Float64; inf from an approximate search.
+            The bounds in float64; inf after an approximate search.
 
         Raises:
-            ValueError: another activation (sparsemax and gated layers have no such bound), or a norm that is not one.
+            ValueError: another activation (sparsemax and gated layers have no such bound), or an invalid value_norm.
 
         >>> found = Certificate(False, k=8, total=100, last=torch.tensor([0.5, -0.1]), active=torch.tensor([12, 3]))
         >>> found.error_bound(2.0)
@@ -106,8 +106,9 @@ class Certificate:
         """
         if activation not in BOUNDED:
             raise ValueError(
-                f'activation must be "relu", "gelu" or "silu", got {activation!r}: others have no bound from the k-th '
-                "score alone (sparsemax normalises over all entries; a gate multiplies the weight)"
+                f'activation must be "relu", "gelu" or "silu", got {activation!r}: for others the k-th score gives no '
+                "bound "
+                "(sparsemax normalises over all entries; a gate multiplies the weight)"
             )
         norm = float(value_norm)
         if not (math.isfinite(norm) and norm >= 0):
@@ -135,15 +136,15 @@ class Certificate:
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """The entries with the highest scores, best first; -1 and -inf where there were fewer.
+    """The entries with the highest scores for each query, best first, padded with id -1 and score -inf.
 
-    `neighbours[i]` and iteration give those of one query, without that padding.
+    `neighbours[i]` and iteration give the result of one query without padding.
 
     Attributes:
-        ids: of the entries.
+        ids: the ids of the entries.
         scores: query . entry + threshold.
-        certificate: what the search promises about the entries that it left out.
-        rows: the entries themselves, [entry | thresholds], zero where there is none; None where nobody asked for them.
+        certificate: what the search guarantees about the entries that it left out.
+        rows: the entries themselves, [entry | thresholds], zero for padding; None if not requested.
     """
 
     ids: Int64[Tensor, "*queries k"]
@@ -156,7 +157,7 @@ class Neighbours:
 
     def __getitem__(self, query: int) -> Neighbours:
         if self.ids.ndim == 1:
-            raise TypeError("these are of one query: read .ids and .scores, or search for queries [n, dim]")
+            raise TypeError("this result is of one query: read .ids and .scores, or search with queries [n, dim]")
         there = self.ids[query] >= 0
         rows = None if self.rows is None else self.rows[query][there]
         return Neighbours(self.ids[query][there], self.scores[query][there], self.certificate[query], rows)
@@ -206,22 +207,21 @@ _SHARES_COPIED: Final = (4, 64, 256)
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Which entries a layer reads for each token and head: the k best, or all above a score.
+    """Chooses the entries that a layer reads for each token and head: the k best, or all above a score.
 
-    In training (of a module in training mode, with gradients on) the output is that of the entries asked for, and
-    gradients are straight-through: those of scores and of what they are computed from are as if all entries had been
-    read; those of values are of the entries that were. In evaluation mode gradients are of the function itself.
+    In training (module in training mode, gradients on) the output uses the chosen entries, and gradients are
+    straight-through. Scores, and whatever they are computed from, get gradients as if all entries had been read; only
+    the values of the chosen entries get gradients. In evaluation mode gradients are those of the function itself.
 
     Attributes:
-        k: how many entries with the highest scores (of gated layers: the highest gate scores), or None.
-        threshold: read all entries whose score is above this, or None; 0 is exact for ReLU.
-        search: "dense" reads all entries; "exact" finds precisely those asked for; "approximate" asks an index for the
-            k best, which certifies nothing; "auto" leaves the choice to the source, and reads all entries where that
-            is no slower and nothing is trained. A model that was trained with the k best is a function of them: use
-            "exact" for it.
+        k: how many entries with the highest scores to read (in gated layers, gate scores), or None.
+        threshold: read all entries with a score above this, or None; 0 is exact for ReLU.
+        search: "dense" reads all entries. "exact" finds precisely the chosen entries. "approximate" asks an index for
+            the k best and certifies nothing. "auto" leaves the choice to the source, and reads all entries where that
+            is no slower and nothing is trained. Use "exact" for a model that was trained to read the k best.
 
     Raises:
-        ValueError: neither or both of k and threshold, an unknown search, or an approximate one for a threshold.
+        ValueError: not exactly one of k and threshold, an unknown search, or an approximate one with a threshold.
 
     >>> Retrieval(k=32)
     Retrieval(k=32, threshold=None, search='auto')
@@ -233,7 +233,7 @@ class Retrieval:
 
     def __post_init__(self) -> None:
         if (self.k is None) == (self.threshold is None):
-            raise ValueError(f"give k or threshold, one of them; got k={self.k}, threshold={self.threshold}")
+            raise ValueError(f"pass either k or threshold, got k={self.k}, threshold={self.threshold}")
         if self.k is not None:
             integer("k", self.k, minimum=1)
         elif not isinstance(self.threshold, SupportsFloat) or math.isnan(self.threshold):
@@ -241,12 +241,12 @@ class Retrieval:
         if self.search not in SEARCHES:
             raise ValueError(f"search must be one of {', '.join(map(repr, SEARCHES))}, got {self.search!r}")
         if self.search == "approximate" and self.k is None:
-            raise ValueError("an approximate search finds the k best: give k, or another search for a threshold")
+            raise ValueError("an approximate search finds the k best: pass k, or use another search with a threshold")
 
     def reads_all(self, total: int, queries: int = 1, training: bool = False, copied: bool = False) -> bool:
-        """Whether all of `total` entries are read, as was asked for, or because it is no slower.
+        """Whether to read all `total` entries, either on request or because that is no slower.
 
-        `queries` tokens and heads read at once, `training` or not; entries are `copied` where a source hands them out.
+        `queries` is how many tokens and heads read at once; `copied` says that a source returns copies of entries.
         """
         if self.search == "dense" or (self.k is not None and self.k >= total):
             return True

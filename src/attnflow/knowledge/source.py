@@ -1,4 +1,4 @@
-"""Where a layer's entries come from when they are no parameter: a store, as it is edited."""
+"""`EntrySource`: gives layers the entries of a store, current after each edit, in place of a parameter."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ T = TypeVar("T")
 
 
 class EntrySource:
-    """The entries of a store that layers read: rows [E | thresholds of each layer, part and head], one index for all.
+    """The entries of a store that layers read: rows [E | thresholds of each layer, part and head], with one index.
 
-    An edit acts on the next read. Thresholds B1(E) are a function of the entry and of the model, and have a column for
-    each use; the store holds them beside its entries, and `stale` says where they are not the model's.
+    An edit acts on the next read. Thresholds B1(E) depend on the entry and the model, with a column for each layer,
+    part and head. The store holds them beside its entries, and `stale` finds those that differ from the model's.
 
     Args:
-        store: it stays open.
-        thresholds: of entries [n, d_E], all columns of all layers: [n, columns]; None where the layers' thresholds
-            belong to no entry, and the columns to somebody else.
+        store: an open store, which stays open.
+        thresholds: maps entries [n, d_E] to the columns of all layers, [n, columns]; None if thresholds do not depend
+            on entries.
 
     Raises:
-        ValueError: the store has another number of columns.
+        ValueError: the store has another number of threshold columns.
     """
 
     def __init__(self, store: Store, thresholds: Callable[[Tensor], Tensor] | None = None) -> None:
         columns = store.num_thresholds if thresholds is None else thresholds(torch.zeros(1, store.dim)).shape[1]
         if columns != store.num_thresholds:
             raise ValueError(
-                f"the model's layers have {columns} columns of thresholds, the store has {store.num_thresholds}: make "
-                f"it with Store.open(uri, dim={store.dim}, num_thresholds={columns})"
+                f"the model's layers need {columns} threshold columns, but the store has {store.num_thresholds}: "
+                f"create it with Store.open(uri, dim={store.dim}, num_thresholds={columns})"
             )
         self.store, self._thresholds = store, thresholds
         # Revision, ids and rows of the last read of all, and the entries as models have them: of one moment together.
@@ -62,10 +62,10 @@ class EntrySource:
         return self._all()[0]
 
     def rows(self, ids: Indices | None = None) -> Float[Tensor, "entries width"]:
-        """[E | columns] of these ids, by default of all as in `ids()`; a KeyError for an unknown id."""
+        """[E | columns] of these ids, by default of all as in `ids()`; an unknown id raises `KeyError`."""
         return self._all()[1] if ids is None else self.store.rows(ids)
 
-    @untraced  # anybody may edit the entries between two tokens
+    @untraced  # entries may be edited between two tokens
     def entries(self, like: Tensor) -> Float[Tensor, "entries entry_dim"]:
         """Return E in the device and precision of `like`, copied there once after each edit."""
         _, rows, at = self._all()
@@ -75,7 +75,7 @@ class EntrySource:
         return at[key]
 
     def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
-        """Search by score + threshold the entries that a retrieval asks for, with their rows, zero for missing ones."""
+        """Search the entries that a retrieval chooses by score + threshold, with their rows, padded with zeros."""
 
         def found() -> Neighbours:
             if retrieval.k is not None:
@@ -93,7 +93,7 @@ class EntrySource:
 
     @torch.no_grad()
     def thresholds(self, rows: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"] | None:
-        """Compute the thresholds that the model's layers give these entries; None if thresholds belong to no entry."""
+        """Compute the model's thresholds of these entries; None if thresholds do not depend on entries."""
         return None if self._thresholds is None else self._thresholds(rows).float()
 
     def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
@@ -138,4 +138,4 @@ def _repeated(read: Callable[[], T]) -> T:
             return read()
         except KeyError:
             continue
-    raise StoreError(f"entries were deleted faster than they could be read {_TRIES} times")
+    raise StoreError(f"entries were deleted during each of {_TRIES} attempts to read them: try again later")

@@ -1,4 +1,4 @@
-"""`activity`: how a base is used, entries that are active for each token and layer and entries that never are."""
+"""`activity`: counts the entries that are active for each token and layer, and those that never are."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from attnflow.models.watching import Call, Watch
 
 @dataclass(frozen=True)
 class LayerActivity:
-    """Active entries of one layer, counted over tokens: for each token the sum over heads."""
+    """The active entries of one layer, counted over tokens; for each token, the sum over heads."""
 
-    layer: int  # its number
-    tokens: int  # that were seen
-    entries: int  # that the layer may read
-    read_all: bool  # whether all of them were read; if not, the numbers are of those that were
+    layer: int  # the number of the layer
+    tokens: int  # how many tokens were counted
+    entries: int  # how many entries the layer may read
+    read_all: bool  # whether all of them were read; if not, the counts cover the entries that were
     mean: float  # active entries per token
-    maximum: int  # of any token
-    dead: int  # entries that were active for no token here
+    maximum: int  # the most active entries of any token
+    dead: int  # entries that were never active in this layer
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class ActivityReport(Result):
     """Active and dead entries of all layers."""
 
     layers: tuple[LayerActivity, ...]  # in their order
-    entries: int  # that any layer may read
-    dead: tuple[int, ...]  # ids of the entries that were active for no token in any layer
+    entries: int  # how many entries the layers may read
+    dead: tuple[int, ...]  # ids of the entries that were never active in any layer
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each layer."""
         return [asdict(one) for one in self.layers]
 
     def __str__(self) -> str:
-        head = ["layer", "tokens", "entries", "mean", "share", "max", "dead"]
+        head = ["layer", "tokens", "entries", "mean active", "share", "max active", "never active"]
         rows = [
             [
                 str(one.layer),
@@ -58,30 +58,30 @@ class ActivityReport(Result):
             ]
             for one in self.layers
         ]
-        said = [aligned([head, *rows]), f"dead in all layers: {len(self.dead):,} of {self.entries:,} entries"]
+        lines = [aligned([head, *rows]), f"never active in any layer: {len(self.dead):,} of {self.entries:,} entries"]
         if self.dead:
-            said[-1] += f": {preview(self.dead)}"
+            lines[-1] += f": {preview(self.dead)}"
         if not all(one.read_all for one in self.layers):
-            said.append("* of the entries that were read")
-        return "\n".join(said)
+            lines.append("* counted among the entries that were read")
+        return "\n".join(lines)
 
 
 @contextmanager
 def activity(model: nn.Module) -> Generator[Activity, None, None]:
     """Count which entries are active in every forward pass inside the block.
 
-    Where the model is given an attention mask [batch, tokens], padding does not count (in encoder-decoders it does).
+    With an attention mask [batch, tokens], padding does not count (in encoder-decoders it does).
 
     Args:
-        model: converted by `from_ffn`, or a modular one.
+        model: a model converted by `from_ffn`, or a modular one.
 
     Yields:
-        The counts so far; `.report()` puts them into tables.
+        The counts so far; `.report()` returns them as a result.
 
     Raises:
-        ValueError: a model that reads no base, or whose readings are being watched already.
+        ValueError: the model does not read a base, or its readings are already being watched.
 
-    Cost: one comparison for each score; memory of one count for each entry and layer, however many tokens.
+    Cost: one comparison for each score; memory for one count for each entry and layer, however many tokens.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from attnflow.knowledge import from_ffn
@@ -95,7 +95,7 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
     layers = readers(model)
     busy = next((reader.layer for reader in layers if reader.observer is not None), None)
     if busy is not None:
-        raise ValueError(f"the readings of layer {busy} are being watched already; end that block first")
+        raise ValueError(f"the readings of layer {busy} are being watched already: end that block first")
     seen = Activity()
     mask: Tensor | None = None
     steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
@@ -116,7 +116,7 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
             counted = mask[:, mask.shape[1] - tokens[1] :].expand(tokens)
         elif mask is not None and steps and tokens == (len(mask) * steps,):  # a batch that was flattened
             counted = mask[:, mask.shape[1] - steps :].flatten()
-        # Another total is that of entries that were given in place of the model's base.
+        # Another total means that entries were passed in place of the model's base.
         own = isinstance(reader, LayerEntries) or (
             reading.certificate is not None and reading.certificate.total == reader.num_entries
         )
@@ -130,7 +130,7 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
 
 
 class Activity:
-    """Counts over any number of forward passes; `af.knowledge.activity(model)` fills it."""
+    """Counts of active entries over any number of forward passes; `af.knowledge.activity(model)` fills it."""
 
     def __init__(self) -> None:
         self._layers: dict[int, _Counts] = {}
@@ -170,24 +170,24 @@ class Activity:
         self._layers.setdefault(layer, _Counts()).add(ids.cpu(), torch.zeros(len(ids), dtype=torch.int64))
 
     def fired(self, layer: int) -> tuple[Int[Tensor, " entries"], Int[Tensor, " entries"]]:
-        """(ids in ascending order, how often each was active in a layer: over tokens and heads).
+        """Return (ids in ascending order, how often each was active in a layer, over tokens and heads).
 
         Raises:
-            ValueError: nothing was seen of that layer.
+            ValueError: no reading of that layer was counted.
         """
         if layer not in self._layers:
             raise ValueError(f"layer must be one of {sorted(self._layers)}, got {layer}")
         return self._layers[layer].ids.clone(), self._layers[layer].fired.clone()
 
     def report(self) -> ActivityReport:
-        """Everything so far.
+        """Return the counts so far as a result.
 
         Raises:
-            ValueError: no forward pass was seen.
+            ValueError: no forward pass was counted.
         """
         seen = {layer: counts for layer, counts in sorted(self._layers.items()) if counts.tokens}
         if not seen:
-            raise ValueError("no forward pass of the model has run inside the block: there is nothing to report")
+            raise ValueError("run a forward pass of the model inside the block before report()")
         layers = tuple(counts.summary(layer) for layer, counts in seen.items())
         everything = torch.cat([counts.ids for counts in seen.values()]).unique()
         dead = everything[~torch.isin(everything, torch.cat([counts.alive for counts in seen.values()]))]

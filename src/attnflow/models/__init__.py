@@ -1,9 +1,9 @@
-"""What a model is: how it is loaded, where it attends, which tensors it has.
+"""Loads models, and finds their attention layers, feed-forward layers and tensors.
 
-Read `sites` first: where a model attends. `attention` says what the queries and keys there are made of, by the `probe`,
-or by the tables in `families` for files. `feed_forward` does so for the other layers. `interception` stands
-around attention while the model runs, `watching` around any module, and a `trial` leaves the model as it was.
-`loader`, `names` and `hub` get a model; `checkpoints` reads tensors from files without building one.
+Read `sites` first: it finds where a model attends. `attention` finds the weights of queries and keys, by the `probe`
+or, for files, by the tables in `families`. `feed_forward` does the same for the other layers. `interception` wraps
+attention while the model runs, `watching` wraps any module, and a `trial` runs a model and restores it. `loader`,
+`names` and `hub` get a model. `checkpoints` reads tensors from files without building a model.
 """
 
 from importlib.util import find_spec

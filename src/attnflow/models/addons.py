@@ -1,7 +1,7 @@
-"""Saved add-ons: what was added to a model (a bias, a reader), in its own folder without the model.
+"""Saves what was added to a model (a bias, a reader) in a separate folder without the model.
 
-`KIND.safetensors` holds everything, with the config, the base model's identity and a digest of the file in its header;
-one rename replaces an older add-on. `KIND_config.json` repeats the config for people and is never read back.
+`KIND.safetensors` holds everything; its header has the config, the base model's identity and a digest of the file. One
+rename replaces an older add-on. `KIND_config.json` repeats the config for people and is never read back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_loaded(added: nn.Module, kind: str, like: Tensor) -> None:
     """Raise where an add-on was offloaded with its model: its parameters are read outside of a forward pass of it."""
     if not like.is_meta and next(added.parameters(), like).is_meta:
         raise ValueError(
-            f"the parameters of a {kind} were offloaded together with the model; offload the model first, then attach "
+            f"the parameters of a {kind} were offloaded together with the model: offload the model first, then attach "
             f"the {kind}"
         )
 
@@ -114,8 +114,8 @@ def save_addon(
         raise ValueError(f"the {kind} is on the meta device, where it has no values to save")
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         raise ValueError(
-            f"the {kind} is sharded over processes (FSDP), where each holds a part; save the whole state dict by "
-            f"Trainer or accelerate, load it into one model, and save the {kind} of that"
+            f"the {kind} is sharded over processes (FSDP), each with a part of it: save the whole state dict with "
+            f"Trainer or accelerate, load it into one model, and save that model's {kind}"
         )
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if bad := _nonfinite(plain):
@@ -135,7 +135,8 @@ def save_addon(
 def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
     """Read the add-on of a kind from a folder, and check it whole.
 
-    `FileNotFoundError` if there is none, `ValueError` if it is damaged, of another kind or version, or not finite.
+    A missing one raises `FileNotFoundError`; one that is damaged, not finite or of another kind or version
+    `ValueError`.
     """
     path = Path(folder) / f"{kind}.safetensors"
     if not path.is_file():
@@ -149,13 +150,13 @@ def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
         found = about["kind"], about["version"]
         parts = cast("tuple[object, object]", (about["config"], about["base"]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, or no saved {kind}: its header cannot be read") from error
+        raise ValueError(f"{path} is damaged or not a saved {kind}: its header cannot be read") from error
     if found != (kind, _VERSION):
         raise ValueError(
             f"{path} holds a {found[0]} of version {found[1]}, expected a {kind} of version {_VERSION}; update attnflow"
         )
     if not whole or not all(isinstance(part, Mapping) for part in parts):
-        raise ValueError(f"{path} is damaged, or was edited: it is not as it was saved")
+        raise ValueError(f"{path} is damaged or was edited: its digest differs from the saved one")
     try:
         tensors = decoded(content)
     except (SafetensorError, KeyError) as error:

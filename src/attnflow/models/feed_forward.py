@@ -151,7 +151,7 @@ class PackedExperts:
 
 
 def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
-    """List the feed-forward layers of a model in order; `UnsupportedArchitecture` if there are none."""
+    """List the feed-forward layers of a model in order; a model without any raises `UnsupportedArchitecture`."""
     layers: list[FeedForward | PackedExperts] = []
     for name, module in _beside_routers(model):
         kind = next((kind for kind in FEED_FORWARD if _fits(module, kind)), None)
@@ -284,7 +284,7 @@ def _linear(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def packed_experts(module: nn.Module, name: str = "") -> PackedExperts | None:
-    """Find how a module of experts is read, or None if there is no such reading.
+    """Find how a module of experts is read, or None if no way fits.
 
     Readings are compared with the module on a few random tokens and experts; on the meta device the first is taken.
     """

@@ -23,5 +23,5 @@ def downloaded(name: str) -> Path:
         offline = constants.HF_HUB_OFFLINE
         why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
         raise FileNotFoundError(
-            f"{name!r} is no local file or folder, and it cannot be had from the hub ({why}){short_names()}"
+            f"{name!r} is not a local file or folder, and cannot be downloaded from the hub ({why}){short_names()}"
         ) from error

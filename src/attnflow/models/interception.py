@@ -1,9 +1,9 @@
-"""The one way to intercept the attention of a transformers model; it knows neither masks nor biases.
+"""Intercepts the attention of a transformers model, without knowledge of masks and biases.
 
-`intercept(model, {module: interceptor}, role=...)` lets `interceptor(call, proceed)` stand around every attention call
-of `module`, until `Interception.remove()`. `proceed(call)` computes the call by the next interceptor or by
-transformers' kernel; `call.replace(...)` changes what it computes. An interceptor may instead return its own output:
-([batch, queries, heads, head_dim], weights or None).
+`intercept(model, {module: interceptor}, role=...)` wraps `interceptor(call, proceed)` around every attention call of
+`module`, until `Interception.remove()`. `proceed(call)` computes the call by the next interceptor or by transformers'
+kernel; `call.replace(...)` changes what it computes. An interceptor may instead return its own output: ([batch,
+queries, heads, head_dim], weights or None).
 
 `call.mask` is what transformers hands to the implementation: None (then `is_causal` of the keywords or of the module
 applies), a boolean or additive tensor [batch or 1, heads or 1, queries, keys], or a `BlockMask`.
@@ -12,9 +12,10 @@ Roles run in order: "mask" decides which pairs exist; "pool" computes something 
 "bias" comes last. Both see the first one's mask. Within a role the newest is in force, and the older one again once it
 is removed. Handles may be removed in any order.
 
-The configs name our attention function, registered with a mask function of the same name (alone it would silently run
-without a mask), which returns transformers' own mask, to the bit. `call.request` is what the model asked for (cache
-offsets, padding, window), found by the mask's identity; None where the model made or changed its mask itself.
+The configs name our attention function. It is registered with a mask function of the same name, since it would silently
+run without a mask otherwise; that function returns transformers' own mask unchanged. `call.request` holds the mask's
+parameters (cache offsets, padding, window), found by the mask's identity. It is None if the model made or changed its
+mask itself.
 
 An interception that `replaces_mask` lets the model have a mask that it will not use. It is never None, so that its
 request is found; under FlexAttention it is the padding alone, which costs nothing. Other modules of the same configs

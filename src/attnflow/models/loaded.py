@@ -21,7 +21,7 @@ Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 
 
 class Loaded(NamedTuple):
-    """A model and its tokenizer, which is None if it was not asked for."""
+    """A model and its tokenizer, as `af.load_model` returns them; the tokenizer is None if not requested."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -45,8 +45,8 @@ def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> obje
         return inputs
     if tokenizer is None:
         raise ValueError(
-            "a text needs a tokenizer: pass what af.load_model returned in place of the model, or token ids in place "
-            "of the text; a function that takes tokenizer=... takes one there, too"
+            "a text needs a tokenizer: pass what af.load_model returned in place of the model, token ids in place "
+            "of the text, or tokenizer=... where a function has it"
         )
     return dict(tokenizer(inputs, return_tensors="pt"))
 
@@ -78,12 +78,12 @@ def model_inputs(
     else:
         named = {"input_ids": _batched(torch.as_tensor(inputs))}
         if len(named["input_ids"]) > 1:
-            raise ValueError("token ids must be of one sequence; pass a batch as a mapping, with its attention_mask")
+            raise ValueError("token ids must be of one sequence: pass a batch as a mapping, with its attention_mask")
     table = embedding_table(model)
     size = None if table is None else table.num_embeddings
     largest = int(named["input_ids"].max())
     if size is not None and (largest >= size or int(named["input_ids"].min()) < 0):
-        raise ValueError(f"token ids must lie in 0 to {size - 1}, the model's vocabulary; got up to {largest}")
+        raise ValueError(f"token ids must lie in 0 to {size - 1}, the model's vocabulary, got up to {largest}")
     if not 0 <= sequence < len(named["input_ids"]):
         raise ValueError(f"sequence must be a number of the batch of {len(named['input_ids'])}, got {sequence}")
     device = device_of(model)

@@ -46,31 +46,34 @@ def load_model(
 ) -> Loaded:
     """Load a model in evaluation mode, ready for training, saving and `masks.attach`.
 
-    In this order, `name_or_path` is one of the short names in `af.models.MODELS` ("smollm2-135m", "minilm"), which
-    ordinary Python packages ship; a folder that `save_pretrained` wrote; a GGUF file (or a folder with one), whose
-    weights are unpacked and kept in the cache (`cache_folder`); or a model of the hub: "owner/name", or
-    "hub:gpt2" for one whose id has one word. Nothing else asks the network. No code from the model's repository is
-    run and no pickle is opened: weights come from safetensors or GGUF alone. Nothing is printed.
+    `name_or_path` may be, in this order:
+
+    - a short name of `af.models.MODELS` ("smollm2-135m", "minilm"), which ordinary Python packages ship;
+    - a folder that `save_pretrained` wrote;
+    - a GGUF file, or a folder with one, whose weights are unpacked and kept in the cache (`cache_folder`);
+    - a model of the hub: "owner/name", or "hub:gpt2" for an id of one word. Only this uses the network.
+
+    It runs no code from the model's repository and opens no pickle: weights come only from safetensors or GGUF.
 
     Args:
-        name_or_path: which model.
+        name_or_path: the model to load.
         dtype: a floating-point dtype, its name, or "auto": that of the checkpoint (float32 for GGUF).
-        tokenizer: whether to load the tokenizer, too.
+        tokenizer: whether to load the tokenizer.
         device: where to put the model.
 
     Returns:
-        `(model, tokenizer)`. The class is the one that the checkpoint names, such as `LlamaForCausalLM`.
+        `(model, tokenizer)`. The model's class is the one that the checkpoint names, such as `LlamaForCausalLM`.
 
     Raises:
         MissingPackage: the package of a short name is not installed; the message has the command.
-        MissingExtra: a GGUF file, and the packages that read it are not installed.
-        FileNotFoundError: no such file, folder or model, or the hub cannot be reached.
-        ValueError: something is there, but it is no model, or one without safetensors weights; an unknown dtype.
+        MissingExtra: the packages that read a GGUF file are not installed.
+        FileNotFoundError: the file, folder or model does not exist, or the hub cannot be reached.
+        ValueError: the file or folder is not a model or has no safetensors weights, or the dtype is unknown.
         BadCheckpoint: a file of the model is damaged or hostile; the message names it and the place.
         UnsupportedArchitecture: the model needs code from its repository.
 
     Cost: the time and memory of the weights. A GGUF file is unpacked once, in some 20 s and a little over twice the
-    memory for 135 million parameters; from the cache they take about 2 s.
+    memory for 135 million parameters; from the cache it takes about 2 s.
     """
     kind, tokenizer = _dtype(dtype), boolean("tokenizer", tokenizer)
     folder, gguf = _locate(os.fspath(name_or_path))
@@ -105,11 +108,11 @@ def _locate(name: str) -> tuple[str, str | None]:
         files = sorted(place.glob("*.gguf"))
         if len(files) != 1:
             what = f"{len(files)} GGUF files, pass one of them" if files else "no config.json and no GGUF file"
-            raise ValueError(f"{place} is no model folder: it holds {what}")
+            raise ValueError(f"{place} is not a model folder: it holds {what}")
         place = files[0]
     with place.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ValueError(f"{place} is no GGUF file; for other formats pass the folder that holds config.json")
+            raise ValueError(f"{place} is not a GGUF file: for other formats pass the folder that holds config.json")
     return str(place.parent), place.name
 
 
@@ -157,7 +160,7 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
     except OSError as error:
         if Path(folder).is_dir():
             raise ValueError(
-                f"{folder} holds no safetensors weights; pickled weights (.bin, .pt) are not opened, convert them "
+                f"{folder} holds no safetensors weights, and pickled weights (.bin, .pt) are not opened: convert them "
                 "with save_pretrained on a machine that trusts them"
             ) from error
         raise _not_found(folder, error) from error
@@ -178,7 +181,7 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
     if 2 * missing > own or theirs > own - missing:  # of another model: what is missing was drawn at random
         raise BadCheckpoint(
             f"{folder} holds the weights of another model than its config describes: {missing} of {own} tensors of a "
-            f"{type(model).__name__} are missing, {theirs} are of no use to it"
+            f"{type(model).__name__} are missing, and {theirs} do not belong to it"
         )
     return model
 
@@ -218,7 +221,7 @@ def _tokenizer(folder: str, **gguf_file: str) -> PreTrainedTokenizerBase:
 def _not_found(name: str, error: Exception) -> FileNotFoundError:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
-    return FileNotFoundError(f"{name!r} is no local model, and it cannot be had from the hub ({why}){short_names()}")
+    return FileNotFoundError(f"{name!r} is not local, and cannot be downloaded from the hub ({why}){short_names()}")
 
 
 def _load_gguf(
@@ -274,7 +277,7 @@ def _unpack(file: Path) -> PreTrainedModel:
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # a truncated or unknown file fails anywhere in the parser
-        raise BadCheckpoint(f"{file} is no model that transformers reads: {first_line(error)}") from error
+        raise BadCheckpoint(f"transformers cannot read a model from {file}: {first_line(error)}") from error
     config = copy.deepcopy(packed.config)
     config.__dict__.pop("quantization_config", None)
     config.dtype = torch.float32
@@ -286,7 +289,7 @@ def _unpack(file: Path) -> PreTrainedModel:
 
 
 def cache_folder() -> Path:
-    """Where the cache is: `$ATTNFLOW_CACHE`, or `attnflow` in `$XDG_CACHE_HOME`, which is `~/.cache` by default."""
+    """Return the cache folder: `$ATTNFLOW_CACHE`, or `attnflow` in `$XDG_CACHE_HOME` (by default `~/.cache`)."""
     own = os.environ.get("ATTNFLOW_CACHE")
     if own:
         return Path(own).expanduser()
@@ -295,7 +298,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Silence what transformers and the hub print; exceptions say it all."""
+    """Silence transformers and the hub, since exceptions report all errors."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")
     hub_level = hub.level

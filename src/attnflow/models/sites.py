@@ -49,12 +49,10 @@ def find_sites(model: object) -> tuple[Site, ...]:
     a text model: none that reads text) calls the interface.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a transformers model, got {type(model).__name__}; see af.load_model")
+        raise TypeError(f"expected a transformers model, got {type(model).__name__}: load one with af.load_model")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     if not owners:
-        raise ValueError(
-            f"expected a transformers model with a config, got {type(model).__name__}; pass the model, not one layer"
-        )
+        raise ValueError(f"expected a transformers model, got {type(model).__name__}: pass the model, not one layer")
     callers = [(name, module) for name, module in model.named_modules() if calls_interface(module)]
     if not callers:
         attention = sorted({type(m).__name__ for m in model.modules() if attends(m)})

@@ -130,7 +130,7 @@ class Watch:
 
 @torch.no_grad()
 def calls_of(modules: Mapping[Any, nn.Module], run: Callable[[], object]) -> list[Call]:
-    """Record the modules' calls while `run()` runs, without gradients, in order of their beginning.
+    """Record the modules' calls while `run()` runs, without gradients, in the order in which they start.
 
     Arguments and outputs stay alive. A call that raised has None for its output.
     """

@@ -31,7 +31,7 @@ from attnflow.tasks.task import Task
 
 _log: Final = logging.getLogger("attnflow.tasks")
 _ROWS: Final = 2  # of the labels: target ids and weights
-_DROPPED: Final = "; a Trainer drops what the model's forward does not name, unless remove_unused_columns=False"
+_DROPPED: Final = "; a Trainer drops entries that the model's forward does not name: set remove_unused_columns=False"
 _SYMBOL: Final = 1 << 40
 """Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
 
@@ -44,7 +44,7 @@ class _Symbol(int):
 
     def _refuse(self, *_: object) -> NoReturn:
         raise ValueError(
-            "family_fn looks at the values of tokens, so its tasks do not depend on the length alone: "
+            "family_fn reads the values of tokens, so its tasks do not depend on the length alone: "
             "use Collator(..., by_length=False)"
         )
 
@@ -88,35 +88,35 @@ class _Template:
 
 
 class Collator:
-    """Turns samples into a batch of merged tasks (one forward pass trains the whole family of every sample).
+    """Turns samples into a batch of merged tasks, so that one forward pass trains every sample's whole family.
 
     A batch holds
-    - `input_ids` int64 [batch, n]; with averaged tokens [batch, n, width] filled with -100, which a model takes under
-      `af.tasks.average_embeddings(model)`;
-    - `attention_mask`, by `masks`: "dense" [batch, 1, n, n], additive, of `dtype`, which any model takes; "intervals"
-      int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`, for a model under
+    - `input_ids` int64 [batch, n]; with averaged tokens [batch, n, width], filled up with -100; the model
+      then needs `af.tasks.average_embeddings(model)`;
+    - `attention_mask` in the form that `masks` names. "dense" is additive, [batch, 1, n, n] of `dtype`; any model takes
+      it. "intervals" is int32 [batch, 1, rows, n], the row intervals of `af.masks.batch`, for a model under
       `af.masks.attach(model, "batch")` with any backend;
     - `position_ids` int64 [batch, n];
     - `labels` for `af.tasks.loss`, which takes several weighted labels per position and shifts nothing.
 
-    Sequences of unequal length are padded at the end: padding attends to itself alone and nothing attends to it. All
-    are plain tensors with the batch in front, which worker processes, pinning and `accelerate` handle.
+    Shorter sequences are padded at the end: padding attends only to itself, and nothing attends to it. All entries are
+    plain tensors with the batch dimension first, so worker processes, pinning and `accelerate` handle them.
 
         Trainer(model, args, train_dataset=samples, data_collator=af.tasks.Collator(af.tasks.causal_lm),
                 compute_loss_func=af.tasks.loss)
 
     Args:
-        family_fn: from the token ids of a sample to its tasks, which are merged; or to one task, which is taken as it
-            is, whatever its mask. `functools.partial` binds further arguments. Or `af.tasks.rollouts`, whose samples
-            are groups (with `Trainer`: `remove_unused_columns=False`).
+        family_fn: a function from a sample's token ids to its tasks, which are merged, or to one task, which is used
+            unchanged, whatever its mask. `functools.partial` binds further arguments. It may also be
+            `af.tasks.rollouts`, whose samples are groups (with `Trainer`: `remove_unused_columns=False`).
         by_length: whether the structure of the tasks depends on the number of tokens alone, so that one merge serves
-            all samples of a length. By default True for the families of `af.tasks` (also under `partial`) and False
-            for any other function. If you say True, it is tested: the function must not compare or compute with
-            tokens, and its tasks for the first sample of each length must be the ones that the shared structure gives.
-        dtype: of the mask; must be the model's.
-        pad_to_multiple_of: pad the merged length up to a multiple: batches of one length share a compiled model.
+            all samples of a length. By default True for the families of `af.tasks` (also under `partial`) and False for
+            any other function. True is checked: the function must not compare tokens or compute with them, and for the
+            first sample of each length its tasks must equal those of the shared structure.
+        dtype: of the mask; it must be the model's.
+        pad_to_multiple_of: pads the merged length up to a multiple of this, so that batches can share a compiled model.
         masks: the form of `attention_mask`.
-        min_width: with "intervals", those per query that there is room for at least; the room is a power of two.
+        min_width: with "intervals", the least number of intervals per query to make room for, rounded up to 2^k.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class Collator:
         self._of_groups = getattr(family_fn, "func", family_fn) is rollouts  # under `partial`
 
     def __call__(self, features: Sequence[object]) -> dict[str, Tensor]:
-        """A batch of samples, each a sequence of token ids or a mapping with "input_ids".
+        """Make a batch of samples, each a sequence of token ids or a mapping with "input_ids".
 
-        Of a mapping, tokens that its "attention_mask" marks 0 are left out; its other entries are not used. For
+        Tokens where a mapping's "attention_mask" is 0 are left out; its other entries are not used. For
         `af.tasks.rollouts` a sample is a mapping with the function's arguments: "prompts", "responses", and others.
 
         Raises:
-            ValueError: no samples, a sample without "input_ids", or one that `family_fn` refuses (which one is said).
+            ValueError: no samples, a sample without "input_ids", or one that `family_fn` refuses; the message names it.
         """
         if not len(features):
             raise ValueError("a batch needs at least one sample, got none")
@@ -175,7 +175,7 @@ class Collator:
             return self.family_fn(_tokens(feature))
         if not isinstance(feature, Mapping):
             raise TypeError(
-                f"a group of rollouts is a mapping with prompts and responses, got {type(feature).__name__}"
+                f"a group of rollouts must be a mapping with prompts and responses, not {type(feature).__name__}"
             )
         values = cast(Mapping[str, object], feature)
         if not values:
@@ -190,9 +190,7 @@ class Collator:
             family = self.family_fn([_Symbol(_SYMBOL + index) for index in range(len(tokens))])
             template = _Template.of(_one_task(family))
             if self._test_first and not template.says(_Template.of(_one_task(self.family_fn(tokens))), tokens):
-                raise ValueError(
-                    "family_fn gives other tasks for these tokens than for its length alone: use by_length=False"
-                )
+                raise ValueError("family_fn's tasks depend on the tokens, not on their number: use by_length=False")
             self._templates[len(tokens)] = template
         return self._templates[len(tokens)]
 
@@ -203,7 +201,7 @@ class Collator:
         if width > 1 and not self._told and get_worker_info() is None and not averaging():
             self._told = True
             _log.warning(
-                "these samples have averaged tokens, so that input_ids are [batch, n, %d]: call "
+                "these samples have averaged tokens, so input_ids are [batch, n, %d]: call "
                 "af.tasks.average_embeddings(model) before the model sees them",
                 width,
             )
@@ -239,21 +237,21 @@ def loss(
     Args:
         outputs: logits [batch, n, vocabulary], or a model's output with `.logits`.
         labels: the "labels" of a `Collator` batch, or the batch itself.
-        num_items_in_batch: what `Trainer` counts over accumulated batches; it counts each label once for each row.
-        reduction: "mean" over labels, "sum", or "none": weight x cross-entropy of each label, [batch, n, width], 0
-            where there is none. With weights of 1 it is the negative log-probability of the target.
+        num_items_in_batch: `Trainer`'s count over accumulated batches, which counts each label once for each row.
+        reduction: "mean" over labels, "sum", or "none": the weighted cross-entropy of each label, [batch, n, width],
+            with 0 where a position has fewer labels. With weights of 1 it is the target's negative log-probability.
 
     Returns:
         A scalar; 0 for a batch without labels. With "none" a tensor [batch, n, width].
 
     Raises:
-        ValueError: labels that no `Collator` made, or logits of other positions.
+        ValueError: the labels do not come from a `Collator`, or the logits belong to other positions.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
-        raise TypeError(f"expected logits or a model output that has them, got {type(outputs).__name__}")
+        raise TypeError(f"expected logits, or a model output with .logits, got {type(outputs).__name__}")
     targets, weights = _unpacked(labels)
     if logits.shape[:-1] != targets.shape[:-1]:
         raise ValueError(
@@ -274,7 +272,7 @@ def loss(
 
 
 def _unpacked(batch: object) -> tuple[Int[Tensor, "*batch n width"], Float[Tensor, "*batch n width"]]:
-    """(target ids, -100 where there is no label; float64 weights, 0 there) of a batch or its labels."""
+    """(target ids, float64 weights) of a batch or its labels; -100 and 0 where a slot has no label."""
     tensor = cast(Mapping[str, object], batch).get("labels") if isinstance(batch, Mapping) else batch
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected the labels of an af.tasks.Collator batch, got {type(tensor).__name__}")

@@ -1,4 +1,4 @@
-"""A family by name, merged and proved, beside its closed form: what `attnflow mask merge` and the studio show."""
+"""Merges a named family, proves that it does not leak, and compares it with its closed form (for CLI and studio)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN: Final = 8  # leaks and positions that a text names
 
 @cache
 def named_families() -> Mapping[str, Named[Family]]:
-    """The families of the library by name, sorted, with their parameters (the tokens of the sample left out)."""
+    """The families of the library by name, sorted, with their parameters (without the sample's tokens)."""
     functions = sorted(families.BY_LENGTH, key=lambda function: function.__name__)
     return {function.__name__: named(function, leading=["tokens"]) for function in functions}
 
@@ -54,10 +54,10 @@ class Derivation:
         verdict = "equal to" if self.equals_closed_form else "DIFFERENT from"
         formula = f"{verdict} {self.closed_form}" if self.closed_form else f"the paper gives none for {self.call}"
         return [
-            ("subtasks", f"{len(merged.positions):,}, with {self.subtask_positions:,} positions one by one"),
+            ("subtasks", f"{len(merged.positions):,}, with {self.subtask_positions:,} positions if run one by one"),
             ("merged", f"{plural(merged.task.size, 'position')} in {plural(merged.num_nodes, 'node')}: {least}"),
             ("closed form", formula),
-            ("dense", "yes, one layer lets everything flow" if merged.task.is_dense else "no"),
+            ("one layer", "suffices" if merged.task.is_dense else "does not suffice"),
             ("leaks", "none: proved for any number of layers" if report.ok else f"{len(report.leaks):,}"),
             *(("", f"{leak}") for leak in report.leaks[:_SHOWN]),
             ("dead positions", preview(report.dead, _SHOWN) if report.dead else "none"),
@@ -79,12 +79,12 @@ def derive(family: Named[Family], num_tokens: int, values: Mapping[str, object])
 
 
 def with_mask(family: Named[Family], values: Mapping[str, object]) -> dict[str, object]:
-    """Arguments of a family over the tokens 1..n, of which 0, its [MASK], is none."""
+    """The arguments of a family over the tokens 1..n, with 0 as [MASK]."""
     return ({"mask_token": 0} if any(p.name == "mask_token" for p in family.parameters) else {}) | dict(values)
 
 
 def _closed_form(family: str, n: int, values: Mapping[str, Any]) -> tuple[str | None, Mask | None]:
-    """The formula of the paper's families, and its mask."""
+    """The paper's formula for a family, and the mask of that formula."""
     if family in ("causal_lm", "multi_token_prediction"):
         return f"causal({n - 1})", masks.causal(n - 1)
     if family == "butterfly" and values["block"] is None:

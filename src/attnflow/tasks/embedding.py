@@ -1,4 +1,4 @@
-"""A task on a model: input embeddings, position ids and an additive mask, one pass of them, averaged tokens."""
+"""Runs a task on a model: input embeddings, position ids, an additive mask, and averaged tokens."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def id_table(task: Task) -> Int[Tensor, "n width"]:
 def embed(ids: Int[Tensor, "*batch n width"], embedding: nn.Module) -> Float[Tensor, "*batch n hidden"]:
     """The mean embedding of the ids of each token (hasse, eq. 46, on token embeddings alone; see order.md).
 
-    Differentiable in the embedding. Places that hold `NO_ID` do not count. A `ValueError` if an id lies outside the
-    vocabulary.
+    It is differentiable in the embedding; `NO_ID` is skipped. An id outside the vocabulary raises `ValueError`.
     """
     there = ids >= 0
     size = getattr(embedding, "num_embeddings", None)
@@ -82,14 +81,16 @@ def require_runnable(model: nn.Module) -> None:
     parameters = inspect.signature(model.forward).parameters
     missing = [part for part in ("inputs_embeds", "attention_mask", "position_ids") if part not in parameters]
     if missing:
-        raise UnsupportedArchitecture(f"the forward pass of {name} takes no {' and no '.join(missing)}")
+        raise UnsupportedArchitecture(
+            f"a task needs a forward with {' and '.join(missing)}, which {name} does not take"
+        )
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(f"{name} has an encoder and a decoder; a task has one sequence")
+        raise UnsupportedArchitecture(f"a task needs one stack, but {name} has an encoder and a decoder")
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in (None, "eager", "sdpa"):
         raise UnsupportedArchitecture(
-            f'{name} runs attention "{implementation}", which takes no 4D additive mask: '
+            f'{name} runs attention "{implementation}", which takes no 4D additive mask: call '
             'model.set_attn_implementation("sdpa") or "eager"'
         )
 
@@ -108,7 +109,7 @@ def _embedding(model: nn.Module) -> nn.Module:
 
 
 class AveragedTokens(Handle):
-    """A model that takes averaged tokens, until it is removed; made by `average_embeddings`."""
+    """The handle of `average_embeddings`: the model reads averaged tokens until it is removed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -119,15 +120,15 @@ class AveragedTokens(Handle):
         self._hook.remove()
 
     def _summary(self) -> str:
-        return f"{type(self.model).__name__} takes input_ids [batch, n, width] as mean embeddings"
+        return f"{type(self.model).__name__} reads input_ids [batch, n, width] as mean embeddings"
 
 
 def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:
-    """Let a model take averaged tokens: `input_ids` of shape [batch, n, width] become mean embeddings.
+    """Let a model read averaged tokens: `input_ids` of shape [batch, n, width] become mean embeddings.
 
-    A forward pre-hook replaces three-dimensional `input_ids` (filled with -100, as `Collator` makes them) by
+    A forward pre-hook replaces three-dimensional `input_ids` (filled up with -100, as `Collator` does) by
     `inputs_embeds`; gradients reach the embedding. Other calls pass unchanged. Call it on the model that you give to
-    `Trainer`. A `TypeError` if the model has no `get_input_embeddings`.
+    `Trainer`. It raises `TypeError` if the model has no `get_input_embeddings`.
     """
     model, _ = split(model)
     if not callable(getattr(model, "get_input_embeddings", None)):

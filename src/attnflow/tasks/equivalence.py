@@ -1,4 +1,4 @@
-"""Which positions of tasks compute the same thing, decided by hashing and checked exactly.
+"""Finds the positions of tasks that compute the same thing, by hashing, and checks the result exactly.
 
 Where no down-set holds an input twice, only the inputs can match equivalent nodes (hasse, def. 3.5). A position's key
 hashes its input and the pairs (input, inputs below it) of its down-set: two sums over the rows of a dense mask, which

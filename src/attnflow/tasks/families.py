@@ -103,13 +103,13 @@ def butterfly(
 ) -> Family:
     """Predict every token from both sides (hasse, sec. 4.3): tau_k replaces token k by the mean of its neighbours.
 
-    The mask of tau_k is j <= i <= k or k <= i <= j: information flows from both ends to the centre k (eq. 50 corrected;
-    eq. 48 as printed makes one class of everything). The averaged token is the mean of *token* embeddings, at position
-    k. Merged: `af.masks.butterfly(n)`.
+    The mask of tau_k is j <= i <= k or k <= i <= j: information flows from both ends to the centre k. This is eq. 50
+    corrected; eq. 48 as printed puts all positions into one class. The averaged token is the mean of *token*
+    embeddings, at position k. Merged: `af.masks.butterfly(n)`.
 
-    With `block` the centre is a span: tau_k reads what is before block k causally, what is after it from the end back,
-    and at its place [MASK]s, which read both sides and one another and carry the labels. `af.tasks.infill` writes
-    spans.
+    With `block` the centre is a span. tau_k reads the tokens before block k causally and those after it from the end
+    backwards. In place of the block stand [MASK]s, which read both sides and one another and carry the labels.
+    `af.tasks.infill` writes such spans.
 
     Args:
         tokens: token ids; with `block` a whole number of blocks, at least 2.
@@ -132,7 +132,7 @@ def butterfly(
         place = np.arange(n)
         return _denoising(data, block, masked, lambda first, last: (place, _towards(n, first, last)))
     if masked is not None:
-        raise ValueError("masked goes with block=...; without it each token is predicted from all others")
+        raise ValueError("masked needs block=...; without block, each token is predicted from all others")
     _fit(n, n * n)
     place = np.arange(n)
     neighbours = Ragged.of([[j for j in (k - 1, k + 1) if 0 <= j < n] for k in range(n)])
@@ -208,12 +208,12 @@ def permutation_lm(tokens: TokenIds, permutation: Sequence[int], mask_token: int
 def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_token: int | None = None) -> Family:
     """Denoise block by block (BD3-LM, arXiv:2503.09573): tau_b reads clean blocks 0..b-1 and block b, partly masked.
 
-    The labels are the masked tokens of block b; a block without any makes no task. Merged it is
+    The labels are the masked tokens of block b; a block without masked tokens makes no task. Merged, it is
     `af.masks.block_diffusion` with the clean blocks first and without the last one, which is dead (order.md).
 
-    With `masked="random"` each call hides m tokens of each block, m drawn evenly from 1..block, and each of their
-    labels weighs 1/m. The summed loss of a block is then, in expectation, at least -log p(block) / block in any order
-    of decoding (arXiv:2110.02037, eq. 5), such as that of `af.tasks.generate_blocks` with `per_pass`.
+    With `masked="random"` each call masks m tokens of each block, with m uniform in 1..block, and each of their labels
+    weighs 1/m. The summed loss of a block is then, in expectation, at least -log p(block) / block in any order of
+    decoding (arXiv:2110.02037, eq. 5), such as that of `af.tasks.generate_blocks` with `per_pass`.
 
     Args:
         tokens: token ids, a whole number of blocks.
@@ -236,7 +236,8 @@ def block_diffusion(tokens: TokenIds, block: int, masked: Masked = None, mask_to
 BY_LENGTH: Final[frozenset[Callable[..., Family]]] = frozenset(
     {causal_lm, multi_token_prediction, block_two_stream, butterfly, masked_lm, permutation_lm, block_diffusion}
 )
-"""Families that never look at token ids: with equal arguments, sequences of one length have tasks of one structure."""
+"""Families that never look at token ids: sequences of one length get tasks of one structure (for equal arguments).
+"""
 
 
 def of_length_alone(family_fn: Callable[..., object]) -> bool:
@@ -249,8 +250,8 @@ def of_length_alone(family_fn: Callable[..., object]) -> bool:
 def butterfly_as_printed(n: int) -> Mask:
     """Butterfly attention by eq. 58 of the paper as printed, which is off by one: never train with it.
 
-    Its centre rows read `(j < i-2n+2) or (i-n+1 < j < 2n-2) or (j = i)`. The strict `i-n+1 < j` drops the right
-    neighbour of every centre that has one, so n - 1 of the n subtasks are not embedded; `af.masks.butterfly` has `<=`.
+    The paper gives its centre rows as `(j < i-2n+2) or (i-n+1 < j < 2n-2) or (j = i)`. The strict `i-n+1 < j` drops the
+    right neighbour of every centre that has one, so n - 1 of the n subtasks are not embedded; ours has `<=`.
 
     >>> import attnflow as af
     >>> af.masks.butterfly(4).difference(butterfly_as_printed(4))
@@ -272,9 +273,7 @@ class _Data:
         self.ids = index_array("tokens", tokens)
         self.size = len(self.ids)
         if self.size < minimum:
-            raise ValueError(
-                f"this family needs at least {minimum} tokens, got {self.size}: there is nothing to predict"
-            )
+            raise ValueError(f"this family needs at least {minimum} tokens, got {self.size}: there is none to predict")
         if int(self.ids.min(initial=0)) < 0:
             raise ValueError(f"tokens must be at least 0, got {self.ids.min()}")
         place = np.arange(self.size)
@@ -293,14 +292,14 @@ class _Data:
 
 
 def beginning(rows: IntervalRows, name: str, **parameters: int) -> Mask:
-    """The mask of the first n positions, as views of the rows of a longer one; they read none after them."""
+    """The mask of the first n positions, as views of a longer mask's rows, which must not read later positions."""
     n = parameters["n"]
     last = int(rows.indptr[n])
     return Mask(IntervalRows(rows.indptr[: n + 1], rows.starts[:last], rows.ends[:last], n), name, parameters)
 
 
 def mask_id(mask_token: int | None) -> int:
-    """The id of [MASK], which a caller must name: any default would be a word of some vocabulary."""
+    """Return the id of [MASK], which a caller must name: any default would be a word of some vocabulary."""
     if mask_token is None:
         raise ValueError(
             "mask_token is required: pass tokenizer.mask_token_id or, where the tokenizer has no [MASK], an id that no "
@@ -313,7 +312,7 @@ def _fit(subtasks: int, positions: int) -> None:
     if positions > _MOST_POSITIONS:
         raise ValueError(
             f"the family has {subtasks:,} subtasks with {positions:,} positions ({8 * positions / 1e9:,.1f} GB); "
-            f"more than {_MOST_POSITIONS:,} do not fit: take a shorter sample or larger blocks"
+            f"at most {_MOST_POSITIONS:,} fit: take a shorter sample or larger blocks"
         )
 
 

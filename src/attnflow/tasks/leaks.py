@@ -1,4 +1,4 @@
-"""`check`: a proof that no label of a task can be read off its inputs, or the path by which it can."""
+"""`check`: proves that no label of a task can be read off its inputs, or shows the path along which it leaks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Leak:
     Attributes:
         position: the labelled position.
         label: the label.
-        carrier: a position below it (or itself) whose input was made of the label's data token.
-        witness: a shortest path of the information: `witness[0]` is the carrier, `witness[l]` where it has arrived
-            after layer l, the last the labelled position.
+        carrier: a position that it can read (or itself) whose input was made of the label's data token.
+        witness: a shortest path of the information, from the carrier `witness[0]` to the labelled position;
+            `witness[l]` is the position it has reached after layer l.
     """
 
     position: int
@@ -62,14 +62,14 @@ class LeakReport(Result):
     """Whether the labels of a task leak, and how.
 
     Attributes:
-        leaks: every pair of a label and a position that carries it, by labelled position; empty means proved clean.
-        dead: positions that no labelled position reaches: they cost compute and train nothing.
-        unsupervised: data tokens that occur in the task but that no label asks for.
+        leaks: every pair of a label and a position that carries it, by labelled position; empty if proved clean.
+        dead: positions that no labelled position can read: they cost compute and train nothing.
+        unsupervised: data tokens in the task that no label predicts.
         depth: layers until all information has flowed.
-        density: share of allowed pairs, of a mask per layer the mean.
+        density: share of allowed pairs; with a mask per layer, the mean over layers.
         num_positions: length of the sequence.
         num_labels: number of labels.
-        layers: the number of layers that was checked; None means any number.
+        layers: the number of layers checked; None for any number.
     """
 
     leaks: tuple[Leak, ...]
@@ -136,20 +136,20 @@ class LeakReport(Result):
 
 
 def check(task: Task | MergedTask, layers: int | None = None) -> LeakReport:
-    """Prove that no label of a task can leak, or show how it does; with its dead positions and missing labels.
+    """Prove that no label of a task can leak, or show how it does; also list dead positions and missing labels.
 
     A label leaks iff a position whose provenance holds the label's data token is at or below the labelled position.
     Provenance counts: an averaged token carries all that it averages. The answer is exact for the mask; a model that
     mixes positions elsewhere (a scan, a convolution, a normalisation over the sequence) is for `af.audit`.
 
     Args:
-        task: any task, dense or not; or what `merge` gave.
-        layers: number of layers of the model; by default the closure, which holds for every depth. Of a task with a
-            mask per layer the first so many, by default all: what flows is the product of their relations, and a
-            witness says where the information is after each of these layers.
+        task: any task, dense or not; or what `merge` returned.
+        layers: number of layers of the model; by default the closure, which holds for every depth. For a task with a
+            mask per layer, how many of its layers to check, by default all. There the product of their relations
+            decides, and a witness says where the information is after each layer.
 
-    Cost: of a dense task, as merged ones are, O(log intervals) for each pair of a label and an input that is made of
-    its token; else one row of the closure per labelled position. A search per leak for its path.
+    Cost: for a dense task, such as a merged one, O(log intervals) for each pair of a label and an input made of its
+    token; otherwise one row of the closure per labelled position. Each leak takes a search for its path.
 
     >>> import attnflow as af
     >>> tokens = [af.tasks.Token(id, i) for i, id in enumerate([5, 6, 7])]

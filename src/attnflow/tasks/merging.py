@@ -1,4 +1,4 @@
-"""`merge`: the one sequence and mask that trains a whole family of tasks, and whether a task holds a family.
+"""`merge`: builds the one sequence and mask that trains a whole family of tasks; `embeds` checks such a task.
 
 Read `merge` first. Hashing (`equivalence`) decides which positions become one; where inputs repeat within a down-set,
 types and a search do (`posets`). `layout` orders the positions.
@@ -31,11 +31,11 @@ class MergedTask:
 
     Attributes:
         task: the merged task; its labels carry the number of their subtask.
-        positions: for each subtask, as int64 array, the merged position that computes each of its positions.
+        positions: for each subtask, an int64 array with the merged position that computes each of its positions.
         node: the merged node (class of mutually reachable positions) of each merged position, int64.
-        lower_bound: number of nodes that any merged task of the family has at least.
-        is_minimal: whether no merged task with fewer nodes exists. Always so without repeated inputs in a down-set;
-            with them a search decides, and False says that it ended without a proof.
+        lower_bound: the least number of nodes that any merged task of the family can have.
+        is_minimal: whether no merged task with fewer nodes exists. Always True without repeated inputs in a down-set;
+            with them a search decides, and False means that it ended without a proof.
     """
 
     task: Task
@@ -67,20 +67,20 @@ class MergedTask:
     def __str__(self) -> str:
         before = sum(map(len, self.positions))
         alone = before == self.task.size and len(self.positions) > 1
-        proof = "minimal" if self.is_minimal else f"not proved minimal: at least {self.lower_bound} are needed"
+        proof = "the fewest possible" if self.is_minimal else f"at least {self.lower_bound} are needed"
         return (
-            f"{plural(len(self.positions), 'task')} with {plural(before, 'position')} in {self.task.size}: "
+            f"{plural(len(self.positions), 'task')} with {plural(before, 'position')} merged into {self.task.size}: "
             f"{plural(self.num_nodes, 'node')} ({proof}), "
-            f"{plural(self.task.mask.nnz, 'pair')}; every down-set of every task is embedded (checked)"
-            + "; nothing is shared: tokens are one input only if ids, position and provenance agree"
+            f"{plural(self.task.mask.nnz, 'allowed pair')}; checked: every task is embedded"
+            + "; no position is shared: two tokens are one input only if ids, position and provenance agree"
             * alone
         )
 
     def embeds(self, family: Sequence[Task], mask: Mask | None = None) -> Embedding:
-        """Which nodes of a family the merged task holds, under a mask of your own if you give one (def. 3.6).
+        """Find which nodes of a family the merged task holds, optionally under your own mask (def. 3.6).
 
-        Of a sparse mask the closure counts. A `ValueError` if the family is empty or one of its tasks is not dense.
-        Cost: every task's down-sets node by node, seconds for 40,000 positions in all.
+        A sparse mask counts by its closure. An empty family, or a task that is not dense, raises `ValueError`.
+        Cost: it visits every task's down-sets node by node, which takes seconds for 40,000 positions in all.
 
         >>> import attnflow as af
         >>> family = af.tasks.butterfly([5, 6, 7])
@@ -95,7 +95,7 @@ class MergedTask:
 
 @dataclass(frozen=True)
 class MissingNode:
-    """A node of a family for which a task has no equivalent: subtask `task` cannot be read off at `positions`."""
+    """A node of a family without an equivalent in a task: subtask `task` cannot be read off at `positions`."""
 
     task: int
     positions: tuple[int, ...]
@@ -107,7 +107,7 @@ class Embedding:
 
     Attributes:
         num_nodes: nodes of the family, all subtasks together.
-        missing: those without an equivalent node.
+        missing: the nodes that the task has no equivalent for.
     """
 
     num_nodes: int
@@ -131,16 +131,16 @@ _Quotient = tuple[list[IntArray], IntArray, IntArray, Mask, int, bool]
 
 
 def merge(family: Sequence[Task]) -> MergedTask:
-    """The minimal common supergraph of a family of dense tasks, as a task (hasse, def. 3.5-3.6, theorem 3.7).
+    """Merge a family of dense tasks into one task: their minimal common supergraph (hasse, def. 3.5-3.6, theorem 3.7).
 
-    Equivalent nodes (same inputs, isomorphic down-sets) of different tasks become one. The theorem, as printed, also
+    Equivalent nodes (same inputs, isomorphic down-sets) of different tasks become one. The theorem as printed also
     joins equivalent nodes *within* a down-set, which breaks the nodes above them; here a down-set keeps them all
-    (order.md). Afterwards it is checked, exactly, that every down-set of every task is embedded. For the paper's
-    families the result is `af.masks.causal(n - 1)`, `af.masks.block_two_stream(N, block)` and `af.masks.butterfly(n)`
-    (eq. 58 corrected).
+    (order.md). An exact check at the end shows that every down-set of every task is embedded. For the paper's families
+    the result is `af.masks.causal(n - 1)`, `af.masks.block_two_stream(N, block)` and `af.masks.butterfly(n)` (eq. 58
+    corrected).
 
     Args:
-        family: tasks on one sample. Their labels are all kept, with `task` set to the place in the family.
+        family: tasks on one sample. All their labels are kept, with `task` set to the place in the family.
 
     Returns:
         The merged task, dense, its positions in the order of `attnflow.tasks.layout`.
@@ -148,10 +148,10 @@ def merge(family: Sequence[Task]) -> MergedTask:
     Raises:
         ValueError: the family is empty; a task is not dense, or a position does not attend to itself
             (`task.densified()` makes both true); a task has a mask per layer; inputs repeat in so symmetric a pattern
-            that telling nodes apart takes more than a fixed amount of work.
+            that distinguishing nodes takes more than a fixed amount of work.
 
     Cost: O(positions + intervals) where inputs do not repeat within a down-set; prefixes of other subtasks cost
-    nothing. A tree of 65,000 positions takes two seconds. Otherwise isomorphism and a search, for a few hundred nodes.
+    nothing. A tree of 65,000 positions takes two seconds. Repeated inputs need a search, for a few hundred nodes.
 
     >>> import attnflow as af
     >>> merged = af.tasks.merge(af.tasks.butterfly([5, 6, 7]))
@@ -208,7 +208,7 @@ def embedding(task: Task, family: Sequence[Task]) -> Embedding:
 def _family(family: Sequence[Task]) -> list[Task]:
     """The family as a list, checked: at least one task, each with one mask for all layers."""
     if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError("a family is a sequence of Task, got one Task; pass [task]")
+        raise TypeError("a family is a sequence of Task, got one Task: pass [task]")
     tasks = list(family)
     if not tasks:
         raise ValueError("a family needs at least one task, got none")

@@ -1,4 +1,4 @@
-"""Merging where inputs repeat within a down-set: node equivalence in general, and the smallest poset that holds all.
+"""Merges tasks whose inputs repeat within a down-set: node equivalence in general, and the smallest common poset.
 
 Nodes are equivalent (hasse, def. 3.5) iff they have one *type*: their input, the types of their covers, and how often
 each type stands below; where a type repeats below, `isomorphic` decides, within a budget.
@@ -37,9 +37,9 @@ class Work:
         self.left -= amount
         if self.left < 0:
             raise ValueError(
-                f"whether two down-sets of {size} nodes are isomorphic takes more than {LARGEST_WORK:,} steps to tell: "
-                "inputs repeat below them in a pattern that is too symmetric. Give repeated inputs positions of their "
-                "own, so that each stands once in a down-set"
+                f"deciding if two down-sets of {size} nodes are isomorphic takes more than {LARGEST_WORK:,} steps: "
+                "their inputs repeat in too symmetric a pattern. Give repeated inputs different positions, so that "
+                "each stands once in a down-set"
             )
 
 
@@ -82,7 +82,7 @@ class Poset:
 
 
 def isomorphism(left: Poset, top: int, right: Poset, other: int, work: Work) -> dict[int, int] | None:
-    """A bijection of two down-sets, typed below their tops, that keeps covers and inputs; None if there is none."""
+    """A bijection of two down-sets, typed below their tops, that keeps covers and inputs; None if none exists."""
     if left.inputs[top] != right.inputs[other] or len(left.below[top]) != len(right.below[other]):
         return None
     ideals = left.ideal(top), right.ideal(other)
@@ -232,7 +232,7 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class _Quotient:
-    """A graph in which each group of interchangeable nodes is one node."""
+    """A graph whose nodes are the groups of interchangeable nodes of another."""
 
     groups: list[list[int]]
     colours: list[Hashable]

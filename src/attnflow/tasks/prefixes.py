@@ -1,7 +1,7 @@
-"""Sequences that begin alike as prefix trees, which a causal model runs in place of the rows of a batch.
+"""Puts sequences with common prefixes into prefix trees, which a causal model runs in place of a batch's rows.
 
-A token's state depends on the tokens before it in its row alone, so equal prefixes have equal states. `Trie` holds each
-prefix once; `plan` puts the rows of a batch into tries, which run under the mask of ancestors.
+A token's state depends only on the tokens before it in its row. So equal prefixes have equal states. `Trie` holds each
+prefix once; `plan` puts the rows of a batch into tries, where each token attends to its ancestors.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Trie:
 
     @classmethod
     def of(cls, keys: IntArray, offsets: IntArray) -> Trie:
-        """The trie of the sequences `keys[offsets[s] : offsets[s + 1]]`; some may be empty, or equal.
+        """Build the trie of the sequences `keys[offsets[s] : offsets[s + 1]]`; some may be empty, or equal.
 
-        A key must hold all that distinguishes an item besides the items before it. Cost: O(items), and a sort.
+        A key must hold everything that distinguishes an item, except for the items before it. Cost: O(items) + a sort.
 
         >>> trie = Trie.of(np.array([7, 8, 1, 7, 8, 2, 9]), np.array([0, 3, 6, 7]))
         >>> trie.node_of.tolist(), trie.parent.tolist(), trie.end.tolist()
@@ -197,8 +197,8 @@ class Batch:
 class Plan:
     """The prefix trees [trees, width] that run in place of a batch; slots after a tree's nodes are padding.
 
-    `columns` is the place of each node in its sequence, `place` the slot of each token in the flattened trees (-1 at
-    pads), and `label_place` that of each prediction in the flattened [trees, width - 1]. `labels` holds every label
+    `columns` is the place of each node in its sequence. `place` is the slot of each token in the flattened trees, -1 at
+    pads. `label_place` is the slot of each prediction in the flattened [trees, width - 1]. `labels` holds every label
     once.
     """
 

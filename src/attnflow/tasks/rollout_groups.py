@@ -1,4 +1,4 @@
-"""`rollouts`: prompts with their sampled responses as a family of weighted tasks."""
+"""`rollouts`: turns prompts and their sampled responses into a family of weighted tasks."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def rollouts(
 ) -> Family:
     """Train on sampled responses: task i reads prompt i and response i, causally, and predicts the response's tokens.
 
-    Merged, the sequences become their tree: G responses of C tokens to a prompt of P take P + G (C - 1) positions
-    instead of G (P + C - 1), with the same values and gradients. Where responses part, one position carries several
-    labels. Data tokens are numbered by the tree, so that equal prefixes share numbers.
+    Merged, the sequences become their prefix tree, with the same values and gradients. G responses of C tokens to a
+    prompt of P tokens take P + G (C - 1) positions instead of G (P + C - 1). Where responses diverge, one position
+    carries several labels. Data tokens are numbered by the tree, so that equal prefixes share numbers.
 
     Args:
-        prompts: token ids of the prompt that all responses answer, or of one prompt for each response; not empty, as
-            nothing else predicts a response's first token.
+        prompts: token ids of the prompt that all responses answer, or of one prompt for each response. A prompt must
+            not be empty, as it predicts a response's first token.
         responses: token ids of each response. An empty one is a task without positions and labels, as in stock losses.
-        weights: of the labels in `af.tasks.loss`, of either sign, 1 by default; with advantages here it is the policy
-            gradient of REINFORCE. One number for each response, or one for each of its tokens.
+        weights: one number for each response, or one for each of its tokens; 1 by default. They are the weights of the
+            labels in `af.tasks.loss` and may be negative; with advantages the loss is REINFORCE's policy gradient.
 
     Raises:
-        ValueError: no response, or none with a token; an empty prompt; numbers of another length than the responses;
-            or numbers that are not finite.
+        ValueError: no response has a token; a prompt is empty; prompts or weights do not match the responses; or NaN or
+            infinity.
 
     >>> import attnflow as af
     >>> family = rollouts([5, 6, 7], [[8, 9], [8, 4, 3]], weights=[1.0, -0.5])
@@ -54,7 +54,7 @@ def rollouts(
     """
     answers = [index_array(f"responses[{i}]", each) for i, each in enumerate(_several("responses", responses))]
     if not any(map(len, answers)):
-        raise ValueError(f"expected responses with at least one token, got {len(answers)} without any")
+        raise ValueError(f"at least one response must have a token, got {len(answers)} without any")
     starts = _prompts(prompts, len(answers))
     sequences = [np.concatenate([start, answer]) for start, answer in zip(starts, answers, strict=True)]
     lowest = min(int(sequence.min()) for sequence in sequences)
@@ -97,7 +97,7 @@ def _prompts(prompts: object, count: int) -> list[IntArray]:
         if not len(each):
             raise ValueError(
                 f"prompt {number} is empty: nothing predicts the first token of its response; "
-                "begin with the tokenizer's BOS token"
+                "let it begin with the tokenizer's BOS token"
             )
     return arrays
 

@@ -1,6 +1,6 @@
-"""`Task`: inputs (`Token` says what one is made of), labels (`Label` says what a position must predict) and a mask.
+"""`Task`: inputs (each a `Token`), labels (each a `Label`: what a position must predict) and a mask.
 
-`Labels` are many labels as one array, as a task keeps them.
+`Labels` are many labels as one array, as a task stores them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Label:
 
     Attributes:
         position: index into the task's inputs.
-        target: the token to predict: its `id` is the class, its provenance the data token that must not be visible.
-            A target that is no data token (a class label) has an empty provenance and cannot leak.
-        task: the subtask that it belongs to; `merge` numbers them by their place in the family.
+        target: the token to predict. Its `id` is the class, its provenance the data token that must not be visible. A
+            class label, which is not a data token, has an empty provenance and cannot leak.
+        task: the label's subtask; `merge` numbers subtasks by their place in the family.
         weight: its factor in the loss, finite; a negative one makes the target less likely.
     """
 
@@ -47,7 +47,7 @@ class Label:
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, Token):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"target must be a Token, got {type(self.target).__name__}; it knows its data index")
+            raise TypeError(f"target must be a Token (it carries the data index), got {type(self.target).__name__}")
         if isinstance(self.target.id, tuple) or len(self.target.provenance) > 1:
             raise ValueError(f"a target is one vocabulary id of at most one data token, got {self.target}")
         object.__setattr__(self, "position", integer("position of a label", self.position))
@@ -61,7 +61,7 @@ class Label:
 
     @property
     def data_index(self) -> int | None:
-        """The data token to predict; None for a target that is no token of the data."""
+        """The data token to predict; None if the target is not a token of the data."""
         return next(iter(self.target.provenance), None)
 
     def to_dict(self) -> dict[str, object]:
@@ -155,10 +155,10 @@ class Labels:
 class Task:
     """A training task tau = (W, V, M): inputs, labels, mask (hasse, def. 3.1, without its bound k <= |C|).
 
-    Inputs and labels are kept as arrays (`sequence`, `targets`), and made as objects when they are asked for.
+    Inputs and labels are stored as arrays (`sequence`, `targets`); `inputs` and `labels` build objects on demand.
 
-    A task may also have a mask per layer. It is then for models of exactly that many layers: what flows is the
-    *product* of the layers' relations and not their closure, and `mask` is refused in favour of `masks`.
+    A task may also have a mask per layer. It then fits models of exactly that many layers: information flows by the
+    *product* of the layers' relations and not by their closure, and `mask` raises in favour of `masks`.
 
     Attributes:
         sequence: the input tokens as arrays.
@@ -187,7 +187,7 @@ class Task:
         """Make a task; `mask` may be a list of one mask per layer.
 
         Raises:
-            TypeError: the mask is no `Mask`, or an input no `Token`, or a label no `Label`.
+            TypeError: the mask is not a `Mask`, an input not a `Token`, or a label not a `Label`.
             ValueError: the mask is not square or not as long as the inputs, or a label lies outside the sequence.
         """
         masks = tuple(mask) if isinstance(mask, Sequence) else (mask,)
@@ -212,7 +212,7 @@ class Task:
 
     @property
     def mask(self) -> Mask:
-        """The mask of all layers; a `ValueError` for a task with a mask per layer."""
+        """The mask of all layers; a task with a mask per layer raises `ValueError`."""
         if self.num_layers is not None:
             raise ValueError(
                 f"this task has a mask per layer ({self.num_layers}), not one for all: use task.masks, and run models "
@@ -262,32 +262,32 @@ class Task:
 
     @property
     def depth(self) -> int:
-        """Layers until all has flowed that ever will; a model of fewer layers has not what the mask allows."""
+        """Layers until all information has flowed; a model with fewer layers lacks some of what the mask allows."""
         return 1 if self.is_dense else self.flow.depth
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether one layer lets everything flow that ever will: A = R (def. 3.2); never with a mask per layer."""
+        """Whether one layer suffices for all information to flow: A = R (def. 3.2); never with a mask per layer."""
         return self.num_layers is None and self.flow.is_dense
 
     @cached_property
     def attends_itself(self) -> bool:
-        """Whether every position may attend to itself; the residual connection alone is not attention."""
+        """Whether every position may attend to itself; the residual connection does not count."""
         own = np.arange(self.size)
         return all(bool(mask.relabelled()[0].holds(own, own).all()) for mask in self.masks)
 
     def densified(self) -> Task:
-        """The same task with the mask R: every position attends to all that can ever reach it, and to itself.
+        """The same task with the mask R: every position attends to all positions that can reach it, and to itself.
 
-        The information flow is the same; what a model computes is not, since it now takes one layer (def. 3.8).
+        The information flow stays the same but takes one layer, so a model computes something else (def. 3.8).
 
         Raises:
             ValueError: the task has a mask per layer: no single mask has the flow of their product.
         """
         if self.num_layers is not None:
             raise ValueError(
-                f"a task with a mask per layer ({self.num_layers}) has no dense form: what flows is the product of its "
-                "masks, which repeated would let more flow"
+                f"a task with a mask per layer ({self.num_layers}) has no dense form: its flow is the product of its "
+                "masks, and one mask for all layers would let more flow"
             )
         if self.is_dense and self.attends_itself:
             return self
@@ -300,8 +300,8 @@ class Task:
     def sparsified(self, window: int | None = None, anchors: int | Sequence[int] | None = None) -> Task:
         """The same task under a sparser mask of the same order (`Flow.sparsify`; hasse, def. 3.8); see its `depth`.
 
-        No label can leak that did not. But information takes up to `depth` layers where it took one, and is mixed on
-        its way: a model computes something else, and one of fewer layers never gets some of it.
+        No label can leak that did not before. But information now takes up to `depth` layers instead of one and is
+        mixed on its way: a model computes something else, and one with fewer layers misses some of it.
 
         Args:
             window: also keep the original pairs with |q - k| < window, of positions in the task's sequence.
@@ -317,8 +317,8 @@ class Task:
         """
         if self.num_layers is not None:
             raise ValueError(
-                f"a task with a mask per layer ({self.num_layers}) is sparse as its masks are: no single mask has the "
-                "flow of their product"
+                f"a task with a mask per layer ({self.num_layers}) cannot be sparsified: no single mask has the flow "
+                "of their product. Sparsify its masks instead"
             )
         return Task(self.sequence, self.targets, self.flow.sparsify(window=window, anchors=anchors).mask)
 
@@ -334,19 +334,19 @@ class Task:
 
     @classmethod
     def from_dict(cls, spec: object, where: str = "task") -> Task:
-        """The task of plain data, as `to_dict` or a person wrote it; what `attnflow mask check SPEC.json` reads.
+        """Make a task from plain data: the output of `to_dict`, or a SPEC.json for `attnflow mask check`.
 
             {"version": 1,
              "inputs": [5, {"id": 7, "position": 1, "provenance": [1]}, {"id": [5, 9], "position": 1}],
              "labels": [{"position": 0, "target": {"id": 7, "position": 1}, "task": 0, "weight": 1.0}],
              "mask": {"name": "causal", "parameters": {"n": 3}}}
 
-        An input that is a bare number is the data token at that place. By default `provenance` is the token's own
-        position, `version`, `task` and `weight` are 1, 0 and 1. The mask may be a `Mask` (for other forms see
+        A bare number as an input is the data token at that place. By default `provenance` is the token's own position,
+        `version`, `task` and `weight` are 1, 0 and 1. The mask may be a `Mask` (for other forms see
         `attnflow.masks.spec`), or "masks" a list of one per layer.
 
         Raises:
-            ValueError: a part is missing, unknown or malformed; the message says where it stands.
+            ValueError: a part is missing, unknown or malformed; the message says which.
         """
         values = as_object(spec, where)
         stacked = "masks" in values and "mask" not in values

@@ -1,4 +1,4 @@
-"""`Token`: what one input vector is made of; `Inputs` and `TokenTable`: many of them as arrays, as in tasks."""
+"""`Token`: what one input vector is made of; `Inputs` and `TokenTable` hold the many tokens of tasks as arrays."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from attnflow.masks.numbering import invert
 
 @dataclass(frozen=True, slots=True, init=False)
 class Token:
-    """An input vector: which embedding, at which position, made of which data tokens.
+    """An input vector: an embedding at a position, with the data tokens that it was made of.
 
     Two tokens are the same input iff all three agree, so equal ids at different places are different tokens.
 
     Attributes:
-        id: a vocabulary id, or a sorted tuple of ids: the mean of their *token* embeddings, to which the encoding of
-            `position` is applied afterwards (hasse, eq. 46, where positions are averaged, too; see order.md).
+        id: a vocabulary id, or a sorted tuple of ids. A tuple means the mean of their *token* embeddings, with
+            `position` encoded afterwards (hasse, eq. 46, averages positions too; see order.md).
         position: the position id that the model encodes, counted from 0.
         provenance: indices of the data tokens that this input was made of; a label for one of them can be read off it.
     """
@@ -41,8 +41,7 @@ class Token:
     ) -> None:
         """A token of one vocabulary id, or of the mean of several.
 
-        `provenance` is by default the token's own position, which errs on the side of finding a leak. Pass `()` for
-        [MASK].
+        `provenance` defaults to the token's own position, so that a leak is not missed. Pass `()` for [MASK].
 
         >>> Token(7, position=2).provenance
         frozenset({2})
@@ -87,7 +86,7 @@ class Token:
 
 
 def _several(name: str, value: object) -> list[int] | None:
-    """The integers of a collection in ascending order; None if the value is no collection."""
+    """The integers of a collection in ascending order; None if the value is not a collection."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         return None
     return sorted(integer(name, each) for each in cast(Iterable[object], value))

@@ -1,4 +1,4 @@
-"""`verify`: does one pass over the merged task give what a real model gives on every subtask alone?"""
+"""`verify`: compares one pass of a real model over the merged task with a pass over every subtask alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import boolean
 from attnflow._core.checks import number as finite
 from attnflow._core.errors import AttnflowError
+from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating, precision
 from attnflow.models.loaded import Loaded, split
@@ -28,14 +29,14 @@ _Sums = dict[tuple[int, int], float]  # what the labels of each (subtask, merged
 
 @dataclass(frozen=True)
 class TaskDifference:
-    """One subtask alone against its part of the merged task.
+    """The difference between one subtask run alone and its part of the merged task.
 
     Attributes:
         task: its place in the family.
-        output_difference: the largest difference of the logits at its labelled positions, relative to its largest.
+        output_difference: the largest difference of the logits at its labelled positions, relative to the largest.
         loss: its summed weighted cross-entropy.
-        loss_difference: the largest difference of the loss of a position, relative to its largest; a label that one
-            of the two lacks counts as none.
+        loss_difference: the largest difference of a position's loss, relative to the largest loss; a label that one of
+            the two lacks counts as a loss of 0.
     """
 
     task: int
@@ -49,14 +50,14 @@ class Verification(Result):
     """How far a merged task is from its subtasks on one model.
 
     Attributes:
-        output_difference: the largest of the subtasks.
+        output_difference: the largest of all subtasks.
         gradient_difference: the largest difference between the gradient of the merged loss and the sum of the
-            subtasks' gradients, relative to the parameter's largest gradient (or a thousandth of the model's, if that
-            is larger: some gradients, like those of key biases, are zero but for rounding). None if not asked for.
-        loss_difference: the largest of the subtasks; infinite where the merged task has labels of a subtask without.
+            subtasks' gradients, relative to the parameter's largest gradient. A thousandth of the model's largest
+            gradient counts if it is larger, as some gradients (of key biases) are only rounding. None if not compared.
+        loss_difference: the largest of all subtasks; infinite if the merged task labels a subtask that has no labels.
         merged_loss: summed weighted cross-entropy of the merged task.
-        tasks: each subtask that has labels; their losses add up to the merged one.
-        tolerance: the relative difference that rounding may make.
+        tasks: the subtasks that have labels; their losses add up to the merged loss.
+        tolerance: the relative difference that rounding may cause.
     """
 
     output_difference: float
@@ -84,8 +85,8 @@ class Verification(Result):
     def __str__(self) -> str:
         gradients = "not compared" if self.gradient_difference is None else f"{self.gradient_difference:.1e}"
         return (
-            f"merged against {len(self.tasks)} subtasks alone: largest relative difference of outputs "
-            f"{self.output_difference:.1e}, of losses {self.loss_difference:.1e}, of gradients {gradients}"
+            f"merged task against {plural(len(self.tasks), 'subtask')} run alone: largest relative difference of "
+            f"outputs {self.output_difference:.1e}, of losses {self.loss_difference:.1e}, of gradients {gradients}"
         )
 
 
@@ -96,20 +97,20 @@ def verify(
     gradients: bool = True,
     tolerance: float | None = None,
 ) -> Verification:
-    """Run a model on every subtask alone and once on the merged task, and compare.
+    """Run a model once on the merged task and on every subtask alone, and compare the results.
 
     Every run gets input embeddings (so that averaged tokens work), explicit position ids and a 4D additive mask. The
-    model is in evaluation mode for the time; its gradients and its mode are left as they were. A float64 model runs in
-    float64 throughout, also where its code would convert to float32.
+    model runs in evaluation mode; afterwards its mode and gradients are restored. A float64 model runs in float64
+    throughout, even where its code converts to float32.
 
     Args:
         family: the subtasks.
-        merged: their merged task. To judge another mask: `dataclasses.replace(merged, task=Task(..., mask))`.
+        merged: their merged task. To test another mask, pass `dataclasses.replace(merged, task=Task(..., mask))`.
         model: a Hugging Face model with logits, eager or SDPA attention; or what `af.load_model` returned.
-        gradients: also compare gradients; takes a backward pass per subtask, and memory for the sum.
+        gradients: also compare gradients, which takes a backward pass per subtask, and memory for the sum.
         tolerance: relative difference up to which the result is `ok`; by default the square root of the precision's
-            unit, 1.5e-8 in float64 and 3.5e-4 in float32. A right merge gives 1e-12 or less in float64, a wrong one
-            0.1 and more.
+            unit, 1.5e-8 in float64 and 3.5e-4 in float32. A correct merge gives at most 1e-12 in float64, a wrong one
+            0.1 or more.
 
     Raises:
         UnsupportedArchitecture: the model cannot take embeddings, position ids and a 4D mask.
@@ -168,7 +169,7 @@ def _require_same_family(tasks: list[Task], merged: MergedTask) -> None:
         for task, place in zip(tasks, merged.positions, strict=True)
     )
     if not same:
-        raise ValueError("merged is not made of this family: pass merged = af.tasks.merge(family) of the same tasks")
+        raise ValueError("merged was not made from this family: pass af.tasks.merge(family) of the same tasks")
 
 
 def _terms(logits: Tensor, task: Task) -> Tensor:

@@ -55,7 +55,7 @@ def test_it_prints_switches_and_takes_away():
     assert not handle.enabled
     handle.remove()
     assert str(handle).endswith("(removed)")
-    with pytest.raises(RuntimeError, match="this bias was removed; attach it again"):
+    with pytest.raises(RuntimeError, match="this bias was removed: attach it again"):
         handle.enabled = True
     with pytest.raises(RuntimeError, match="was removed; attach again"), handle:
         pass

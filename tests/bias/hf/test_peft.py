@@ -84,5 +84,5 @@ def test_an_adapter_of_the_bias_itself_is_refused_at_the_first_call():
     model = family("Llama")
     af.bias.attach(model, GUIDANCE)
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["score_terms"]))
-    with pytest.raises(RuntimeError, match="leave 'score_terms' out of what an adapter wraps"):
+    with pytest.raises(RuntimeError, match="leave 'score_terms' out of an adapter's modules_to_save"):
         outputs(wrapped, input_ids=tokens(1, 4))

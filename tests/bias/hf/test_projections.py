@@ -35,7 +35,7 @@ def test_layers_of_different_widths_have_networks_of_different_widths():
     ("model_type", "name", "words"),
     [
         ("jetmoe", "JetMoeForCausalLM", r"queries are more than components.*'rotated' or 'hidden'"),
-        ("swin", "SwinModel", "does not say how many heads it has"),  # its config has a list of them
+        ("swin", "SwinModel", "does not state its number of heads"),  # its config has a list of them
         ("hrm_text", "HrmTextForCausalLM", r"in several lists of layers \(model.L_module.layers, model.H_module"),
     ],
 )

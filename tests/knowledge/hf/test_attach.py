@@ -82,14 +82,14 @@ def test_an_edit_is_seen_by_the_next_token():
 def test_thresholds_of_another_model_are_refused_until_they_are_written():
     model = modular()
     store = store_of(model)
-    with pytest.raises(ValueError, match=r"60 of 60 entries are not this model's: .*write=True"):
+    with pytest.raises(ValueError, match=r"60 of 60 entries differ from this model's: .*write=True"):
         af.knowledge.attach(model, store)
     source = af.knowledge.attach(model, store, write=True)
     assert {(entry.version, entry.encoder) for entry in store.get(store.ids())} == {(2, "of its own")}
     assert not len(source.readers[0].model.source.stale())
     source.remove()
     move(model)
-    with pytest.raises(ValueError, match=r"60 of 60 entries are not this model's"):
+    with pytest.raises(ValueError, match=r"60 of 60 entries differ from this model's"):
         af.knowledge.attach(model, store)
 
 
@@ -135,15 +135,15 @@ def test_an_empty_store_and_one_that_shrinks_below_k():
 
 def test_what_does_not_fit_is_refused():
     model = modular()
-    with pytest.raises(ValueError, match=r"have width 16, those of the store 8"):
+    with pytest.raises(ValueError, match=r"entries of width 16, but the store has width 8"):
         af.knowledge.attach(model, Store.open("memory", dim=8))
-    with pytest.raises(ValueError, match=r"have 4 columns of thresholds, the store has 0: .*num_thresholds=4"):
+    with pytest.raises(ValueError, match=r"need 4 threshold columns, but the store has 0: .*num_thresholds=4"):
         af.knowledge.attach(model, Store.open("memory", dim=16))
-    with refused(TypeError, "store must be an open one"):
+    with refused(TypeError, "store must be an open store"):
         af.knowledge.attach(model, "facts")
     with (
         af.knowledge.attach(model, store_of(model), write=True) as handle,
-        pytest.raises(ValueError, match="no reader that `attach` put into it"),
+        pytest.raises(ValueError, match="own layers read the store"),
     ):
         handle.save("nowhere")
 

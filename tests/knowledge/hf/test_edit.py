@@ -62,7 +62,7 @@ def test_the_model_says_it_and_is_as_it_was_afterwards(family, tokenizer):
         assert says(model, tokenizer, "the capital of France") == "Rome"
         assert says(model, tokenizer, "the sky") == "green"
         assert handle.report.facts[1].paraphrases_changed == 1
-        assert "2 facts, 2 said now" in str(handle)
+        assert "2 of 2 facts changed" in str(handle)
         assert EditReport.from_json(handle.report.to_json()) == handle.report
         changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
         assert changed == ["knowledge.entries"]
@@ -91,7 +91,7 @@ def test_texts_that_must_not_change_do_not(tokenizer):
             assert f"{len(texts)} texts that must not change" in str(handle)
             for one, logits in zip(inputs, own, strict=True):
                 torch.testing.assert_close(model(**one).logits, logits, rtol=1e-9, atol=1e-9)
-        with pytest.raises(ValueError, match="where nothing may change"):
+        with pytest.raises(ValueError, match="must not change"):
             edit(model, FRANCE, text=TEXT, untouched=[FRANCE["prompt"]], tokenizer=tokenizer, layers=[1])
 
 
@@ -110,7 +110,7 @@ def test_several_edits_come_off_in_turn(tokenizer):
     between = state(model)
     second = edit(model, SKY, text=first.moments, tokenizer=tokenizer, layers=[2])
     assert says(model, tokenizer, "the sky") == "green"
-    with pytest.raises(RuntimeError, match="edited again later"):
+    with pytest.raises(RuntimeError, match="edited again after this edit"):
         first.remove()
     second.remove()
     assert same(model, between)
@@ -145,12 +145,12 @@ def refused(model, fact, message, tokenizer, **settings):
     ("changes", "message"),
     [
         ({"answer": "  "}, "answer to 'the capital of France' is empty"),
-        ({"prompt": "  ", "subject": ""}, "a prompt is empty"),
-        ({"subject": "Spain"}, "the subject 'Spain' is not in the prompt"),
-        ({"prompt": "the France " * 60}, "and the model reads 64"),
-        ({"wording": "x"}, "a fact has texts prompt, answer, subject"),
-        ({"paraphrases": "France"}, "a list of paraphrases"),
-        ({"answer": 3}, "a fact has texts"),
+        ({"prompt": "  ", "subject": ""}, "a prompt of a fact must have text"),
+        ({"subject": "Spain"}, "must contain the subject 'Spain'"),
+        ({"prompt": "the France " * 60}, "but the model reads at most 64"),
+        ({"wording": "x"}, "a fact must have the texts prompt, answer, subject"),
+        ({"paraphrases": "France"}, "a list paraphrases"),
+        ({"answer": 3}, "a fact must have the texts"),
     ],
 )
 def test_facts_that_are_refused(changes, message, tokenizer):
@@ -162,13 +162,13 @@ def test_what_else_is_refused(tokenizer):
     refused(model, [], "at least one fact", tokenizer)
     refused(model, FRANCE, "needs the model's tokenizer", None)
     refused(model, FRANCE, "layers must be", tokenizer, layers=[4])
-    refused(model, FRANCE, "layers must be some of", tokenizer, layers=[])
+    refused(model, FRANCE, "layers must be among", tokenizer, layers=[])
     refused(model, FRANCE, "the text is empty", tokenizer, text="")
     with torch.no_grad():
         model.knowledge.entries[3, 3] = float("nan")
     refused(model, FRANCE, "NaN or infinity", tokenizer)
     refused(LlamaForCausalLM(LlamaConfig(intermediate_size=48, **SIZES)), FRANCE, "from_ffn", tokenizer)
-    refused(ModularForCausalLM(ModularConfig(num_entries=9, **SIZES)), FRANCE, "was not converted", tokenizer)
+    refused(ModularForCausalLM(ModularConfig(num_entries=9, **SIZES)), FRANCE, "needs a converted model", tokenizer)
     refused(from_ffn(tiny("Mixtral")), FRANCE, "was not converted|experts", tokenizer)
 
 

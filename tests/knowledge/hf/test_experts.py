@@ -138,7 +138,7 @@ def test_entries_come_and_go_in_an_expert():
     assert base.layer_of(new) == [1, 1]
     assert base.rows(1, 2) == slice(64 + 32, 64 + 50)
     torch.testing.assert_close(logits(opened), expected, rtol=1e-10, atol=1e-12)
-    with pytest.raises(ValueError, match="experts or layers now have 16 to 18 entries"):
+    with pytest.raises(ValueError, match="experts or layers, but they now have 16 to 18"):
         af.knowledge.to_ffn(opened)
     entries = torch.randn(2, base.entry_dim, dtype=torch.float64)
     entries[:, -2:] = 0
@@ -159,11 +159,11 @@ def test_entries_come_and_go_in_an_expert():
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj[3] = 0
     torch.testing.assert_close(logits(opened), logits(model), rtol=1e-10, atol=1e-12)
-    with pytest.raises(ValueError, match="layer 0 has 4 experts: which one reads it, 0 to 3"):
+    with pytest.raises(ValueError, match="layer 0 has 4 experts: pass expert=0 to 3"):
         base.insert(0, entries)
     with pytest.raises(ValueError, match="expert must be"):
         base.insert(0, entries, expert=4)
-    with pytest.raises(ValueError, match="layer 0 has no experts to choose from"):
+    with pytest.raises(ValueError, match="layer 0 has no experts, got expert="):
         af.knowledge.from_ffn(tiny("Llama")).knowledge.insert(0, entries, expert=0)
 
 
@@ -221,7 +221,7 @@ def test_experts_of_one_layer_that_cannot_be_read_refuse_the_model():
     whole, experts = af.knowledge.from_ffn(model).knowledge, model.layers[1].mlp.experts
     own = experts.forward
     experts.forward = lambda hidden_states, index, weights: own(hidden_states, index, weights).tanh()
-    with pytest.raises(af.UnsupportedArchitecture, match=r"layers\.1\.mlp\.experts \(2 matrices\) would be left"):
+    with pytest.raises(af.UnsupportedArchitecture, match=r"layers\.1\.mlp\.experts \(2 matrices\) cannot be converted"):
         af.knowledge.from_ffn(model)
     partly = af.knowledge.from_ffn(model, partial=True)
     left = experts.down_proj.shape[0] * experts.down_proj.shape[2]  # neurons of the experts

@@ -103,7 +103,7 @@ def test_an_empty_store_gives_nothing_and_a_threshold_is_one_of_scores():
     handle.insert(embeddings=torch.ones(3, DIM))
     handle.readers[0].observer = (readings := []).append
     outputs(model, input_ids=ids)
-    with pytest.raises(ValueError, match="not for this layer"):
+    with pytest.raises(ValueError, match="unlike this layer"):
         handle.readers[0].error_bound(readings[0])
     handle.remove()
 
@@ -144,18 +144,18 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
         with pytest.raises(kind, match=match):
             af.knowledge.attach(model, store, **arguments)
 
-    refused(ValueError, "is empty: there is nothing to read", model, Store.open("memory", dim=DIM))
-    refused(ValueError, "width 8, those of memory have 4", model, store_of(dim=4), reader=reader)
-    refused(ValueError, "by x@1, those of memory are by y@2", model, store_of(encoder="y@2"), reader=reader)
+    refused(ValueError, "has no entries to read", model, Store.open("memory", dim=DIM))
+    refused(ValueError, "width 8, but those of memory have 4", model, store_of(dim=4), reader=reader)
+    refused(ValueError, "of x@1, but those of memory are of y@2", model, store_of(encoder="y@2"), reader=reader)
     mixed = store_of()
     mixed.insert(embeddings=torch.ones(1, DIM), encoder="z@3")
-    refused(ValueError, "were made by 2 encoders", model, mixed, reader=reader)
+    refused(ValueError, "come from 2 encoders", model, mixed, reader=reader)
     refused(
         WrongBase, "model_type is llama there and gpt2 here", tiny("GPT2", torch.float32), store_of(), reader=reader
     )
     refused(WrongBase, "other weights", tiny("Llama", torch.float32), store_of(), reader=reader)
     refused(FileNotFoundError, "holds no saved reader", model, store_of(), reader=tmp_path / "nothing")
-    refused(ValueError, "reader or layers, one of them", model, store_of(), reader=reader, layers=[0])
+    refused(ValueError, "reader or layers, not both", model, store_of(), reader=reader, layers=[0])
     refused(ValueError, "layer must be", model, store_of(), layers=[2])
     refused(ValueError, "each layer once", model, store_of(), layers=[1, 1])
     refused(UnsupportedArchitecture, "attention interface", tiny("Bloom", torch.float32), store_of())
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
         handle.save(tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
     model.set_attn_implementation("eager")
-    with pytest.raises(RuntimeError, match="a layer with a reader ran without it"):
+    with pytest.raises(RuntimeError, match="a layer ran without its reader"):
         outputs(model, input_ids=ids)
 
 

@@ -47,7 +47,7 @@ def test_the_source_of_an_entry_names_its_expert():
 
 def test_a_converted_model_reads_its_own_base():
     model, store = stored()
-    with pytest.raises(ValueError, match=r"reads entries already: .* its own base"):
+    with pytest.raises(ValueError, match=r"reads entries already: .* in its base"):
         af.knowledge.attach(model, store)
     with pytest.raises(ValueError, match="a converted layer reads all its entries"):
         readers(model)[0].retrieval = Retrieval(k=6, search="exact")

@@ -217,7 +217,7 @@ def test_some_positions():
     for one, other in zip(some, every, strict=True):
         assert torch.equal(one.ids, other.ids[[1, 5]])
         torch.testing.assert_close(one.effects, other.effects[[1, 5]], rtol=1e-10, atol=1e-10)
-    with pytest.raises(ValueError, match="a trace is of one sequence, got 2"):
+    with pytest.raises(ValueError, match="trace takes one sequence, got 2"):
         trace(model, {"input_ids": tokens(2, 6)})
 
 
@@ -243,7 +243,7 @@ def test_norms_after_layers_and_models_without_logits():
     masked = trace(af.knowledge.from_ffn(transformers.BertForMaskedLM(base.config).double().eval()), tokens(1, 5))
     assert "not the sum" in masked.without
     assert masked.promoted == ()
-    with pytest.raises(UnsupportedArchitecture, match="two streams"):
+    with pytest.raises(UnsupportedArchitecture, match="has an encoder and a decoder"):
         trace(af.knowledge.from_ffn(tiny("T5")), tokens(1, 4))
 
 
@@ -268,7 +268,7 @@ def test_texts_tokens_and_targets():
     assert found.targets == ("w9",) * 3
     listed = trace(loaded, "w4 w5 w6", targets=["w9", 3, "w1"])
     assert listed.target_ids == (10, 3, 2)
-    with pytest.raises(ValueError, match="one target, or one for each of 3 positions, got 2"):
+    with pytest.raises(ValueError, match="one target, or one for each of the 3 positions, got 2"):
         trace(loaded, "w4 w5 w6", targets=[1, 2])
     with pytest.raises(ValueError, match="must be one token, 'w1 w2' is 2"):
         trace(loaded, "w4 w5 w6", targets="w1 w2")

@@ -114,7 +114,7 @@ def test_auto_is_exact_up_to_a_million_entries_and_approximate_beyond(monkeypatc
     assert index.mode == found.certificate.label == "approximate"
     assert not bool(found.certificate.complete.any())
     assert bool(found.certificate.error_bound(1.0).isinf().all())
-    assert re.search(r"reads \d+ of \d+ lists, .* found (99\.\d|100\.0) % of the ten best", index.reason)
+    assert re.search(r"reads \d+ of \d+ lists and, .* found (99\.\d|100\.0) % of the ten best", index.reason)
     assert index.search(clustered(1), 3, mode="exact").certificate.label == "exact"
 
 

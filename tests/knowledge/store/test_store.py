@@ -108,7 +108,7 @@ def test_ids_are_not_given_out_again(store):
     assert store.ids().tolist() == [0, 1, 4]
     assert store.insert(embeddings=EYE[:1]).tolist() == [9]
     store.insert(ids=[2**63 - 1, 3], embeddings=EYE[:2])
-    with pytest.raises(ValueError, match="no integers above the largest id"):
+    with pytest.raises(ValueError, match="the largest id of this store is the largest integer"):
         store.insert(embeddings=EYE[:1])
     assert store.get([2**63 - 1])[0].id == 2**63 - 1
 
@@ -187,7 +187,11 @@ BAD = {
     "one row": (lambda s: s.insert(embeddings=torch.ones(4)), ValueError, r"shape \[n, 4\]"),
     "NaN": (lambda s: s.insert(embeddings=[[0, 0, 0, 0], [0, np.nan, 0, 0]]), ValueError, "row 1 of embeddings"),
     "inf": (lambda s: s.upsert(ids=[0], embeddings=[[0, 0, 0, -np.inf]]), ValueError, "row 0 of embeddings"),
-    "products too large": (lambda s: s.insert(embeddings=np.full((1, 4), 1e30)), ValueError, r"numbers above 1e\+16"),
+    "products too large": (
+        lambda s: s.insert(embeddings=np.full((1, 4), 1e30)),
+        ValueError,
+        r"at most 1e\+16",
+    ),
     "too large": (lambda s: s.insert(embeddings=np.full((1, 4), 1e300)), ValueError, "NaN or infinity"),
     "NaN threshold": (
         lambda s: s.insert(embeddings=EYE[:1], thresholds=[[0, np.nan]]),
@@ -198,10 +202,14 @@ BAD = {
     "threshold width": (lambda s: s.insert(embeddings=EYE, thresholds=torch.ones(4, 3)), ValueError, "thresholds"),
     "booleans": (lambda s: s.insert(embeddings=np.ones((1, 4), dtype=bool)), TypeError, "real numbers"),
     "complex": (lambda s: s.insert(embeddings=torch.ones(1, 4, dtype=torch.cfloat)), TypeError, "real numbers"),
-    "repeated ids": (lambda s: s.insert(ids=[5, 6, 5, 7], embeddings=EYE), ValueError, r"more than once: \[5\]"),
+    "repeated ids": (
+        lambda s: s.insert(ids=[5, 6, 5, 7], embeddings=EYE),
+        ValueError,
+        r"more than once: \[5\]",
+    ),
     "repeated upsert": (lambda s: s.upsert(ids=[0, 0], embeddings=EYE[:2]), ValueError, "more than once"),
     "repeated delete": (lambda s: s.delete([0, 0]), ValueError, "more than once"),
-    "existing id": (lambda s: s.insert(ids=[8, 1], embeddings=EYE[:2]), ValueError, r"exist already: \[1\]"),
+    "existing id": (lambda s: s.insert(ids=[8, 1], embeddings=EYE[:2]), ValueError, r"existing ones: \[1\]"),
     "negative id": (lambda s: s.insert(ids=[-1], embeddings=EYE[:1]), ValueError, "got -1"),
     "huge id": (lambda s: s.insert(ids=[2**63], embeddings=EYE[:1]), ValueError, "at most 9223372036854775807"),
     "float id": (lambda s: s.delete(torch.tensor([0.5])), TypeError, "integers"),
@@ -217,12 +225,12 @@ BAD = {
     "query NaN": (lambda s: s.search(torch.full((4,), torch.nan), 1), ValueError, "NaN"),
     "k": (lambda s: s.search(EYE[0], 0), ValueError, "at least 1"),
     "k too large": (lambda s: s.search(EYE[0], 10**12), ValueError, "k must be at most 1048576"),
-    "query too large": (lambda s: s.search(torch.full((4,), 1e30), 1), ValueError, r"numbers above 1e\+16"),
+    "query too large": (lambda s: s.search(torch.full((4,), 1e30), 1), ValueError, r"at most 1e\+16"),
     "column": (lambda s: s.search(EYE[0], 1, threshold_column=2), ValueError, "at most 1"),
     "range column": (lambda s: s.range(EYE[0], 0.0, threshold_column=-1), ValueError, "at least 0"),
     "range NaN": (lambda s: s.range(EYE[0], float("nan")), ValueError, "finite, got nan"),
-    "ragged rows": (lambda s: s.insert(embeddings=[[1, 2, 3, 4], [1, 2]]), ValueError, "rows of one length"),
-    "answer to one": (lambda s: s.search(EYE[0], 1)[0], TypeError, "these are of one query"),
+    "ragged rows": (lambda s: s.insert(embeddings=[[1, 2, 3, 4], [1, 2]]), ValueError, "must all have the same length"),
+    "answer to one": (lambda s: s.search(EYE[0], 1)[0], TypeError, "this result is of one query"),
 }
 
 

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),  # transformers' own
 ]
 PAD = 3
-ALONE = "packed rows: the model computes them otherwise than each sequence alone"
+ALONE = "packed rows: the model computes other states for them than for each sequence alone"
 ALONE_OF = {"GptOss", "OPT"}  # they make their masks without position_ids
 
 
@@ -168,20 +168,20 @@ LEFT = BATCHES["padded on the left"]
 STOCK = {
     "a label behind a pad": (
         {**LEFT, "labels": LEFT["input_ids"].masked_fill(LEFT["attention_mask"] == 0, -100)},
-        "a label is predicted by a pad (the first token of a row padded on the left): mark it -100",
+        "a pad would predict a label (the first token of a sequence padded on the left): set that label to -100",
     ),
-    "attention weights": ({"output_attentions": True}, "output_attentions was asked for"),
+    "attention weights": ({"output_attentions": True}, "output_attentions was requested"),
     "other packed rows": (
         {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 40, 66])},
-        "its cu_seq_lens_q names other sequences than position_ids that start again",
+        "its cu_seq_lens_q disagrees with the sequences that its position_ids mark",
     ),
     "a dense mask": (
         {"attention_mask": torch.ones(6, 1, 11, 11, dtype=torch.bool).tril()},
-        "it was given an attention_mask that is not [batch, tokens]",
+        "its attention_mask was not [batch, tokens]",
     ),
     "nothing alike": (
         {"input_ids": (torch.arange(66).reshape(6, 11) + 7) % 50},
-        "its rows do not begin alike, or by so little that sharing is more work",
+        "its sequences share no prefix, or one so short that sharing is more work",
     ),
 }
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_shared_runs_as_it_came_and_is_counted(kind, caplog):
     assert [record.message for record in caplog.records if reason in record.message] == [
         f"share_prefixes: a call of the model was not shared: {reason}"
     ]
-    assert f"2 calls were not shared: {reason}" in str(handle.report)
+    assert f"2 calls not shared: {reason}" in str(handle.report)
 
 
 def test_tuples_are_shared_and_those_of_the_backbone_run_as_they_came():
@@ -212,7 +212,7 @@ def test_tuples_are_shared_and_those_of_the_backbone_run_as_they_came():
         torch.testing.assert_close(model(**given)[0], stock)
         assert handle.report.shared == 1
         model.model(**given)
-    assert handle.report.stock == {"a tuple was asked for (return_dict=False)": 1}
+    assert handle.report.stock == {"a tuple was requested (return_dict=False)": 1}
 
 
 def test_groups_of_several_prompts_are_rows_of_their_own():

@@ -1,4 +1,4 @@
-"""`attach`: give a transformers model a bias; the handle shows it, switches it, and takes it away without a trace."""
+"""`attach`: gives a transformers model a bias; its handle describes it, switches it on and off, and removes it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _log: Final = logging.getLogger("attnflow.bias")
 
 
 class BiasHandle(Handle):
-    """The bias of a model: printed, it says what was added; `enabled` switches it; `remove()` takes it away.
+    """The handle of a model's bias: it prints what was added; `enabled` switches it, and `remove()` removes it.
 
     Attributes:
-        model: the model that carries it, without what may have been wrapped around it.
-        configs: of the summands.
-        layers: path of each attention module with a bias -> its parameters.
-        base: all attention layers of the model, with a bias or without.
+        model: the model with the bias, without wrappers.
+        configs: the configs of the added biases.
+        layers: the parameters of each attention module with a bias, by the module's path.
+        base: all attention layers of the model, with or without a bias.
     """
 
     def __init__(
@@ -55,29 +55,29 @@ class BiasHandle(Handle):
     def enabled(self) -> bool:
         """Whether attention uses the bias; without it the model is exactly the base model, at its cost.
 
-        A key-value cache filled with the bias cannot be continued without it, nor the other way round.
+        A key-value cache filled with the bias cannot be continued without it, and vice versa.
         """
         return self.active and all(bias.enabled for _, bias in layer_biases(self.model))
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
         if not self.active:
-            raise RuntimeError("this bias was removed; attach it again")
+            raise RuntimeError("this bias was removed: attach it again")
         for _, bias in layer_biases(self.model):
             bias.enabled = value
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the bias has added: what guidance-only training optimises."""
+        """The parameters that the bias added, which guidance-only training optimises."""
         return [parameter for _, bias in layer_biases(self.model) for parameter in bias.parameters()]
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers they hold."""
+        """The number of parameters that the bias added."""
         return sum(self.layers.values())
 
     @property
     def num_trained(self) -> int:
-        """Parameters of the whole model that are trained now."""
+        """The number of parameters of the whole model that require gradients."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _restore(self) -> None:
@@ -95,7 +95,7 @@ class BiasHandle(Handle):
         share = 100 * self.num_parameters / base if base else float("nan")
         return (
             f"bias on {len(self.layers)} of {len(self.base)} attention layers: {self.num_parameters:,} parameters "
-            f"({share:.2f} % of the base model's {base:,}); {self.num_trained:,} are trained"
+            f"({share:.2f} % of the base model's {base:,}); {self.num_trained:,} parameters are trained"
         )
 
 
@@ -106,27 +106,27 @@ def attach(
     train: Train = "all",
     backend: str = "auto",
 ) -> BiasHandle:
-    """Give a transformers model a learned bias on its attention scores; it stays the object that it was.
+    """Give a transformers model a learned bias on its attention scores, in place.
 
-    With a config that begins at zero (the default of every kind but ALiBi) the model's outputs are unchanged, bit for
-    bit (with attention dropout at work, up to which weights are dropped). Everything that works on a `PreTrainedModel`
-    keeps working: `Trainer`, `generate` with its caches, PEFT, checkpoints (which then hold the bias as well).
+    With a config that starts at zero (the default of every kind but ALiBi), outputs stay unchanged bit for bit (under
+    attention dropout, except for which weights are dropped). Everything that works on a `PreTrainedModel` keeps
+    working: `Trainer`, `generate` with its caches, PEFT, and checkpoints (which then contain the bias).
 
     Args:
         model: a transformers model, one stack of it (`model.get_decoder()`), or what `af.load_model` returned.
-        config: what to add: the config of a kind, such as `GuidanceConfig()`, or several, whose sum is added. A
-            placement such as "every_other" leaves out layers that attend to the keys of an earlier one (Gemma 3n and
-            4); the handle names those that have the bias.
-        train: "all" leaves what is trained as it is; "guidance" freezes everything but the bias until it is removed.
-        backend: what computes attention in the layers with a bias; see `attention`.
+        config: the config of a kind, such as `GuidanceConfig()`, or several, whose biases are summed. A placement such
+            as "every_other" skips layers that attend to the keys of an earlier layer (Gemma 3n and 4); the handle lists
+            the layers with a bias.
+        train: "all" does not change which parameters are trained; "guidance" freezes all but the bias's until removal.
+        backend: computes attention in the layers with a bias; see `attention`.
 
     Returns:
-        The handle: prints what was added, has `enabled`, and `remove()`.
+        The handle: it prints what was added, and has `enabled` and `remove()`.
 
     Raises:
-        ValueError: a bias is attached already, layers out of range, a model on several devices within one layer, or
-            one that is in DistributedDataParallel or sharded already, which would train each process's bias by itself.
-        UnsupportedArchitecture: attention that cannot be reached, with what is missing. The model is as it was.
+        ValueError: a bias is attached already, a layer does not exist or lies on several devices, or the model is
+            already sharded or in DistributedDataParallel, which would train a separate bias in each process.
+        UnsupportedArchitecture: the attention cannot be reached (it says why). The model stays unchanged.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -143,17 +143,17 @@ def attach(
 def attach_to(
     model: nn.Module, layers: Sequence[Layer] | None, configs: Sequence[BiasConfig], train: Train, backend: str
 ) -> BiasHandle:
-    """`attach` for one who has found the layers of the model already; None looks for them."""
+    """Attach with the layers of the model already found; None finds them."""
     wrong = [one for one in configs if not isinstance(cast(object, one), BiasConfig)]
     if wrong or not configs:
         got = ", ".join(type(one).__name__ for one in wrong) or "none"
-        raise TypeError(f"expected the config of a kind, such as af.bias.GuidanceConfig(), or several, got {got}")
+        raise TypeError(f"config must be that of a kind, such as af.bias.GuidanceConfig(), or several, got {got}")
     if train not in ("guidance", "all"):
         raise ValueError(f"train must be 'guidance' or 'all', got {train!r}")
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if next(layer_biases(model), None) is not None:
-        raise ValueError(f"{type(model).__name__} has a bias attached already; remove it by its handle first")
+        raise ValueError(f"{type(model).__name__} has a bias attached already: remove it with its handle first")
     check_unwrapped(model, "bias")
     layers = layers_of(model) if layers is None else layers
     children = _build(layers, configs, backend)
@@ -178,23 +178,23 @@ def attach_to(
 
 
 def handle_of(model: nn.Module) -> BiasHandle:
-    """The handle of the bias that a model carries: wrapped (PEFT, DDP), copied or unpickled, too.
+    """Return the handle of a model's bias, also if the model is wrapped (PEFT, DDP), copied or unpickled.
 
     Raises:
-        ValueError: no bias is attached, or one to each half of the model.
+        ValueError: no bias is attached, or each half of the model has one.
     """
     handles: list[BiasHandle] = [vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)]
     if not handles and next(layer_biases(model), None) is not None:
-        raise ValueError(f"{type(model).__name__} is a part of the model that the bias was attached to; pass that")
+        raise ValueError(f"{type(model).__name__} is a part of the model that the bias was attached to: pass that")
     if not handles:
-        raise ValueError(f"{type(model).__name__} has no bias attached; see af.bias.attach")
+        raise ValueError(f"{type(model).__name__} has no bias attached: call af.bias.attach first")
     if len(handles) > 1:
-        raise ValueError(f"{type(model).__name__} has a bias on each half; pass the half that you mean")
+        raise ValueError(f"{type(model).__name__} has a bias on each half: pass one half")
     return handles[0]
 
 
 def placed(layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> dict[int, list[BiasConfig]]:
-    """The configs of each layer that gets some, by its index, in the order in which their terms are summed."""
+    """The configs of each layer that gets any, by its index, in the order of summation."""
     by_layer: dict[int, list[BiasConfig]] = {}
     for config in configs:
         for index in config.layer_indices(len(layers)):
@@ -207,7 +207,9 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
     """Everything that attaching adds, without touching the model."""
     by_layer = placed(layers, configs)
     if not by_layer:
-        raise UnsupportedArchitecture("every chosen layer attends to the keys of an earlier one; choose layers=[...]")
+        raise UnsupportedArchitecture(
+            "every chosen layer attends to the keys of an earlier one: choose other layers=[...]"
+        )
     children: list[tuple[Layer, LayerBias]] = []
     for index, chosen in by_layer.items():
         layer = layers[index]
@@ -215,24 +217,24 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
         remove_rope = any(config.rope == "remove" for config in chosen)
         if _shares_keys(layer):
             raise UnsupportedArchitecture(
-                f"{layer.site.name} attends to the keys of an earlier layer, of which its bias would see nothing; "
+                f"{layer.site.name} attends to the keys of an earlier layer, which its bias could not read: "
                 "leave it out of layers=[...]"
             )
         if layer.key is None and any(config.reads in ("unrotated", "per_head") for config in chosen):
             raise UnsupportedArchitecture(
-                f"{layer.site.name}: its queries and keys before rotation cannot be read: {layer.missing}"
-                # no bias can tell the keys of two sequences apart
-                + ("" if OTHER_SEQUENCE in layer.missing else ". reference='rotated' or 'hidden' does without them")
+                f"the queries and keys of {layer.site.name} before rotation cannot be read: {layer.missing}"
+                # no bias can distinguish the keys of two sequences
+                + ("" if OTHER_SEQUENCE in layer.missing else ". reference='rotated' or 'hidden' does not need them")
             )
         if remove_rope and "position_embeddings" not in signature(type(module).forward).parameters:
-            raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside; use rope='keep'")
+            raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside: use rope='keep'")
         device = device_of(module)
         devices = {str(device if parameter.is_meta else parameter.device) for parameter in parameters}
         if len(devices) > 1:
             raise ValueError(
-                f"{layer.site.name} lies on several devices ({', '.join(sorted(devices))}); move it to one"
+                f"{layer.site.name} lies on several devices ({', '.join(sorted(devices))}): move it to one"
             )
-        # Of quantised weights the config names the type that they compute in.
+        # For quantised weights, the config names the dtype of computation.
         dtypes = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
         dtype = dtypes[0] if dtypes else getattr(layer.site.owner, "dtype", torch.get_default_dtype())
         with torch.device(device):
@@ -247,5 +249,5 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
 
 
 def _shares_keys(layer: Layer) -> bool:
-    """Whether it attends to the keys of an earlier layer, of which its bias would see nothing."""
+    """Whether it attends to the keys of an earlier layer, which its bias could not read."""
     return bool(getattr(layer.site.module, "is_kv_shared_layer", False))

@@ -1,7 +1,7 @@
-"""What a bias remembers of each key, kept in the model's own key-value cache.
+"""Keeps a bias's features of each key ("columns") in the model's own key-value cache.
 
-The columns of a layer live in one more cache layer behind those of the model: of the same class where that matters
-(static, sliding), so that cropping, beam reordering, batch selection, resetting and windowing treat them as keys.
+The columns of a layer live in an additional cache layer after those of the model. It has the same class where that
+matters (static, sliding), so cropping, beam reordering, batch selection, resetting and windowing treat it like keys.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from transformers.cache_utils import (
 
 from attnflow._core.errors import UnsupportedArchitecture
 
-_GAP: Final = "the cache was filled in part with the bias and in part without; start from an empty cache"
+_GAP: Final = "it was filled partly with the bias and partly without: start from an empty cache"
 _ATTRIBUTE: Final = "_attnflow_columns"  # on the cache: layer of the model -> index of its companion
 
 
 def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_keys: int) -> Tensor:
-    """The columns of all keys that the layer attends to: those of new tokens, after the cached ones if there are any.
+    """Return the columns of all keys that the layer attends to: the cached ones, then those of new tokens.
 
-    Call it after the cache has taken the keys of this layer. `columns` is [batch, tokens, width], the result [batch,
-    num_keys, width]; `layer` is an index into the cache, `depth` the number of layers of the model.
+    Call it after the cache has taken the keys of this layer. `columns` is [batch, tokens, width], and the result is
+    [batch, num_keys, width]. `layer` is an index into the cache, `depth` the number of layers of the model.
     """
     if cache is None:
         if columns.shape[1] != num_keys:
             raise ValueError(
-                f"layer {layer} attends to {num_keys} keys, but was shown {columns.shape[1]} tokens and no cache that "
-                "is known; the bias needs to see every key once"
+                f"the bias must read every key once, but layer {layer} attends to {num_keys} keys, got "
+                f"{columns.shape[1]} tokens and no known cache"
             )
         return columns
     main = cast(CacheLayerMixin, cache.layers[layer])
@@ -47,7 +47,7 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
     if isinstance(seen, Tensor):  # of a static cache: looking at it would stop the device, and a compiler
         torch._assert_async(seen == held, _GAP)  # pyright: ignore[reportPrivateImportUsage]
     elif seen != held or cached.shape[1] != num_keys:
-        raise ValueError(f"the cache holds {held} tokens of layer {layer}, of which the bias has seen {seen}: {_GAP}")
+        raise ValueError(f"the cache holds {held} tokens of layer {layer}, but the bias has read {seen}: {_GAP}")
     return cached
 
 
@@ -63,9 +63,9 @@ def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: 
         tokens = new if main is None else int(cast(Any, main).get_seq_length())
         if num_keys > tokens:
             raise UnsupportedArchitecture(
-                f"attention layer {layer} reads {num_keys} keys of {tokens} tokens: the others belong to another "
-                "sequence (as in T5Gemma 2) or to blocks of tokens (as in DeepSeek V4), of which a bias would see "
-                "nothing; leave the layer out of layers=[...]"
+                f"attention layer {layer} reads {num_keys} keys of {tokens} tokens. A bias cannot read the others, "
+                "which belong to another sequence (as in T5Gemma 2) or to blocks of tokens (as in DeepSeek V4): leave "
+                "the layer out of layers=[...]"
             )
     full = isinstance(main, StaticSlidingWindowLayer) and main.cumulative_length_int > main.max_cache_len
     if isinstance(main, StaticLayer) and not full:
@@ -91,14 +91,13 @@ def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, colu
             return cached
     if type(cache).__len__ is not Cache.__len__:
         raise UnsupportedArchitecture(
-            f"a {type(cache).__name__} numbers its layers in its own way, which leaves no place for a bias; "
-            "pass use_cache=False"
+            f"a {type(cache).__name__} numbers its layers differently and cannot hold a bias: pass use_cache=False"
         )
     fresh = _like(main)
     seen = 0 if torch.compiler.is_compiling() else int(main.get_seq_length()) - columns.shape[1]
     if seen > 0:
         raise ValueError(
-            f"the cache already holds {seen} tokens of layer {layer} that the bias has not seen; start from an "
+            f"the cache already holds {seen} tokens of layer {layer} that the bias has not seen: start from an "
             "empty cache after attaching or enabling a bias"
         )
     if cache.offloading:  # which asks for the layer after the last one: what attention needs next is the first
@@ -119,7 +118,7 @@ def _like(main: CacheLayerMixin) -> CacheLayerMixin:
     if isinstance(main, StaticSlidingWindowLayer):
         if prompt is not None:
             raise UnsupportedArchitecture(
-                f"a {type(main).__name__} keeps its prompt beside its window, for which a bias has no place; "
+                f"a {type(main).__name__} keeps its prompt outside its window, where it cannot hold a bias: "
                 "use the model's dynamic cache"
             )
         return StaticSlidingWindowLayer(max_cache_len=main.max_cache_len, sliding_window=main.max_cache_len)
@@ -134,4 +133,6 @@ def _like(main: CacheLayerMixin) -> CacheLayerMixin:
         return fresh
     if isinstance(main, DynamicLayer):
         return DynamicLayer()
-    raise UnsupportedArchitecture(f"a cache layer of class {type(main).__name__} has no place for a bias's columns")
+    raise UnsupportedArchitecture(
+        f"a cache layer of class {type(main).__name__} cannot hold a bias's columns: use the model's dynamic cache"
+    )

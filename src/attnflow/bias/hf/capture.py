@@ -1,4 +1,4 @@
-"""`capture`: the bias of a transformers model on a text, or on what it generates, as a `BiasMap`."""
+"""`capture`: records the bias of a transformers model on a text, or on text it generates, as a `BiasMap`."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def capture(
     base: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> BiasMap:
-    """Run a model with a bias on one text and look at B, raw and as softmax sees it, and at the weights.
+    """Run a model with a bias on one text, and record the bias B (raw and row-centred) and the attention weights.
 
     Args:
         model: a model with a bias, or what `af.load_model` returned.
-        inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name for one sequence, as a
-            tokenizer returns them, padded if need be.
+        inputs: a text; token ids [tokens] or [1, tokens]; or the model's named inputs for one sequence, as a tokenizer
+            returns them, possibly padded.
         layers: numbers of layers; by default all that have a bias.
-        queries: positions of the queries, negative ones from the end, or "all". By default all of at most 128 tokens,
-            and the last 32 of a longer text; with `generate` those at which a token was generated.
+        queries: positions of the queries, negative ones from the end, or "all". By default all queries of at most 128
+            tokens, or the last 32 of a longer text; with `generate`, those that generated a token.
         heads: numbers of query heads, or "all"; by default the mean over heads.
-        generate: how many tokens to generate first, greedily, or arguments of the model's `generate`. The map is of
-            the sequence that it returned, so that any decoding strategy will do.
+        generate: how many tokens to generate first, greedily, or arguments of the model's `generate`. The map is of the
+            returned sequence, so any decoding strategy works.
         base: also run the model without its bias, for `weights_base`.
-        tokenizer: needed for a text unless `model` brings one; else it names the tokens.
+        tokenizer: needed for a text unless `model` has one; for token ids, it names the tokens.
 
     Returns:
         The map, on the CPU in float32.
@@ -84,7 +84,7 @@ def capture(
     name = "decoder_input_ids" if two and "decoder" in biases[0][0].split(".") else "input_ids"
     tensors, last = model_inputs(model, inputs, tokenizer, 0), None
     if len(tensors["input_ids"]) > 1:
-        raise ValueError(f"a map is of one sequence, got a batch of {len(tensors['input_ids'])}; pass one row of it")
+        raise ValueError(f"capture takes one sequence, got a batch of {len(tensors['input_ids'])}: pass one row of it")
     with evaluating(model), torch.no_grad():
         if generate is not None:
             tensors, prompt, last = _generated(model, tensors, generate, name)
@@ -131,7 +131,7 @@ def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
 
 
 def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None) -> tuple[Tensor, ...]:
-    """The tensors of a `LayerMap` for neighbouring queries; B is 0 where there is no pair."""
+    """The tensors of a `LayerMap` for neighbouring queries; B is 0 for forbidden pairs."""
     size = 1, 1, block.stop - block.start, call.key.shape[2]
     rows = call.allow.rows(block)
     allowed = (torch.ones(size, dtype=torch.bool) if rows is None else rows).to(call.query.device)
@@ -177,7 +177,7 @@ def _look(
     heads: Sequence[int] | None,
     without: bool = False,
 ) -> dict[int, LayerMap]:
-    """What is seen of each layer while the model runs, with its biases as they are or without any."""
+    """Record each layer while the model runs, with its biases or without any."""
     seen: dict[int, LayerMap] = {}
     before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
 
@@ -200,7 +200,7 @@ def _look(
 def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, LayerBias]]:
     biases = {bias.shape.index: (name.rpartition(".")[0], bias) for name, bias in layer_biases(model)}
     if not biases:
-        raise ValueError(f"{type(model).__name__} has no bias attached; see af.bias.attach")
+        raise ValueError(f"{type(model).__name__} has no bias attached: call af.bias.attach first")
     if layers is None:
         return list(biases.values())
     missing = [layer for layer in layers if layer not in biases]
@@ -225,18 +225,18 @@ def _heads(biases: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] 
 def _generated(
     model: nn.Module, inputs: dict[str, Tensor], generate: int | Mapping[str, Any], name: str
 ) -> tuple[dict[str, Tensor], int, Tensor]:
-    """(inputs with all tokens but the last, after which no query came; length of the prompt; last tokens)."""
+    """(inputs with all tokens but the last, which is never a query; length of the prompt; last tokens)."""
     if isinstance(generate, Mapping):
         options = dict(generate)
     else:
         options = {"max_new_tokens": checks.integer("generate", generate, 1), "do_sample": False}
     if not callable(run := getattr(model, "generate", None)):
-        raise ValueError(f"{type(model).__name__} does not generate; leave generate= out")
+        raise ValueError(f"{type(model).__name__} cannot generate: leave generate= out")
     result = run(**inputs, **options)
     ids = result if isinstance(result, Tensor) else cast(Tensor, cast(Any, result).sequences)
     if len(ids) != len(inputs["input_ids"]):
         raise ValueError(
-            f"generate returned {len(ids)} sequences for {len(inputs['input_ids'])}; leave num_return_sequences at 1"
+            f"generate returned {len(ids)} sequences for {len(inputs['input_ids'])}: leave num_return_sequences at 1"
         )
     prompt = inputs[name].shape[1] if name in inputs else 1  # a decoder starts from one token of its own
     longer = inputs | {name: ids[:, :-1]}
@@ -259,5 +259,5 @@ def _rows(queries: Queries, size: int, prompt: int | None) -> list[int]:
         return list(range(start, size))
     positions = [queries] if isinstance(queries, int) else list(queries)
     if not positions or not all(-size <= position < size for position in positions):
-        raise ValueError(f"queries must be positions of {size} tokens, {-size} to {size - 1}, got {positions}")
+        raise ValueError(f"queries must be positions from {-size} to {size - 1} for {size} tokens, got {positions}")
     return sorted({position % size for position in positions})

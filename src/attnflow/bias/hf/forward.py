@@ -28,10 +28,9 @@ _causal: Final[WeakValueDictionary[tuple[int, int, str], Allow]] = WeakValueDict
 
 
 def biased(call: AttentionCall, proceed: Proceed) -> Output:
-    """The interceptor of a module with a bias; without one, or while it is disabled, the call goes on as it is.
+    """The interceptor of a module with a bias; without one, or while it is disabled, the call is unchanged.
 
-    While the bias is exactly zero the output is the base model's, bit for bit, and gradients reach the bias all the
-    same.
+    While the bias is exactly zero, the output is the base model's bit for bit, but gradients still reach the bias.
     """
     bias = getattr(call.module, CHILD, None)
     if not isinstance(bias, LayerBias) or not (bias.enabled or bias.observer is not None):
@@ -109,14 +108,12 @@ def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
     kwargs = call.kwargs
     lost = [name for name in _REFUSED if kwargs.get(name) is not None]
     if lost:
-        raise ValueError(
-            f"{type(call.module).__name__} adds {' and '.join(lost)} to its scores, which a bias cannot join"
-        )
+        raise ValueError(f"{type(call.module).__name__} adds {' and '.join(lost)} to its scores, unsupported by a bias")
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     if sinks is not None and sinks.ndim != 1:
         raise UnsupportedArchitecture(
-            f"{type(call.module).__name__} has a sink for each query, {list(sinks.shape)}; a bias joins one for each "
-            "head. Leave its layers out of layers=[...]"
+            f"{type(call.module).__name__} has a sink for each query, {list(sinks.shape)}, but a bias supports one for "
+            "each head: leave its layers out of layers=[...]"
         )
     allow, additive = _relation_of(call)
     added = kwargs.get(_ADDED)

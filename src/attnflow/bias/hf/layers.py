@@ -1,4 +1,4 @@
-"""Which attention layers of a model can carry a bias, and the hooks that hand it what it reads of them."""
+"""Finds the attention layers that can have a bias, and hooks them to pass their vectors to it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
                 kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
                 sizes = heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
             except (AttributeError, RuntimeError, TypeError) as error:  # of configs whose layers differ
-                raise UnsupportedArchitecture(f"{site.name} does not say how many heads it has; {missing}") from error
+                raise UnsupportedArchitecture(f"{site.name} does not state its number of heads; {missing}") from error
         causal = getattr(site.module, "is_causal", None)
         causal = bool(getattr(config, "is_decoder", True)) if causal is None else bool(causal)
         if not isinstance(hidden_size, int):
@@ -128,7 +128,7 @@ class Hooks:
         return mine if mine.waiting else self._traced
 
     def _begun(self, module: nn.Module) -> Shown:
-        """Where a call of the module begins; a pool ends a graph before the attention, in which threads would meet."""
+        """Begin a call of the module; a pool breaks the graph before attention, where threads would interfere."""
         traced = torch.compiler.is_compiling() and not in_force(module, "pool")
         return self._traced if traced else self._of_thread()
 
@@ -144,7 +144,7 @@ class Hooks:
         if source.paths[0] not in shown:
             raise UnsupportedArchitecture(
                 "this attention module calls the attention interface more than once in a forward (as differential "
-                "attention does), and a bias cannot tell its calls apart; leave its layers out of layers"
+                "attention does), and a bias cannot distinguish the calls: leave its layers out of layers"
                 + (_THREADS if self.shown is self._traced else "")
             )
         outputs: dict[str, Tensor] = {}
@@ -160,8 +160,8 @@ class Hooks:
         """Before the attention module."""
         if getattr(module, "_is_replica", False):
             raise RuntimeError(
-                "a bias does not run under nn.DataParallel, which Trainer chooses by itself for several GPUs in one "
-                "process; start it with `accelerate launch` or `torchrun`, or show it one GPU"
+                "a bias does not run under nn.DataParallel, which Trainer chooses for several GPUs in one process: "
+                "start it with `accelerate launch` or `torchrun`, or make one GPU visible"
             )
         cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, Cache)), None)
         if isinstance(cache, EncoderDecoderCache):
@@ -169,8 +169,8 @@ class Hooks:
         bias = getattr(module, CHILD)
         if not isinstance(bias, LayerBias):  # wrapped, and with it taken out of force
             raise RuntimeError(
-                f"the bias of {type(module).__name__} was replaced by a {type(bias).__name__}; leave {CHILD!r} out of "
-                "what an adapter wraps (modules_to_save): a bias is trained and saved by itself"
+                f"the bias of {type(module).__name__} was replaced by a {type(bias).__name__}: leave {CHILD!r} out of "
+                "an adapter's modules_to_save, since a bias is trained and saved separately"
             )
         shown = self._begun(module)
         shown.clear()

@@ -1,4 +1,4 @@
-"""`save` and `load`: the bias of a transformers model in a folder, without the model itself."""
+"""`save` and `load`: write and read the bias of a transformers model, without the model itself."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SIZES: Final = ("num_heads", "num_kv_heads", "head_dim", "hidden_size")
 
 
 def config_from_dict(values: Mapping[str, object]) -> BiasConfig:
-    """The config that `to_dict` described, of whatever kind; a custom one holds code, and cannot be read.
+    """Make a config of any kind from its `to_dict`, except a custom one, which holds code.
 
     Raises:
-        ValueError: no such kind, unknown fields, or values out of range.
+        ValueError: the kind or a field is unknown, or a value is out of range.
     """
     kind = str(values.get("kind"))
     if kind not in KINDS:
@@ -43,15 +43,15 @@ def config_from_dict(values: Mapping[str, object]) -> BiasConfig:
 def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
     """Write the attached bias to a folder: its tensors as safetensors, its configs and base model as JSON.
 
-    The file of the tensors carries the config as well, so that one rename replaces an older bias: however often a save
-    is killed, the folder holds a whole one. Other files there stay as they are.
+    The file of tensors also contains the config, so one rename replaces an older bias: even if a save is killed, the
+    folder holds a whole bias. Other files in the folder stay unchanged.
 
     Returns:
-        The folder, created if need be.
+        The folder, which is created if necessary.
 
     Raises:
-        ValueError: the model has no bias, or one with NaN or infinity in it, or it has no values yet (meta device) or
-            is spread over processes.
+        ValueError: the model has no bias, or the bias holds NaN or infinity, has no values yet (meta device), or is
+            spread over processes.
     """
     model, _ = split(model)
     handle = handle_of(model)
@@ -72,8 +72,8 @@ def load(
 
     Args:
         model: the base model, without a bias.
-        folder: where `save` wrote.
-        custom: the custom configs among the saved ones, in their order: code is never imported by name.
+        folder: the folder that `save` wrote.
+        custom: the custom configs among the saved ones, in order, since code is never imported by name.
         train: as in `attach`.
         backend: as in `attach`.
         strict: refuse a base model whose sizes fit but whose weights are not those that the bias was saved with.
@@ -82,13 +82,13 @@ def load(
         The handle, as `attach` returns it.
 
     Raises:
-        FileNotFoundError: no saved bias there.
-        WrongBase: another base model, with what differs.
-        ValueError: a file that is damaged, of another version, or holds NaN or infinity. The model is as it was.
+        FileNotFoundError: the folder has no saved bias.
+        WrongBase: the bias was saved with another base model; the message says what differs.
+        ValueError: a file is damaged, has another version, or holds NaN or infinity. The model stays unchanged.
     """
     model, _ = split(model)
     if without_numbers(model):
-        raise ValueError("the model is on the meta device, where weights cannot be loaded; load its weights first")
+        raise ValueError("the model is on the meta device, where weights cannot be loaded: load its weights first")
     saved = read(folder)
     layers = layers_of(model)
     saved.check_base(_identity(layers), strict)
@@ -97,7 +97,7 @@ def load(
     passed = [config.to_dict() for config in custom]
     if expected != passed:
         raise ValueError(
-            f"the saved bias has the custom parts {expected or 'none'}, but custom= has {passed or 'none'}; pass the "
+            f"the saved bias has the custom parts {expected or 'none'}, but custom= has {passed or 'none'}: pass the "
             "same CustomConfig objects that were attached"
         )
     own = iter(custom)
@@ -111,7 +111,7 @@ def load(
                 with torch.device("meta"):
                     state = config.module(layers[index].shape).state_dict(prefix=f"layers.{index}.kinds.{place}.")
             except (RuntimeError, OverflowError) as error:  # of a size beyond 64 bits
-                raise ValueError(f"{saved.path} asks for a bias of an impossible size: {config}") from error
+                raise ValueError(f"{saved.path} describes a bias of an impossible size: {config}") from error
             for name, tensor in state.items():
                 found = tuple(saved.tensors[name].shape) if name in saved.tensors else "none"
                 if found != tuple(tensor.shape):

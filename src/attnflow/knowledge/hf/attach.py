@@ -1,4 +1,4 @@
-"""`attach`: let a model read a store, beside what it knows or instead of its own base."""
+"""`attach`: lets a model read a store, in addition to its weights or in place of its own base."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ def attach(
     key_dim: int = 256,
     num_heads: int = 1,
 ) -> Attached:
-    """Let a model read a store; edits act on the next token.
+    """Let a model read a store of entries; edits of the store act from the next token on.
 
-    What reads it depends on the model:
+    How it reads depends on the model:
 
     - A modular model reads the store instead of its own entries.
     - Any other decoder gets readers after some of its layers: cross-attention from the layer's tokens to the entries,
-      added behind a gate. The gate is 0 at first, and the model is as it was, bit for bit. The readers are parameters
-      to train; `handle.save` keeps them, and `reader=` brings them back, for any store of the same encoder.
+      added behind a gate. The gate starts at 0, which leaves outputs unchanged bit for bit. The readers must be
+      trained; `handle.save` saves them, and `reader=` loads them for any store of the same encoder.
 
-    The store and `retrieval` are no part of what `save_pretrained` writes; the weights of readers are.
+    `save_pretrained` writes the weights of readers, but not the store and `retrieval`.
 
     Args:
-        model: a transformers model, one stack of it (`model.get_decoder()`), or what `af.load_model` gave.
-        store: for readers, one of texts. For a modular model, one of width entry_dim with
+        model: a transformers model, one of its stacks (`model.get_decoder()`), or what `af.load_model` returned.
+        store: for readers, a store of texts; for a modular model, a store of width entry_dim with
             `config.threshold_columns` threshold columns.
-        retrieval: which entries each layer reads, found by the store's own search; by default all, or as before.
-        write: write to the store the thresholds of a modular model that are not its own.
-        reader: the folder of a saved reader; by default a new one, which has learned nothing yet.
+        retrieval: which entries each layer reads, found by the store's search; by default all, or the reader's own.
+        write: overwrite stored thresholds that differ from those of a modular model.
+        reader: the folder of a saved reader; by default a new, untrained one.
         layers: after which layers a new reader reads; by default every second one of the last third.
-        key_dim: of a new reader, the width of queries and keys.
-        num_heads: of a new reader; heads are summed.
+        key_dim: the width of a new reader's queries and keys.
+        num_heads: the heads of a new reader; they are summed.
 
     Returns:
-        A handle: insert entries through it, `remove()` leaves the model as it was.
+        A handle: insert entries through it; `remove()` restores the model.
 
     Raises:
-        FileNotFoundError: no saved reader there.
-        ValueError: an empty store, one of another encoder or width than the reader's; a reader for another model;
-            several stacks of layers; thresholds that are not this model's; a model that reads a store already, or
-            that `from_ffn` converted, whose entries are edited in its own base.
-        UnsupportedArchitecture: no layers that are known. The model is as it was.
+        FileNotFoundError: the folder has no saved reader.
+        ValueError: the store is empty, or its encoder or width is not the reader's; the reader was saved for another
+            model; there are several stacks of layers; stored thresholds are not this model's; or the model already
+            reads a store or was converted by `from_ffn` (edit the entries in its base).
+        UnsupportedArchitecture: the model has no known layers. The model stays unchanged.
 
-    Cost: the entries once more in memory, read anew after an edit, and for each token, layer and head all of them, or a
-        search. Of a modular model the thresholds of all entries, once.
+    Cost: a second copy of the entries in memory, read again after an edit. Each token, layer and head reads all of
+        them or makes a search. A modular model computes the thresholds of all entries once.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -73,11 +73,11 @@ def attach(
     >>> _ = store.insert(embeddings=torch.eye(8))
     >>> with attach(model, store) as handle:
     ...     print(handle)
-    1 layer of LlamaForCausalLM reads 8 entries of memory: all of them
+    1 layer of LlamaForCausalLM reads all of the 8 entries of memory
     """
     module, _ = split(model)
     if not isinstance(cast(object, store), Store):
-        raise TypeError(f"store must be an open one, af.knowledge.Store.open(uri), got {type(store).__name__}")
+        raise TypeError(f"store must be an open store, af.knowledge.Store.open(uri), got {type(store).__name__}")
     modular = next((one for one in module.modules() if isinstance(one, ModularModel)), None)
     if modular is None or reader is not None or layers is not None:
         return AddedReaders(module, store, retrieval, reader, layers, key_dim, num_heads)
@@ -90,9 +90,9 @@ def _modular(
     """Let a modular model read a store in place of its own entries."""
     width = modular.config.entry_dim
     if modular.source is not None:
-        raise ValueError(f"{type(modular).__name__} reads a store already: remove that one first")
+        raise ValueError(f"{type(modular).__name__} reads a store already: remove that handle first")
     if store.dim != width:
-        raise ValueError(f"the model's entries have width {width}, those of the store {store.dim}")
+        raise ValueError(f"the model reads entries of width {width}, but the store has width {store.dim}")
     layers = [module for module in modular.modules() if isinstance(module, ModularReader)]
 
     def thresholds(entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
@@ -104,8 +104,8 @@ def _modular(
         source.write_thresholds()
     elif len(stale := source.stale()):
         raise ValueError(
-            f"the stored thresholds of {len(stale):,} of {len(store):,} entries are not this model's: "
-            "attach(model, store, write=True) computes them anew"
+            f"the stored thresholds of {len(stale):,} of {len(store):,} entries differ from this model's: pass "
+            "write=True to overwrite them"
         )
     modular.source, undo = source, ExitStack()
     undo.callback(setattr, modular, "source", None)

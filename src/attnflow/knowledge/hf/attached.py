@@ -1,4 +1,4 @@
-"""The handle of a model that reads a store: entries are written through it, and it takes the store away again."""
+"""The handle of a model that reads a store: it inserts entries, and detaches the store again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from attnflow.knowledge.store.entry import Vectors, matrix
 
 
 class Attached(Handle):
-    """What `attach` changed.
+    """The handle of `attach`: the model reads a store until it is removed.
 
     Attributes:
-        store: that the model reads.
-        readers: the layers that read it; each has its own `retrieval`, and bounds the error of what it left out.
+        store: the store that the model reads.
+        readers: the layers that read it; each has its own `retrieval` and can bound the error of leaving entries out.
     """
 
-    encoder = ""  # that made the entries, "" if unknown
+    encoder = ""  # of the entries, "" if unknown
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Attached(Handle):
         store: Store,
         retrieval: Retrieval | None,
         source: EntrySource,
-        undo: ExitStack,  # takes the store away again when it is closed
+        undo: ExitStack,  # detaches the store when it is closed
     ) -> None:
         super().__init__(model)
         self.store, self.source, self.readers, self._undo = store, source, readers(model), undo
@@ -46,11 +46,11 @@ class Attached(Handle):
             reader.retrieval = retrieval or reader.retrieval
 
     def insert(self, *, embeddings: Vectors, **columns: Any) -> Int64[Tensor, " n"]:
-        """`Store.insert` with the thresholds that the model's layers give the entries.
+        """Insert entries into the store (`Store.insert`), with the thresholds that the model's layers compute for them.
 
         Args:
             embeddings: [n, dim], finite.
-            **columns: what else `Store.insert` takes: ids, texts, sources, encoder.
+            **columns: the other arguments of `Store.insert`: ids, texts, sources, encoder.
 
         Raises:
             ValueError: as `Store.insert`.
@@ -60,27 +60,34 @@ class Attached(Handle):
         return self.store.insert(embeddings=rows, thresholds=self.source.thresholds(rows), **named)
 
     def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
-        """`Store.upsert`, likewise."""
+        """Replace or add entries (`Store.upsert`), with the thresholds that the model's layers compute for them."""
         rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
         self.store.upsert(ids=ids, embeddings=rows, thresholds=self.source.thresholds(rows), **columns)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the readers of a decoder to a folder, safetensors and JSON: our tensors alone, neither model nor store.
+        """Save the readers of a decoder to a folder as safetensors and JSON, without the model and the store.
 
-        After a kill the folder holds the old readers or the new ones, whole.
+        If the process is killed, the folder holds either the old readers or the new ones.
 
         Raises:
-            ValueError: a model whose own layers read the store, or NaN or infinity in a reader. Nothing is written.
+            ValueError: the model's own layers read the store, or a reader holds NaN or infinity. Nothing is written.
         """
-        raise ValueError(f"{type(self.model).__name__} has no reader that `attach` put into it to save")
+        raise ValueError(
+            f"expected readers that attach added, but {type(self.model).__name__}'s own layers read the store: save "
+            "the model"
+        )
 
     def _restore(self) -> None:
         self._undo.close()
 
     def _summary(self) -> str:
-        kinds = {str(reader.retrieval or "all of them") for reader in self.readers}
+        chosen = {reader.retrieval for reader in self.readers}
+        read = {
+            "all" if one is None else f"the best {one.k}" if one.k else f"those above {one.threshold:g}"
+            for one in chosen
+        }
         reads = "reads" if len(self.readers) == 1 else "read"
         return (
-            f"{plural(len(self.readers), 'layer')} of {type(self.model).__name__} {reads} {len(self.store):,} entries "
-            f"of {self.store.uri}: {', '.join(kinds)}"
+            f"{plural(len(self.readers), 'layer')} of {type(self.model).__name__} {reads} {' or '.join(sorted(read))} "
+            f"of the {plural(len(self.store), 'entry', 'entries')} of {self.store.uri}"
         )

@@ -1,4 +1,4 @@
-"""The check of a conversion: the copy says what its model says, and something else once all values are negated."""
+"""Checks a conversion: the copy must give the model's outputs, and other outputs once all values are negated."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def verify(
     paths: Sequence[str],
     inputs: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Compare a converted copy with its model on `inputs`, a few tokens or an image; neither is changed.
+    """Compare a converted copy with its model on `inputs`, or on a few tokens or an image; neither model is changed.
 
-    The tolerance is the larger of two: sqrt(eps) times what negating all values moves the outputs by, or one rounding
-    per layer of the largest output. Layers that these inputs do not reach are compared alone, on random tokens. The
-    copy's experts get the choices of the model's routers, which rounding could flip.
+    The tolerance is the larger of two: sqrt(eps) times the change from negating all values, or one rounding of the
+    largest output per layer. Layers that these inputs do not reach are compared alone, on random tokens. The copy's
+    experts get the model's routing, which rounding could otherwise flip.
     """
     named = _tokens(model) if inputs is None else dict(inputs)
     main = getattr(model, "main_input_name", "input_ids")
@@ -60,10 +60,10 @@ def verify(
             before = _outputs(model, named)
     except DoesNotRun as error:
         raise ValueError(
-            f"{type(model).__name__} does not run on {', '.join(named)} of the check ({error.why}); {hint}"
+            f"{type(model).__name__} does not run on the check's {', '.join(named)} ({error.why}): {hint}"
         ) from error
     if not any(bool(value.isfinite().any()) for value in before):
-        raise ValueError(f"{type(model).__name__} says nothing finite on the tokens of the check; {hint}")
+        raise ValueError(f"{type(model).__name__} gives NaN or infinity on the check's tokens: {hint}")
     values = [base.entries[base.rows(layer), layout.value] for layer, layout in enumerate(base.layouts)]
     layers = {reader.layer: cast(nn.Module, reader) for reader in opened.modules() if isinstance(reader, LayerReader)}
     ran: set[int] = set()
@@ -109,13 +109,13 @@ def _compare(
     moved, differs = apart(other, after), apart(after, before)
     if moved == 0:
         raise UnsupportedArchitecture(
-            f"{name} does not read its feed-forward layers: with values of the other sign the outputs "
-            "are the same (layers that write zeros look so, too: check=False)"
+            f"{name} does not use its feed-forward layers: negating their values does not change the outputs "
+            "(layers that write zeros look the same; pass check=False for them)"
         )
     if differs > max(rounding**0.5 * moved, base.num_layers * rounding * largest):
         raise UnsupportedArchitecture(
-            f"{name} was not converted exactly: outputs differ by {differs:.2g} where values of the "
-            f"other sign move them by {moved:.2g}; check=False returns the copy nevertheless"
+            f"{name} was not converted exactly: outputs differ by {differs:.2g}, and negating the values moves "
+            f"them by {moved:.2g}. Pass check=False to get the copy anyway"
         )
 
 

@@ -1,4 +1,4 @@
-"""`from_ffn` and `to_ffn`: the feed-forward layers of a model as entries of one base, with a check, and back."""
+"""`from_ffn` turns a model's feed-forward layers into entries of one base and checks the result; `to_ffn` undoes it."""
 
 from __future__ import annotations
 
@@ -45,41 +45,38 @@ def from_ffn(
     partial: bool = False,
     check: bool | Inputs = True,
 ) -> Model:
-    """A copy of a model whose feed-forward layers read one explicit knowledge base, `.knowledge`; the same function.
+    """Copy a model so that its feed-forward layers read one knowledge base, `.knowledge`, with the same outputs.
 
     Each neuron becomes an entry [w_up | w_down | b_up] (gated: [w_gate | w_up | w_down | b_gate | b_up]), and each
-    layer reads the entries of its own (knowledge, sec. 5, corrected: what the paper calls equivalence holds for entries
-    of this width, not for d_E = d). It takes the parts as slices of the rows, without a product with projections;
-    `model.knowledge.attention(layer, activation)` is the same layer as the paper writes it, on the same rows, with
-    W_Q, W_K and W_V that select the parts. Everything between the linear maps, dropout and norms too, is the model's
-    own code, so that it stays a transformers model.
+    layer reads its own entries. (Knowledge, sec. 5, corrected: the paper's equivalence holds for entries of this width,
+    not for d_E = d.) A layer slices the parts from the rows; `model.knowledge.attention(layer, activation)` is the same
+    layer in the paper's form, with W_Q, W_K and W_V that select the parts. Everything between the linear maps,
+    including dropout and norms, is still the model's own code, so it stays a transformers model.
 
-    Experts become entries, too, wherever they are stored: those of one layer lie one expert after the other
-    (`knowledge.rows(layer, expert)`), and the weight of an entry is multiplied by what the model's own router gives its
-    expert, 0 if it is not chosen. Shared experts are a layer of their own. How a module of experts reads its parameters
-    is found by comparing it with what it computes, and so is the function of a neuron's scores. Layers of several
-    widths and forms (a plain image tower, a gated decoder) share the base; `knowledge.layouts` says which columns each
-    one reads, the others hold zeros.
+    Experts become entries, too. In a layer they follow one another (`knowledge.rows(layer, expert)`), and the model's
+    router multiplies the weight of an entry, by 0 if its expert is not chosen. Shared experts form a separate layer.
+    Probing finds how a module of experts reads its parameters, and which function it applies to a neuron's scores.
+    Layers of several widths and forms (a plain image tower, a gated decoder) share the base; `knowledge.layouts` says
+    which columns each layer reads, and the others hold zeros.
 
     Args:
         model: a transformers model, or what `af.load_model` returned; it is not changed.
-        entry_dim: d_E, if the entries must be no wider; an error says by how much that is not exact.
-        key_dim: d_k, likewise.
-        partial: convert what can be, and leave the rest of a layer, such as adapters, to the model's own code. Without
-            it nothing of a layer is left out: a matrix that is neither attention (or another mixer of positions), norm,
-            embedding, residual connection nor the choice of experts is in the base, or the model is refused.
-        check: run the model and the copy on a few tokens, or an image of noise: the same outputs, and others once the
-            values of all entries have the other sign. Named inputs are taken in place of those; False: no check.
+        entry_dim: d_E, the most width that an entry may have; an error says how inexact a smaller one would be.
+        key_dim: d_k, the most width that a key may have.
+        partial: leave parts of a layer that cannot be converted, such as adapters, to the model's own code. Otherwise
+            such a model is refused: the base must hold every matrix, except those of attention (or another mixer of
+            positions), norms, embeddings, residual connections and the choice of experts.
+        check: run the model and the copy on a few tokens, or an image of noise. Outputs must be equal, and must change
+            once the values of all entries are negated. Pass named inputs to use those instead; False skips the check.
 
     Returns:
-        The converted copy, with `model.knowledge`, a `LayeredKnowledge`, to be searched and edited.
+        The converted copy; its `model.knowledge`, a `LayeredKnowledge`, can be searched and edited.
 
     Raises:
-        TypeError: no model.
-        UnsupportedArchitecture: no feed-forward layers that are known, matrices that would be left out (experts with a
-            norm of their own, identities among the experts), or outputs that are others.
-        ValueError: converted already, widths for which the conversion is not exact, or a model that does not run on
-            the tokens of the check.
+        TypeError: the argument is not a model.
+        UnsupportedArchitecture: no feed-forward layer is known, a matrix would be left out (experts with their own
+            norm, identities among the experts), or the outputs differ.
+        ValueError: the model is converted already or does not run on the check's tokens, or the widths are inexact.
 
     Cost: a copy of the model, with its feed-forward weights moved into the base, and three short forward passes. Rows
         are as wide as the widest layer's.
@@ -95,7 +92,7 @@ def from_ffn(
         if width is not None:
             integer(name, width, 1)
     if hasattr(model, _SITES):
-        raise ValueError(f"{type(model).__name__} reads a knowledge base already; to_ffn(model) undoes that")
+        raise ValueError(f"{type(model).__name__} reads a knowledge base already: to_ffn(model) undoes that")
     refuse_offloaded(model, "from_ffn")
     sites = find_feed_forward(model)
     if not partial:
@@ -120,7 +117,7 @@ def from_ffn(
 
 
 def to_ffn(model: Model | Loaded) -> Model:
-    """A plain transformers model again: the inverse of `from_ffn`, with the entries as they are now.
+    """Turn a converted model back into a plain transformers model, the inverse of `from_ffn`, with its current entries.
 
     Weights of entries that were not edited come back bit for bit.
 
@@ -128,12 +125,12 @@ def to_ffn(model: Model | Loaded) -> Model:
         model: converted by `from_ffn`; it is not changed.
 
     Raises:
-        ValueError: not converted, or layers that now differ in their number of entries, which no config can say.
+        ValueError: the model is not converted, or its layers now have different numbers of entries, unlike a config.
     """
     model = cast(Model, split(model)[0])
     forms = cast("list[LayerForm] | None", getattr(model, _SITES, None))
     if forms is None:
-        raise ValueError(f"{type(model).__name__} reads no knowledge base; from_ffn(model) makes one that does")
+        raise ValueError(f"{type(model).__name__} reads no knowledge base: convert it with from_ffn(model) first")
     widths = _neurons(cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE)), forms)
     plain = copy.deepcopy(model)
     base = cast(LayeredKnowledge, plain.get_submodule(KNOWLEDGE))
@@ -156,10 +153,9 @@ def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> Non
         where = [f"{path} ({count} matri{'x' if count == 1 else 'ces'})" for path, count in owners.items()]
         more = f" and {len(where) - 3} more modules" if len(where) > 3 else ""
         raise UnsupportedArchitecture(
-            f"{type(model).__name__}: in layers with {len(sites)} feed-forward parts that can be converted, "
-            f"{', '.join(where[:3])}{more} would be left out, {len(rest)} in all: neither attention, norms nor a "
-            "choice of experts. Nothing was converted; partial=True converts those parts and leaves the rest to "
-            "the model's own code"
+            f"the base must hold all feed-forward weights of {type(model).__name__}, but {', '.join(where[:3])}{more} "
+            f"cannot be converted ({len(rest)} matrices beside {len(sites)} parts that can). Nothing was changed; "
+            "partial=True converts those parts and leaves the rest to the model's own code"
         )
 
 
@@ -174,8 +170,8 @@ def _neurons(base: LayeredKnowledge, forms: list[LayerForm]) -> dict[int, int]:
         if len(sizes) > 1:
             kind = "experts or layers" if experts else "layers"
             raise ValueError(
-                f"{kind} now have {min(sizes)} to {max(sizes)} entries; a plain model "
-                "has the same number in each: insert or delete until they agree, entries of zeros change nothing"
+                f"a plain model needs the same number of entries in all {kind}, but they now have {min(sizes)} to "
+                f"{max(sizes)}: insert entries of zeros, which change nothing, or delete some"
             )
     return {before: sizes.pop() for before, sizes in now.items()}
 
@@ -191,14 +187,14 @@ def _check_widths(model: nn.Module, form: LayerForm, entry_dim: int | None, key_
     widths = key_dim or layout.model_dim, entry_dim or layout.entry_dim
     needed = conditions(keys[-1], entries[:, layout.value], *widths, thresholds=biases[-1], **gates)
     raise ValueError(
-        f"the first {'gated ' if layout.gated else ''}layer is {needed}. This conversion keeps weights bit for bit, "
-        f"with d_k = {layout.model_dim} and d_E = {layout.entry_dim}"
+        f"the first {'gated ' if layout.gated else ''}layer is {needed}. The conversion keeps weights bit for bit with "
+        f"key_dim={layout.model_dim} and entry_dim={layout.entry_dim}: pass these or leave them out"
     )
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A layer of linear maps into the neurons and one map out of them, as it was before conversion."""
+    """An unconverted layer of linear maps into the neurons and one map out of them."""
 
     layout: EntryLayout  # of the entries that it needs
     neurons: int
@@ -240,7 +236,7 @@ class LinearLayer:
             weight = torch.cat([entries[:, layout.key(part)] for part in parts])
             bias = torch.cat([entries[:, layout.threshold(part)] for part in parts])
             if not has_bias and bool(bias.any()):
-                raise ValueError(f"{self.site.name}.{path} has no bias, but its entries were given thresholds")
+                raise ValueError(f"{self.site.name}.{path} has no bias, but its entries now have thresholds")
             parent.set_submodule(path, _linear(weight, bias if has_bias else None, self.transposed))
         bias = _bias(parent.get_submodule(self.site.last))
         out = _linear(entries[:, layout.value].T, None if bias is None else bias.detach(), self.transposed)
@@ -256,7 +252,7 @@ class LinearLayer:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer of experts whose parameters are packed in one module, as it was before conversion."""
+    """An unconverted layer of experts whose parameters are packed in one module."""
 
     layout: EntryLayout  # of the entries that it needs
     neurons: int  # of each expert
@@ -292,7 +288,7 @@ class ExpertLayer:
         keys = torch.stack([entries[..., layout.key(part)] for part in layout.parts], dim=1)
         thresholds = torch.stack([entries[..., layout.threshold(part)] for part in layout.parts], dim=1)
         if not self.biased and bool(thresholds.any()):
-            raise ValueError(f"{self.site.name}.{self.site.first} has no bias, but its entries were given thresholds")
+            raise ValueError(f"{self.site.name}.{self.site.first} has no bias, but its entries now have thresholds")
         stored_as = self.site.stored(keys, entries[..., layout.value], thresholds)
         for name, value in zip(self._names(), stored_as, strict=False):
             setattr(own, name, nn.Parameter(value.contiguous()))

@@ -1,4 +1,4 @@
-"""A logit as a sum over what embedding, attention and entries add to the stream, with the final norm frozen."""
+"""Splits a logit into the contributions of embedding, attention and entries, with the final norm frozen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Add = Callable[[Kind, int, Tensor], object]
 _SUM: Final = 32  # units of rounding by which a sum over all layers may differ from the model's own
 _NORM: Final = re.compile(r"norm", re.IGNORECASE)
 _ELEMENT: Final = re.compile(r"\.\d+(?:\.|$)")  # of a list of blocks
-_LARGE: Final = 1e2  # of what a norm is probed with: the constant beside the variance vanishes
+_LARGE: Final = 1e2  # size of a norm's probe: the constant beside the variance vanishes
 
 
 class Stream:
@@ -92,7 +92,7 @@ class Directions:
 def directions(
     stream: Stream, run: Callable[[], object], targets: Callable[[Tensor], Sequence[int]]
 ) -> Directions | str:
-    """Return the directions of direct effects, or the reason why there are none.
+    """Return the directions of direct effects, or a text that says why they do not exist.
 
     A forward pass, by `run`, checks that the logits come from a final norm whose input is the sum of the embedding and
     what attention and entries add. This holds for pre-norm decoders, not for post-norm models (BERT) or scaled outputs.
@@ -102,7 +102,7 @@ def directions(
     head = cast("nn.Module | None", find() if callable(find) else None)
     weight = getattr(head, "weight", None)
     if head is None or not isinstance(weight, Tensor):
-        return "the model has no unembedding, so that no token has a logit"
+        return "the model has no unembedding, so tokens have no logits"
     outer = {
         name: part
         for name, part in stream.model.named_modules()
@@ -124,12 +124,12 @@ def directions(
     error = float(((total - x).norm(dim=-1) / x.norm(dim=-1)).max())
     if not error <= _SUM * _rounding(before.dtype):
         return (
-            "what its final norm reads is not the sum of the embedding and of what attention and entries add (off by "
+            "the input of its final norm is not the sum of the embedding and of what attention and entries add (off by "
             f"{100 * error:.2g} %): norms or scales lie between"
         )
     factor = _factor(logits, said[0])
     if factor is None:
-        return "the logits are not those of its unembedding, nor a multiple of them (they may be capped)"
+        return "its logits are neither the outputs of its unembedding nor a multiple of them (they may be capped)"
     norm = _frozen(module, x, y, before)
     if norm is None:
         return f"its final norm, {type(module).__name__}, is neither a layer norm nor an RMS norm"
@@ -142,9 +142,7 @@ def directions(
 
 
 def _factor(read: Tensor, said: object) -> float | None:
-    """Return the factor between the unembedding's outputs and the logits (Cohere, Granite); None if there is no such
-    factor.
-    """
+    """Return the factor between the unembedding's outputs and the logits (Cohere, Granite); None if none fits."""
     if not isinstance(said, Tensor) or said.shape != read.shape or torch.equal(said, read):
         return 1.0
     kind = wide(read.dtype)
@@ -160,7 +158,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Return the rounding unit of a norm, at least that of float32, in which many compute."""
+    """Return the rounding unit of a norm, at least float32's, since many norms compute in float32."""
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
@@ -173,7 +171,7 @@ def _towards(table: Tensor | None, targets: Tensor) -> Tensor:
 
 
 def _frozen(module: nn.Module, x: Tensor, y: Tensor, like: Tensor) -> _Norm | None:
-    """Infer a norm's gain, shift and scale from its outputs, as norm classes differ; None if it is no norm."""
+    """Infer a norm's gain, shift and scale from its outputs, as norm classes differ; None if it is not a norm."""
     signs = torch.ones_like(like[0, 0])
     signs[1::2] = -1
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`edit`: a converted model says other answers, by the smallest change of the values of its entries."""
+"""`edit`: makes a converted model give new answers, by the smallest change of the values of its entries."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from attnflow.models.offload import refuse_offloaded
 
 Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path
 
-_LEADS: Final = 3  # beginnings of sentences before each prompt
+_LEADS: Final = 3  # sentence openings put before each prompt
 _EDITS: Final = "edits"  # of a base, the handles in force, in order
 _RANK: Final = 1e-10  # of the largest singular value: smaller ones of what must not change are rounding
-_FREE: Final = 1e-8  # of the squared length of whitened weights: less cannot be told from rounding
+_FREE: Final = 1e-8  # of the squared length of whitened weights: less may be rounding
 
 
 def edit(
@@ -56,43 +56,42 @@ def edit(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
 ) -> Edited:
-    """Change the values of entries of a converted model so that it answers prompts otherwise, and little else changes.
+    """Change values of a converted model's entries so that it gives new answers to prompts, and little else changes.
 
-    First what the layers must add at the last token of the subject is found by gradient descent, for all of them
-    together, after several beginnings (`targets`; ROME, Meng et al., 2022, sec. 3.1). Then each layer's values are
-    changed by the smallest X that adds it there: `least_change` under the second moment of the weights on other text,
-    all facts at once (MEMIT, 2023, but that all layers' targets are found together, so that nothing has to be
-    spread). Keys and thresholds stay, and so does which entries fire.
+    First, gradient descent finds what the layers must add at the subject's last token, for all layers together and
+    after several sentence openings (`targets`; ROME, Meng et al., 2022, sec. 3.1). Then each layer's values change by
+    the smallest X that adds it there, for all facts at once: `least_change` under the second moment of the weights on
+    other text. This is MEMIT (2023), except that all layers' targets are found together, so none has to be spread over
+    layers. Keys and thresholds stay, and so do the entries that fire.
 
     Args:
         model: converted by `from_ffn`, or a `Loaded` with such a model.
-        facts: what it shall say: a mapping with prompt, answer, and maybe subject and paraphrases, or a list of them;
-            `Fact` says what they mean.
-        layers: whose entries are changed; by default every second of five from a quarter of the depth on.
-        untouched: texts at all tokens of which nothing may be added: what the model says there stays, to rounding.
-        text: other text, or `handle.moments` of an earlier edit; by default Shakespeare's sonnets.
-        tokens: of the text that are read.
+        facts: the answers that it should give: a mapping with prompt, answer, and optionally subject and paraphrases,
+            or a list of them; see `Fact`.
+        layers: the layers to edit; by default every second of five layers, starting at a quarter of the depth.
+        untouched: texts that the edit must not change: the model's outputs on them stay equal up to rounding.
+        text: other text to preserve, or `handle.moments` of an earlier edit; by default Shakespeare's sonnets.
+        tokens: how many tokens of the text to read.
         tokenizer: needed unless `model` brings one.
         progress: called as progress(done, total, what).
 
     Returns:
-        A handle: printed it says what the model answers now, `.report` holds that; `remove()` brings the values back
-        bit for bit.
+        A handle: it prints the model's new answers, which `.report` holds; `remove()` restores the values bit for bit.
 
     Raises:
-        ValueError: no text in a prompt or an answer; a subject that is not in its prompt; a prompt longer than the
-            model reads; layers that do not exist, or hold experts; a model that is not converted, or has NaN; a text
-            that must not change at a place that must. The model is then as it was.
+        ValueError: a prompt or an answer is empty; a prompt lacks its subject or is too long for the model; a layer
+            does not exist or holds experts; the model is not converted or has NaN; or a text that must not change
+            shares a place with a fact. The model then stays unchanged.
 
-    Cost: the text once (a forward pass), and for each fact about 25 passes forward and backward over some ten short
-        prompts: ten seconds for 135M parameters on one core. Memory: entries^2 float64 a layer, and a copy of the
-        values that are changed.
+    Cost: one forward pass over the text, and for each fact about 25 forward and backward passes over some ten short
+    prompts: ten seconds for 135M parameters on one core. Memory: entries^2 float64 per layer, and a copy of changed
+    values.
     """
     module, own = split(model)
     refuse_offloaded(module, "edit")
     tokenizer = tokenizer or own
     if tokenizer is None:
-        raise ValueError("a fact needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")
+        raise ValueError("edit needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")
     wanted = read_facts(facts)
     chosen = edited_layers(module, layers)
     integer("tokens", tokens, 1)
@@ -102,7 +101,10 @@ def edit(
             module, chosen, tokenizer, said, tokens, progress=progress
         )  # fmt: skip
         if set(moments.layers) < set(chosen):
-            raise ValueError(f"the moments are of layers {sorted(moments.layers)}, the edit is of {sorted(chosen)}")
+            raise ValueError(
+                f"expected moments of layers {sorted(chosen)}, which are edited, got moments of "
+                f"{sorted(moments.layers)}"
+            )
         leads = leads_of(said, _LEADS)
         places = [places_of(fact, tokenizer, leads, longest(module)) for fact in wanted]
         other_ids = [token_ids(tokenizer, one) for one in untouched]
@@ -126,13 +128,13 @@ def edit(
 
 
 class Edited(Handle):
-    """What `edit` changed.
+    """The handle of `edit`: the model gives the new answers until it is removed.
 
     Attributes:
-        report: what the model says now, and said before.
-        moments: of the text, to be passed as `text` of the next edit.
-        count: entries whose values were changed.
-        relative_change: of each layer, the norm of the change over that of the values.
+        report: the model's answers now and before.
+        moments: the second moments on the text; pass them as `text` of the next edit.
+        count: the number of entries with changed values.
+        relative_change: for each layer, the norm of the change over that of the values.
     """
 
     report: EditReport
@@ -162,13 +164,11 @@ class Edited(Handle):
     def _restore(self) -> None:
         edits = cast("list[Edited]", self._base.__dict__[_EDITS])
         if edits[-1] is not self:
-            raise RuntimeError("the model was edited again later: remove that edit first")
+            raise RuntimeError("the model was edited again after this edit: remove the later edit first")
         for layer, (ids, _, after) in self._changed.items():
             now = self._rows(layer)
             if not torch.equal(now[0], ids) or not torch.equal(now[1], after):
-                raise RuntimeError(
-                    f"entries of layer {layer} were changed, inserted or deleted since the edit: undo that first"
-                )
+                raise RuntimeError(f"entries of layer {layer} were changed or moved after the edit: undo that first")
         with torch.no_grad():
             for layer, (_, before, _) in self._changed.items():
                 self._rows(layer)[1].copy_(before)
@@ -179,21 +179,21 @@ class Edited(Handle):
 
 
 def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict[int, EntryValues]:
-    """Return the layers whose entries an edit changes; a ValueError for layers that cannot be edited."""
+    """Return the layers whose entries an edit changes; layers that cannot be edited raise `ValueError`."""
     every = readers(model)
     own = {one.layer: one for one in every if isinstance(one, EntryValues)}
     base = getattr(model, "knowledge", None)
     if not own or not isinstance(base, LayeredKnowledge):
-        raise ValueError(f"{type(model).__name__} was not converted: edit(af.knowledge.from_ffn(model), ...)")
+        raise ValueError(f"edit needs a converted model, got {type(model).__name__}: call af.knowledge.from_ffn(model)")
     if layers is None:
         first = len(every) // 4
         layers = [layer for layer in range(first, min(first + 5, len(every)), 2) if layer in own]
     wanted = sorted({integer("layers", layer, 0, max(one.layer for one in every)) for layer in layers})
     missing = [layer for layer in wanted if layer not in own]
     if missing or not wanted:
-        raise ValueError(f"layers must be some of {sorted(own)}, those of entries without experts; got {list(layers)}")
+        raise ValueError(f"layers must be among {sorted(own)}, those without experts, got {list(layers)}")
     if not bool(torch.isfinite(base.entries).all()):
-        raise ValueError("the model's entries hold NaN or infinity")
+        raise ValueError("the model's entries hold NaN or infinity: edit needs finite weights")
     return {layer: own[layer] for layer in wanted}
 
 
@@ -211,7 +211,7 @@ def value_changes(
 
 
 def layer_change(rows: Tensor, added: Tensor, moment: Tensor, quiet: Tensor | None, ridge: float) -> Tensor:
-    """`least_change` where weights are scaled to whitened length 1, so that places count alike."""
+    """`least_change` with weights scaled to whitened length 1, so that all places count equally."""
     length = (rows * torch.linalg.solve(moment, rows.T).T).sum(dim=1, keepdim=True).sqrt()
     return least_change(rows / length, added / length, moment, untouched=quiet, ridge=ridge)
 
@@ -224,23 +224,23 @@ def least_change(
     untouched: Float[Tensor, "others entries"] | None = None,
     ridge: float = 0.0,
 ) -> Float[Tensor, "entries model_dim"]:
-    """The change X of values that minimises tr(X^T M X) + |K X - W|^2 / ridge, subject to U X = 0.
+    """Find the change X of values that minimises tr(X^T M X) + |K X - W|^2 / ridge, subject to U X = 0.
 
-    K has the weights of the entries at the places to be changed, W what is to be added there, M = E[k k^T] the second
-    moment of weights on other text: tr(X^T M X) is the mean square of what the change adds there (ROME, Meng et al.,
-    2022, eq. 2; MEMIT, 2023, eq. 14, for several places at once; U as AlphaEdit has it, 2025). With ridge 0 the first
-    term is minimised subject to K X = W.
+    K holds the weights of the entries at the places to change, and W what to add there. M = E[k k^T] is the second
+    moment of weights on other text, so tr(X^T M X) is the mean square of what the change adds there. See ROME (Meng et
+    al., 2022, eq. 2), MEMIT (2023, eq. 14) for several places at once, and AlphaEdit (2025) for U. With ridge 0 the
+    first term is minimised subject to K X = W.
 
-    Solved by whitening, M = L L^T, and an orthonormal basis of L^-1 U^T: a system of the size of the places.
+    It is solved by whitening, M = L L^T, and an orthonormal basis of L^-1 U^T: a system of the size of the places.
 
-    K, W and U are `weights`, `wanted` and `untouched`; M, `moment`, is symmetric and positive definite.
+    K, W and U are `weights`, `wanted` and `untouched`; M is `moment`, symmetric and positive definite.
 
     Returns:
         X, in the precision of `moment`.
 
     Raises:
-        ValueError: NaN or infinity; a moment that is not positive definite; places of which next to nothing is left
-            beside those that must not change; ridge 0 and places that depend on each other.
+        ValueError: NaN or infinity; a moment that is not positive definite; a place that nearly coincides with those
+            that must not change; or ridge 0 with linearly dependent places.
 
     Cost: entries^3 / 3 for the factor, entries^2 * (places + others).
 
@@ -250,10 +250,10 @@ def least_change(
             [0.5000]])
     """
     if not all(bool(torch.isfinite(one).all()) for one in (weights, wanted, moment)) or not ridge >= 0:
-        raise ValueError(f"weights, what is wanted and the moment must be finite, and ridge 0 or more, got {ridge}")
+        raise ValueError(f"weights, wanted and moment must be finite, and ridge at least 0, got ridge={ridge}")
     factor, failed = torch.linalg.cholesky_ex(moment)
     if int(failed):
-        raise ValueError("the moment of weights is not positive definite: add a little of the identity, or more text")
+        raise ValueError("moment must be positive definite: add a small multiple of the identity, or use more text")
     white = torch.linalg.solve_triangular(factor, weights.to(moment).T, upper=False)
     size = white.square().sum(dim=0)
     if untouched is not None and len(untouched):
@@ -264,9 +264,11 @@ def least_change(
             white = white - basis @ (basis.T @ white)
     gram = white.T @ white
     if bool((gram.diagonal() <= _FREE * size).any()):
-        raise ValueError("where something must change, the weights are those of places where nothing may change")
+        raise ValueError("a place to change has the same weights as places that must not change: drop one of them")
     if not ridge and not bool(torch.linalg.eigvalsh(gram)[0] > _RANK * size.max()):
-        raise ValueError("the weights at several places depend on each other: a ridge above 0 meets them as it can")
+        raise ValueError(
+            "the weights of the places are linearly dependent: pass a ridge above 0 to solve approximately"
+        )
     system = gram + ridge * torch.eye(len(gram)).to(gram)
     return torch.linalg.solve_triangular(factor.T, white @ torch.linalg.solve(system, wanted.to(moment)), upper=True)
 

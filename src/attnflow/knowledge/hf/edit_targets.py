@@ -1,4 +1,4 @@
-"""Where a model is edited, and what its layers must add there: tokens of prompts, weights of entries, targets."""
+"""Finds where a model is edited and what its layers must add there."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ Layers = Mapping[int, EntryValues]
 _WINDOW: Final = 256  # tokens of a piece of text
 _LEAD: Final = 5  # words before a prompt
 _RIDGE: Final = 1e-3  # of the mean of the diagonal: what is added to a moment
-_ABOUT: Final = " is a"  # after a subject: what the model says of it otherwise shall stay
+_ABOUT: Final = " is a"  # after a subject: what the model says about it otherwise should stay
 _DECAY: Final = 0.02  # weight of the squared norm of what is added, in units of what a layer adds
-_KEEP: Final = 0.1  # weight of the divergence from what the model says of the subject otherwise (ROME's essence drift)
+_KEEP: Final = (
+    0.1  # weight of the divergence from the model's other statements about the subject (ROME's essence drift)
+)
 _ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, at which the descent ends
 
 
@@ -94,11 +96,11 @@ def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabul
 
 @dataclass(frozen=True)
 class Place:
-    """A token of a prompt at which something is added."""
+    """A token of a prompt where the edit adds something."""
 
     ids: tuple[int, ...]  # of the prompt
     position: int  # of the token
-    answer: tuple[int, ...] = ()  # ids of what is to follow; none where the prompt is there for its weights alone
+    answer: tuple[int, ...] = ()  # ids of the answer that should follow; () if only the weights are needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +119,7 @@ def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[st
         for lead in ("", *leads):
             place = _place(tokenizer, f"{lead}{prompt}", len(lead) + prompt.rfind(fact.subject), fact.subject, answer)
             if limit is not None and len(place.ids) + len(answer) > limit:
-                said = f"{len(place.ids)} tokens and an answer of {len(answer)}, and the model reads {limit}"
+                said = f"{len(place.ids)} tokens and an answer of {len(answer)}, but the model reads at most {limit}"
                 if not lead:
                     raise ValueError(f"the prompt {prompt[:40]!r} has {said}")
                 continue
@@ -134,8 +136,8 @@ def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: s
         return Place(tuple(ids), len(ids) - 1, answer)
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} does not say which characters its tokens are of, so that the subject "
-            f"{subject!r} cannot be told from the rest: load a fast tokenizer, or leave the subject out"
+            f"{type(tokenizer).__name__} does not map tokens to characters, so the subject {subject!r} cannot be "
+            "found: load a fast tokenizer, or leave the subject out"
         )
     encoded = tokenizer(text, return_offsets_mapping=True)
     spans = cast("list[tuple[int, int]]", encoded["offset_mapping"])
@@ -145,7 +147,7 @@ def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: s
 
 
 def leads_of(text: str, count: int) -> list[str]:
-    """Take sentence beginnings from all over a text, to put before prompts."""
+    """Take sentence openings from all over a text, to put before prompts."""
     words = text.split()
     starts = [len(words) * place // count for place in range(count)] if words else []
     return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
@@ -174,7 +176,7 @@ def read_moments(
     """Compute second moments on the first tokens of a text, window by window to bound memory."""
     ids = token_ids(tokenizer, text)[:tokens]
     if not ids:
-        raise ValueError("the text is empty: pass some text that the edit shall leave alone")
+        raise ValueError("the text is empty: pass some text that the edit should leave unchanged")
     sums = {layer: torch.zeros(one.num_entries, one.num_entries, dtype=torch.float64) for layer, one in layers.items()}
     window = min(_WINDOW, longest(model) or _WINDOW)
 
@@ -200,7 +202,7 @@ def longest(model: nn.Module) -> int | None:
 
 
 def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]) -> Watch:
-    """Return a context in which layers add a vector at one token of each row of a batch."""
+    """Return a context that makes layers add a vector at one token of each row of a batch."""
     rows, positions = torch.arange(len(places)), torch.tensor([place.position for place in places])
 
     def add(call: Call, output: Tensor) -> Tensor:
@@ -218,7 +220,7 @@ def target(
     """Find by Adam what each layer must add at the places, [model_dim], so that the answers follow.
 
     The loss is the mean of -log p(answer | prompt), plus a divergence on the subject and the squared size of what is
-    added. Parameters get no gradient. A ValueError reports a loss that is not finite.
+    added. Parameters get no gradient. A loss that is not finite raises `ValueError`.
     """
     asked = [place for place in places if place.answer]
     rows, answers = [place.ids for place in asked], [place.answer for place in asked]

@@ -1,4 +1,4 @@
-"""`ModularForCausalLM`: self-attention over the text, cross-attention to one base of entries, in every block."""
+"""`ModularForCausalLM`: every block has self-attention over the text and cross-attention to one base of entries."""
 
 from __future__ import annotations
 
@@ -36,31 +36,32 @@ Entries = Float[Tensor, "entries entry_dim"] | EntrySource
 
 @no_type_check  # transformers makes an __init__ that takes more than its signature says
 class ModularConfig(PreTrainedConfig):
-    """Sizes of `ModularForCausalLM`: a Llama-like decoder (RoPE, GQA, RMSNorm) with one base of entries for all blocks.
+    """The config of `ModularForCausalLM`: a Llama-like decoder (RoPE, GQA, RMSNorm) whose blocks read one base of
+    entries.
 
-    What a `LlamaConfig` has, too, means the same here.
+    Fields of `LlamaConfig` mean the same here.
 
     Args:
-        vocab_size: tokens.
+        vocab_size: number of tokens.
         hidden_size: d.
-        num_hidden_layers: blocks.
+        num_hidden_layers: number of blocks.
         num_attention_heads: query heads of self-attention.
-        num_key_value_heads: its KV heads; default as many.
-        head_dim: width of a head; default hidden_size / num_attention_heads.
-        num_entries: rows of E.
-        entry_dim: d_E; default hidden_size. At d_E = d this is *not* as rich as feed-forward layers of num_entries
-            neurons each (knowledge, sec. 5, corrected): the layers share rows of rank d_E.
-        key_dim: d_k of the reading heads; default hidden_size / num_knowledge_heads.
+        num_key_value_heads: key heads of self-attention; by default as many as query heads.
+        head_dim: width of a head; by default hidden_size / num_attention_heads.
+        num_entries: number of rows of E.
+        entry_dim: d_E; by default hidden_size. At d_E = d this is *less* expressive than feed-forward layers of
+            num_entries neurons each (knowledge, sec. 5, corrected): the layers share rows of rank d_E.
+        key_dim: d_k of the heads that read E; by default hidden_size / num_knowledge_heads.
         num_knowledge_heads: heads that read E in each block; they are summed.
         knowledge_activation: "relu", "gelu", "silu" or "sparsemax".
-        gated: two keys for each entry.
+        gated: whether each entry has two keys.
         threshold: "mlp" or "coordinate".
         entries_per_token: if given, each token and head reads only that many entries, the best, in training
-            (straight-through) and after. (Not "top_k", which transformers would take for an option of sampling.)
-        **kwargs: of every transformers config.
+            (straight-through) and in evaluation. (It is not called "top_k", a sampling option of transformers.)
+        **kwargs: options of every transformers config.
 
     Raises:
-        ValueError: sizes that do not fit one another, unknown names.
+        ValueError: sizes that do not fit together, or unknown names.
     """
 
     model_type = "attnflow_modular"
@@ -114,7 +115,7 @@ class ModularConfig(PreTrainedConfig):
                 f"({self.num_key_value_heads})"
             )
         if self.head_dim % 2:
-            raise ValueError(f"RoPE turns pairs of coordinates: head_dim must be even, got {self.head_dim}")
+            raise ValueError(f"head_dim must be even, as RoPE rotates pairs of coordinates, got {self.head_dim}")
         names = {"knowledge_activation": ACTIVATIONS, "threshold": THRESHOLDS}
         for name, allowed in names.items():
             if getattr(self, name) not in allowed:
@@ -123,7 +124,7 @@ class ModularConfig(PreTrainedConfig):
 
     @property
     def threshold_columns(self) -> int:
-        """How many threshold columns a store for this model has: layers x parts x heads."""
+        """The number of threshold columns that a store for this model needs: layers x parts x heads."""
         return self.num_hidden_layers * (2 if self.gated else 1) * self.num_knowledge_heads
 
 
@@ -144,7 +145,7 @@ class ModularReader(SharedReader):
         )
         few = config.entries_per_token
         super().__init__(layer, attention, None if few is None else Retrieval(k=few, search="exact"))
-        object.__setattr__(self, "model", model)  # no child: a circle of modules
+        object.__setattr__(self, "model", model)  # not a child, which would make a cycle of modules
 
     def current(self) -> Tensor | EntrySource:
         """The source if there is one, else the model's base."""
@@ -205,12 +206,12 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
         self.post_init()
 
     def forward(self, *args: Any, entries: Entries | None = None, **kwargs: Any) -> Any:
-        """As `LlamaModel`; `entries` replace E and the source in this call."""
-        kwargs["entries"] = self.read_from(entries)  # LlamaModel hands what it does not know to every block
+        """Run like `LlamaModel`; `entries` replace E and the source in this call."""
+        kwargs["entries"] = self.read_from(entries)  # LlamaModel passes unknown arguments to every block
         return super().forward(*args, **kwargs)
 
     def read_from(self, entries: Entries | None) -> Entries:
-        """Return the entries given, or else the source, or else E."""
+        """Return the given entries, otherwise the source, otherwise E."""
         if entries is None:
             return self.knowledge() if self.source is None else self.source
         if not isinstance(cast(object, entries), Tensor | EntrySource):
@@ -221,17 +222,16 @@ class ModularModel(ModularPreTrainedModel, LlamaModel):
 class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
     """A causal language model whose blocks read one shared base of entries in place of feed-forward layers.
 
-    A `PreTrainedModel` like any other: `Trainer`, `save_pretrained`, `generate`, masks and biases of this package.
+    It is an ordinary `PreTrainedModel`: `Trainer`, `save_pretrained`, `generate`, masks and biases work.
 
-    A saved model is loaded by `ModularForCausalLM.from_pretrained(folder)` or `af.models.load_model(folder)`. By
-    `AutoModelForCausalLM` (`AutoModel`, `AutoConfig`), too, but only once this class was imported, and `import
-    attnflow` does not do that, because it leaves transformers alone: transformers then "does not recognize this
-    architecture". In a program of your own, `from attnflow.knowledge import ModularForCausalLM` first. The folder
-    holds weights and a config, no code; `trust_remote_code` changes nothing.
+    Load a saved model with `ModularForCausalLM.from_pretrained(folder)` or `af.models.load_model(folder)`.
+    `AutoModelForCausalLM` (`AutoModel`, `AutoConfig`) works only after `from attnflow.knowledge import
+    ModularForCausalLM`; before that, transformers "does not recognize this architecture". `import attnflow` alone does
+    not import transformers. The folder holds no code, so `trust_remote_code` has no effect.
 
     Fine-tuning by PEFT: E and the readers' projections are parameters, not linear maps. LoRA finds `q_proj`, `k_proj`,
-    `v_proj`, `o_proj` by `target_modules`, a reader's by `target_parameters=["reader.attention.value"]`;
-    `modules_to_save=["knowledge"]` trains E itself beside it.
+    `v_proj`, `o_proj` by `target_modules`, and a reader's parameters by
+    `target_parameters=["reader.attention.value"]`. `modules_to_save=["knowledge"]` also trains E itself.
 
     >>> sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     >>> config = ModularConfig(num_entries=24, **sizes)
@@ -268,14 +268,14 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
         entries: Entries | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `LlamaForCausalLM`; `entries` (a tensor or a source) are read instead of E in this call."""
+        """Run like `LlamaForCausalLM`; this call reads `entries` (a tensor or a source) in place of E."""
         kwargs.update(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
         kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels)
         kwargs.update(use_cache=use_cache, logits_to_keep=logits_to_keep, entries=entries)
         return super().forward(**kwargs)
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep `entries` unrepeated: they belong to no sequence, unlike beams and samples."""
+        """Do not repeat `entries`, which do not belong to a sequence as beams and samples do."""
         entries = kwargs.pop("entries", None)
         ids, expanded = cast(Any, super())._expand_inputs_for_generation(*args, **kwargs)
         return ids, expanded if entries is None else {**expanded, "entries": entries}

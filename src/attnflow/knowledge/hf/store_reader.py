@@ -1,4 +1,4 @@
-"""Readers of a store in any decoder: cross-attention to its entries, added to the tokens behind a gate."""
+"""Readers of a store in any decoder: gated cross-attention to its entries, added after a layer."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from attnflow.models.trial import DoesNotRun, read, trial
 from attnflow.models.watching import calls_of
 
 _CHILD: Final = "knowledge_reader"  # of an attention module
-_POOL: Final = "knowledge_pool"  # likewise
-_LAYERS: Final = 4  # that are pooled
-_OWN: Final = 0.1  # weight of the token itself beside what all say together
+_POOL: Final = "knowledge_pool"  # of attention modules and readers
+_LAYERS: Final = 4  # how many layers are pooled
+_OWN: Final = 0.1  # weight of the token itself beside the pooled values
 _SHARE: Final = 2 / 3  # of the layers, above which readers stand by default
 _KIND: Final = "reader"  # of a saved add-on
 
@@ -102,7 +102,7 @@ class StoreReader(SharedReader):
         return self._scale * super().forward(hidden, now)
 
     def current(self) -> Tensor | EntrySource:
-        """The store's entries, or those in their place."""
+        """The store's entries, or the matrix that replaces them."""
         return self.source
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
@@ -116,7 +116,7 @@ class StoreReader(SharedReader):
 
 @dataclass(eq=False)
 class _Passes:
-    """What the passes of one thread have pooled."""
+    """The values pooled in the passes of one thread."""
 
     parts: dict[bool, dict[int, Tensor]] = field(default_factory=lambda: {False: {}, True: {}})  # with gradients or not
     open: int = 0  # passes with gradients whose backward pass has not begun
@@ -163,8 +163,8 @@ class PooledValues(nn.Module):
         parts = passes.parts[grad]
         if any(one not in parts or parts[one].shape[:2] != hidden.shape[:2] for one in self.layers):
             raise RuntimeError(
-                "a layer with a reader ran without it: the model's attention implementation was set after "
-                "af.knowledge.attach. Remove the reader, choose the implementation, and attach it again"
+                "a layer ran without its reader, because the attention implementation was set after "
+                "af.knowledge.attach: remove the reader, set the implementation, and attach the reader again"
             )
         result = [functional.rms_norm(part.to(kind), part.shape[-1:]) for part in map(parts.__getitem__, self.layers)]
         if layer == self.last and not grad:
@@ -172,15 +172,15 @@ class PooledValues(nn.Module):
         return torch.cat(result, dim=-1)
 
     def _now(self) -> _Passes:
-        """Return the passes of this thread; in a backward pass in a thread of autograd's, those it can belong to."""
+        """Return the passes of this thread; in a backward pass on an autograd thread, the passes it may belong to."""
         mine = self._passes()
         if not _recomputing():
             return mine
         found = [mine] if mine.open else [one for one in self._passes.all() if one.open]
         if (number := sum(one.open for one in found)) > 1:
             raise RuntimeError(
-                f"{number} forward passes with gradients came before this backward pass, and gradient checkpointing "
-                "recomputes what a reader asked by in the last one alone: run passes that need no gradient under "
+                f"{number} forward passes with gradients came before this backward pass, but gradient checkpointing "
+                "can recompute a reader's queries only for the last: run passes that need no gradient under "
                 "torch.no_grad(), or call model.gradient_checkpointing_disable()"
             )
         for one in found:
@@ -203,10 +203,10 @@ def _read_after(path: str, layer: nn.Module, _: object, output: Any) -> Any:
     """Forward hook of a layer: add what the reader below the attention module at `path` reads."""
     module = layer.get_submodule(path)
     reader = getattr(module, _CHILD)
-    if not isinstance(reader, StoreReader):  # wrapped, and with it taken out of force
+    if not isinstance(reader, StoreReader):  # an adapter wrapped it, so it no longer acts
         raise RuntimeError(
-            f"the reader of {type(module).__name__} was replaced by a {type(reader).__name__}; leave {_CHILD!r} out of "
-            "what an adapter wraps (modules_to_save): a reader is trained and saved by itself"
+            f"the reader of {type(module).__name__} was replaced by a {type(reader).__name__}: leave {_CHILD!r} out of "
+            "an adapter's modules_to_save, since a reader is trained and saved separately"
         )
     hidden = output[0] if isinstance(output, tuple) else output
     added = hidden + reader.read(hidden)
@@ -214,12 +214,12 @@ def _read_after(path: str, layer: nn.Module, _: object, output: Any) -> Any:
 
 
 def _recomputing() -> bool:
-    """Whether a backward pass is running, in which gradient checkpointing repeats forward computations."""
+    """Whether a backward pass is running, where gradient checkpointing repeats forward computations."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
 
 
 class AddedReaders(Attached):
-    """A model to which readers of a store were added."""
+    """The handle of a model with added readers of a store."""
 
     def __init__(
         self,
@@ -232,25 +232,25 @@ class AddedReaders(Attached):
         num_heads: int,
     ) -> None:
         if not len(store):
-            raise ValueError(f"{store.uri} is empty: there is nothing to read; insert entries first")
+            raise ValueError(f"{store.uri} has no entries to read: insert some first")
         encoders = store.stats().encoders
         if len(encoders) > 1:
             raise ValueError(
-                f"the entries of {store.uri} were made by {len(encoders)} encoders ({preview(encoders)}), and their "
-                "scores do not compare: build a store of their texts by one encoder"
+                f"a reader needs entries of one encoder, but those of {store.uri} come from {len(encoders)} "
+                f"({preview(encoders)}): build a store of their texts with one encoder"
             )
         self.encoder = next(iter(encoders), "")
         if reads_entries(model):
             raise ValueError(
-                f"{type(model).__name__} reads entries already: remove what was attached, and edit the entries of a "
-                "converted model in its own base, model.knowledge"
+                f"{type(model).__name__} reads entries already: remove the earlier handle; edit the entries of a "
+                "converted model in its base, model.knowledge"
             )
         check_unwrapped(model, "reader")
         stack = stack_of(model)
         saved = None if folder is None else _saved(folder, stack, store, self.encoder)
         if saved is not None:
             if layers is not None:
-                raise ValueError("a saved reader has its own layers: give reader or layers, one of them")
+                raise ValueError("a saved reader has its own layers: pass reader or layers, not both")
             layers, key_dim, num_heads = (saved.config[name] for name in ("layers", "key_dim", "num_heads"))
         chosen = _chosen(layers, stack)
         # Early values identify words best. Of 1,000 made-up facts, SmolLM2-135M found the right entry for 86 % of
@@ -307,19 +307,21 @@ def _put(stack: Stack, pool: PooledValues, readers: Sequence[StoreReader]) -> Ex
 
 
 def _chosen(layers: Sequence[int] | None, stack: Stack) -> list[int]:
-    """Return the layers that get a reader, by default every second one of the last third, without the last."""
+    """Return the layers that get a reader: by default every second of the last third, except the final layer."""
     number, able = len(stack.layers), sorted(stack.attention)
     if layers is None:
         few = [layer for layer in able if layer >= int(number * _SHARE)] or able[-1:]
         return few[:-1:2] or few
     if isinstance(layers, str) or not layers:
-        raise ValueError(f"layers must list numbers of layers, 0 to {number - 1}, got {layers!r}")
+        raise ValueError(f"layers must list layer numbers from 0 to {number - 1}, got {layers!r}")
     chosen = sorted(integer("layer", one, 0, number - 1) for one in layers)
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"layers must name each layer once, got {chosen}")
     without = [layer for layer in chosen if layer not in stack.attention]
     if without:
-        raise UnsupportedArchitecture(f"layers {without} have no self-attention that a reader could ask by: {able} do")
+        raise UnsupportedArchitecture(
+            f"a reader needs self-attention, which layers {without} lack: choose among {able}"
+        )
     return chosen
 
 
@@ -341,15 +343,16 @@ def _measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]
             calls = calls_of(layers, lambda: read(model, [ordinary_tokens(model, 2)]))
     except DoesNotRun as error:
         raise UnsupportedArchitecture(
-            f"{type(model).__name__} does not run on two token ids, by which a reader sees its layers: {error.why}"
+            f"attaching a reader needs a model that runs on two token ids, which {type(model).__name__} does not: "
+            f"{error.why}"
         ) from error
     returned = {call.name: call.output[0] if isinstance(call.output, tuple) else call.output for call in calls}
     for number in chosen:
         hidden = returned.get(number)
         if number not in values or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, 2) or hidden.ndim != 3:
             raise UnsupportedArchitecture(
-                f"layer {number} ({type(stack.layers[number]).__name__}) does not return tokens [batch, tokens, width] "
-                "to which a reader could add"
+                f"a reader adds to a layer's output [batch, tokens, width], which layer {number} "
+                f"({type(stack.layers[number]).__name__}) does not return"
             )
     return {number: (returned[number].shape[-1], values[number]) for number in chosen}
 
@@ -359,15 +362,15 @@ def _tensors_of(readers: Sequence[StoreReader]) -> dict[str, Tensor]:
 
 
 def _saved(folder: str | os.PathLike[str], stack: Stack, store: Store, here: str) -> Addon:
-    """Load saved readers; a WrongBase for another model, a ValueError for a store of another width or encoder."""
+    """Load saved readers; another model raises `WrongBase`, a store of another width or encoder `ValueError`."""
     saved = read_addon(folder, _KIND)
     saved.check_base(stack.identity(_CHILD))
     width, encoder = saved.config["entry_dim"], saved.config["encoder"]
     if store.dim != width:
-        raise ValueError(f"the reader reads entries of width {width}, those of {store.uri} have {store.dim}")
+        raise ValueError(f"the saved reader reads entries of width {width}, but those of {store.uri} have {store.dim}")
     if here != encoder:
         raise ValueError(
-            f"the reader was made for entries by {encoder or 'an encoder without a name'}, those of {store.uri} are by "
-            f"{here or 'an encoder without a name'}: build a store of the same texts by the first"
+            f"the reader was trained on entries of {encoder or 'an unnamed encoder'}, but those of {store.uri} are of "
+            f"{here or 'an unnamed encoder'}: build a store of the same texts with the former"
         )
     return saved

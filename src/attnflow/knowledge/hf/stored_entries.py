@@ -1,4 +1,4 @@
-"""The entries of a converted model in a store, where they are searched and compared."""
+"""Saves the entries of a converted model in a store, to search and compare them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.store import Store
 
-_OTHER_LAYER: Final = -1e9  # finite: of an infinite score GELU and SiLU are no numbers
+_OTHER_LAYER: Final = -1e9  # finite, since GELU and SiLU of an infinite score are NaN
 _BATCH: Final = 4096
 
 

@@ -1,4 +1,4 @@
-"""`trace`: run a transformers model whose layers read entries, and keep which of them fired, layer by layer."""
+"""`trace`: runs a transformers model whose layers read entries, and records which entries fired in each layer."""
 
 from __future__ import annotations
 
@@ -39,33 +39,32 @@ def trace(
     promoted: int = 128,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Trace:
-    """Which entries fired for each token and layer of a text, and what they did to the logit of the next token.
+    """Record which entries fired for each token and layer of a text, and their effect on the next token's logit.
 
     Args:
-        model: any model, or what `af.load_model` returned. The feed-forward layers of one that was not converted by
-            `from_ffn` are opened as entries in a copy.
-        inputs: a text; token ids [tokens] or [1, tokens]; or the model's inputs by name, of one sequence.
-        positions: of the tokens, negative ones from the end; by default all.
+        model: any model, or what `af.load_model` returned. If it is not converted, a converted copy is traced.
+        inputs: a text; token ids [tokens] or [1, tokens]; or the model's named inputs for one sequence.
+        positions: the tokens to trace, with negative positions counted from the end; by default all.
         top: how many entries are kept for each token and layer.
-        by: which, of all entries: those with the largest direct "effect" in size, or with the largest contribution
-            ("norm"); by default the effect where there is one.
-        targets: tokens whose logits the effects are about, one for all positions or one each; by default the next
-            token of the text, and at its end the token that the model deems most likely.
+        by: which entries to keep: those with the largest absolute direct "effect", or with the largest contribution
+            ("norm"); by default "effect" if the model has direct effects.
+        targets: the tokens whose logits the effects refer to, one for all positions or one each; by default the next
+            token of the text, and at its end the token that the model finds most likely.
         promoted: for how many entries to find the tokens that they promote most, the strongest of each position first.
-        tokenizer: needed for a text unless `model` brings one; else it names the tokens.
+        tokenizer: needed for a text unless `model` has one; for token ids, it names the tokens.
 
     Returns:
-        The trace, on the CPU, in float32 (float64 for a model in float64), of all layers that run; the experts of a
-        layer are one, and shared ones another. Entries of a store that is attached have their texts. Without direct
-        effects where a contribution has none in closed form; `.without` then says why.
+        The trace of all layers that run, on the CPU, in float32 (float64 for a model in float64). The experts of a
+        layer count as one layer, and shared experts as another. Entries of an attached store have their texts. Some
+        models have no direct effects in closed form; `.without` then says why.
 
     Raises:
-        ValueError: positions that do not exist, a target that is not one token.
-        UnsupportedArchitecture: an encoder-decoder model, or one whose feed-forward layers are not known.
+        ValueError: a position does not exist, or a target is not one token.
+        UnsupportedArchitecture: an encoder-decoder model, or one with unknown feed-forward layers.
 
-    Cost: two forward passes (the first finds the scale of the final norm), and for each layer as much again as its
-        product with the values. Memory: positions x top for each layer, and a few tables as large as one layer's
-        weights, of 64 MiB at most; never tokens x entries x model_dim.
+    Cost: two forward passes (the first finds the scale of the final norm), and one more product with the values for
+    each layer. Memory: positions x top for each layer, and a few tables as large as one layer's weights, of at most 64
+    MiB; never tokens x entries x model_dim.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,7 +80,9 @@ def trace(
     refuse_offloaded(model, "trace")
     tokenizer = tokenizer or own_tokenizer
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(f"{type(model).__name__} has two streams, an encoder's and a decoder's")
+        raise UnsupportedArchitecture(
+            f"trace needs a model with one residual stream, but {type(model).__name__} has an encoder and a decoder"
+        )
     checks.integer("top", top, 1)
     checks.integer("promoted", promoted)
     if by not in (None, "norm", "effect"):
@@ -91,7 +92,7 @@ def trace(
     every = readers(model)
     arguments = model_inputs(model, inputs, tokenizer, 0)
     if len(arguments["input_ids"]) > 1:
-        raise ValueError(f"a trace is of one sequence, got {len(arguments['input_ids'])}: take one row of the inputs")
+        raise ValueError(f"trace takes one sequence, got {len(arguments['input_ids'])}: pass one row of the inputs")
     ids = arguments["input_ids"][0].tolist()
     rows = _positions(positions, len(ids))
     stream = Stream(model, rows)
@@ -100,7 +101,7 @@ def trace(
     with evaluating(model), torch.no_grad(), observed([(reader, None) for reader in every]):
         towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
         if isinstance(towards, str) and (by == "effect" or targets is not None):
-            raise ValueError(f"there are no direct effects: {towards}")
+            raise ValueError(f"this model has no direct effects, since {towards}: use by='norm' without targets")
         frozen = towards if isinstance(towards, Directions) else None
         order: By = by or ("norm" if frozen is None else "effect")
         watched = [LayerWatch(reader, stream, frozen, top, order) for reader in every]
@@ -112,7 +113,9 @@ def trace(
 
         with observed([(one.reader, one.see) for one in watched]), stream.watching(add):
             run()
-        watched = [one for one in watched if one.pieces] or watched  # those of another stack, of images, do not run
+        watched = [
+            one for one in watched if one.pieces
+        ] or watched  # layers of another stack, such as an image tower, do not run
         traced = tuple(one.finish(effects) for one in watched)
         words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
     effect: dict[str, Any] = {"without": towards}
@@ -131,7 +134,7 @@ def trace(
 def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
     chosen = range(size) if positions is None else [positions] if isinstance(positions, int) else list(positions)
     if not chosen or not all(-size <= position < size for position in chosen):
-        raise ValueError(f"positions must be of {size} tokens, {-size} to {size - 1}, got {chosen}")
+        raise ValueError(f"positions must be from {-size} to {size - 1} for {size} tokens, got {chosen}")
     return sorted({position % size for position in chosen})
 
 
@@ -142,12 +145,12 @@ def _targets(
     tokenizer: PreTrainedTokenizerBase | None,
     logits: Tensor,
 ) -> list[int]:
-    """Return target ids: as given, or by default the next token, and after the last the most likely one."""
+    """Return the given target ids; by default the next token, and after the last token the most likely one."""
     if wanted is None:
         return [ids[row + 1] if row + 1 < len(ids) else int(logits.argmax()) for row in rows]
     listed = [wanted] * len(rows) if isinstance(wanted, str | int) else list(wanted)
     if len(listed) != len(rows):
-        raise ValueError(f"expected one target, or one for each of {len(rows)} positions, got {len(listed)}")
+        raise ValueError(f"expected one target, or one for each of the {len(rows)} positions, got {len(listed)}")
     targets = [_target(one, tokenizer) if isinstance(one, str) else int(one) for one in listed]
     checks.index_array("targets", targets, len(logits))
     return targets
@@ -155,12 +158,12 @@ def _targets(
 
 def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
     if tokenizer is None:
-        raise ValueError("a target that is a text needs a tokenizer: pass tokenizer=..., or the token's id")
+        raise ValueError("a target given as text needs a tokenizer: pass tokenizer=..., or the token's id")
     ids = cast(list[int], tokenizer(word, add_special_tokens=False)["input_ids"])
     if len(ids) != 1:
         raise ValueError(
-            f"a target must be one token, {word!r} is {len(ids)}: {[tokenizer.decode([token]) for token in ids]}; many "
-            "vocabularies want the space before a word, as in ' Paris'"
+            f"a target must be one token, but {word!r} is {len(ids)}: {[tokenizer.decode([token]) for token in ids]}. "
+            "Many vocabularies need a space before the word, as in ' Paris'"
         )
     return ids[0]
 
@@ -263,12 +266,12 @@ class LayerWatch:
         if ids is None:
             return scores, weights, self.reader.every().to(scores.device)
         places, column = _distinct(ids)
-        if not len(places):  # nobody read anything: a column for some entry, with weight 0
+        if not len(places):  # no token read an entry: make one column, with weight 0
             places = self.reader.every()[:1].to(ids.device)
         shape = (*ids.shape[:-1], len(places))
         spread = torch.where(ids >= 0, weights, 0)
         table = spread.new_zeros(shape).scatter_add(-1, column, spread)
-        # What was not read has no score; it is below every score that was.
+        # An entry that was not read has no score; it counts as lower than all scores.
         absent = torch.finfo(scores.dtype).min
         read_scores = torch.where(ids >= 0, scores, absent)
         return scores.new_full(shape, absent).scatter_reduce(-1, column, read_scores, "amax"), table, places

@@ -1,7 +1,7 @@
-"""The store of entries: durable, searchable and editable while a model runs. A thin layer on LanceDB.
+"""The store of entries: durable, searchable and editable while a model runs. It is a thin layer on LanceDB.
 
-`store.py` is what users call. `table.py` is the LanceDB table that it keeps, `index.py` the vectors in memory
-and their search, and `entry.py` what a store gives and takes.
+Users call `store.py`. `table.py` is its LanceDB table, `index.py` holds and searches the vectors in memory, and
+`entry.py` defines and checks the values that a store takes and returns.
 """
 
 from attnflow.knowledge.store.entry import Entry, StoreStats

@@ -1,4 +1,4 @@
-"""What a store gives, entries and itself in numbers; and what callers give to it, checked before it is written."""
+"""`Entry` and `StoreStats`, which a store returns, and the checks of values before they are written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnflow._core.results import Result
 
 Floats = npt.NDArray[np.float32]
 Vectors = Tensor | npt.NDArray[Any] | Sequence[Any]  # numbers, or rows of numbers
-_LARGEST: Final = 1e16  # of larger numbers scores overflow float32, and infinity less infinity is none
+_LARGEST: Final = 1e16  # scores of larger numbers overflow float32, and infinity minus infinity is NaN
 _BLOCK: Final = 1 << 16  # rows checked at once
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -29,12 +29,12 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Entry:
     """One entry of a store."""
 
-    id: int  # what it is called, for good
-    text: str | None  # what it says, if that is known
-    source: str | None  # where it comes from
+    id: int  # permanent
+    text: str | None  # None if unknown
+    source: str | None  # where it comes from, None if unknown
     version: int  # 1 when inserted, and one more with every upsert
     embedding: Tensor  # e, float32 [dim]
-    thresholds: Tensor  # what is added to its score, one number per threshold column, float32 [num_thresholds]
+    thresholds: Tensor  # added to its score, one number per threshold column, float32 [num_thresholds]
     encoder: str | None  # name and version of what made the embedding
     created: datetime  # when it was inserted, UTC
     updated: datetime  # when it was written last, UTC
@@ -47,16 +47,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class StoreStats(Result):
-    """A store in numbers."""
+    """The size, search mode, encoders and snapshots of a store."""
 
     uri: str  # where it is
     backend: str  # "lancedb", or "memory"
     count: int  # number of entries
     dim: int  # width of an embedding
     num_thresholds: int  # threshold columns
-    bytes_on_disk: int | None  # of the files of a directory, with snapshots and old versions; None elsewhere
-    mode: str  # how a search is done unless it says otherwise: "exact" or "approximate"
-    reason: str  # why; after an approximate search, with the recall that was measured
+    bytes_on_disk: int | None  # size of a directory's files, with snapshots and old versions; None elsewhere
+    mode: str  # the default search mode: "exact" or "approximate"
+    reason: str  # why; after an approximate search, with its measured recall
     versions: Mapping[int, int]  # number of entries by version
     encoders: Mapping[str, int]  # number of entries by encoder; "" where none is recorded
     snapshots: tuple[str, ...]  # their names, oldest first
@@ -70,7 +70,7 @@ class StoreStats(Result):
             [
                 f"{self.uri} ({self.backend}): {held}",
                 f"search     {self.mode}: {self.reason}",
-                *(f"made by    {name or '(unknown)'}: {count:,}" for name, count in counts),
+                *(f"encoder    {name or '(unknown)'}: {plural(count, 'entry', 'entries')}" for name, count in counts),
                 "versions   " + (", ".join(f"{v}: {n:,}" for v, n in sorted(self.versions.items())) or "none"),
                 "snapshots  " + (", ".join(self.snapshots) or "none"),
             ]
@@ -83,11 +83,11 @@ def identifiers(name: str, values: Indices, rows: int | None = None) -> IntArray
     if rows is not None and len(ids) != rows:
         raise ValueError(f"{name} must hold {rows} ids, one for each row, got {len(ids)}")
     if len(ids) and ids.min() < 0:
-        hint = "; where a search found fewer entries, found[i].ids leaves -1 out" if ids.min() == -1 else ""
+        hint = ": a search pads ids with -1; found[i].ids leaves the padding out" if ids.min() == -1 else ""
         raise ValueError(f"{name} must hold integers from 0 to 2**63 - 1, got {int(ids.min())}{hint}")
     unique, counts = np.unique(ids, return_counts=True)
     if len(unique) < len(ids):
-        raise ValueError(f"{name} holds some ids more than once: {preview(unique[counts > 1])}")
+        raise ValueError(f"{name} must be distinct, but some are given more than once: {preview(unique[counts > 1])}")
     return ids
 
 
@@ -120,7 +120,7 @@ def columns(
     encoder: str | None,
     old: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Build all columns but the vectors; entries in `old` keep what is not given, and their version goes up."""
+    """Build all columns except the vectors; entries in `old` keep what is not given, and their version goes up."""
     before = [old.get(key, {}) for key in ids.tolist()]
     now = datetime.now(UTC)
     if old:  # later than before, whatever the clock says
@@ -142,10 +142,8 @@ def snapshot_name(name: str | None, taken: Sequence[str]) -> str:
         return next(free for i in count(len(taken) + 1) if (free := f"snapshot-{i}") not in taken)
     if not isinstance(cast(object, name), str) or not _NAME.fullmatch(name):
         raise ValueError(f"a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
-    if name.lower() in (other.lower() for other in taken):  # on some disks "A" and "a" are one file
-        raise ValueError(
-            f"there is a snapshot {name!r} already (case does not count): choose another name, or drop it first"
-        )
+    if name.lower() in (other.lower() for other in taken):  # on some disks "A" and "a" are the same file
+        raise ValueError(f"there is a snapshot {name!r} already (ignoring case): choose another name, or drop it first")
     return name
 
 
@@ -159,8 +157,8 @@ def matrix(name: str, values: Vectors, width: int, rows: int | None = None) -> F
         fits = (np.abs(array[start : start + _BLOCK]) <= _LARGEST).all(axis=1)  # not so for NaN
         if not fits.all():
             raise ValueError(
-                f"row {int((~fits).argmax()) + start} of {name} holds NaN or infinity (as float32), or numbers above "
-                f"{_LARGEST:.0e} (an entry is kept out of a column by a large finite penalty, such as -1e9)"
+                f"row {int((~fits).argmax()) + start} of {name} must hold float32 numbers of at most {_LARGEST:.0e}, "
+                "not NaN or infinity (to exclude an entry from a column, use a finite penalty such as -1e9)"
             )
     return np.ascontiguousarray(array)
 
@@ -178,7 +176,7 @@ def column(value: int | None, num_thresholds: int) -> int | None:
     if value is None:
         return None
     if not num_thresholds:
-        raise ValueError(f"threshold_column is {value}, but there are no threshold columns: leave it out")
+        raise ValueError(f"the store has no threshold columns, got threshold_column={value}: leave it out")
     return integer("threshold_column", value, maximum=num_thresholds - 1)
 
 
@@ -190,7 +188,7 @@ def _floats(name: str, values: Vectors) -> npt.NDArray[Any]:
     try:
         array = np.asarray(values)
     except ValueError:
-        raise ValueError(f"{name} must be rows of one length") from None
+        raise ValueError(f"the rows of {name} must all have the same length") from None
     if array.dtype.kind not in "fiu":
         raise TypeError(f"{name} must hold real numbers, got dtype {array.dtype}")
     with np.errstate(over="ignore"):  # what does not fit float32 becomes infinity, which is refused with its row

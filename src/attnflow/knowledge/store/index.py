@@ -1,6 +1,6 @@
-"""One index over all entries: which are there, and the best of them by an exact or an approximate search.
+"""One index over all entries, with exact and approximate search of the best.
 
-Products are NumPy's: its matrix-vector product ran at 15 to 22 GB/s on one core where PyTorch's ran at 8.
+It multiplies with NumPy, whose matrix-vector product ran at 15 to 22 GB/s on one core where PyTorch's ran at 8.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from attnflow.knowledge.store.entry import Floats, Vectors
 _SCORES: Final = 1 << 21  # scores held at once: 8 MB
 _QUERIES: Final = 256
 _ROWS: Final = 1 << 16
-RECALL: Final = 0.99  # of the ten best, which the number of lists that are read is chosen for
+RECALL: Final = 0.99  # share of the ten best to find, from which the number of lists to read follows
 _K: Final = 10
-_SAMPLE: Final = 256  # entries whose neighbours are looked for to measure it
-_POINTS: Final = 64  # entries per list that centroids are computed from
-_LEAST: Final = 8  # lists that a query reads
+_SAMPLE: Final = 256  # entries used as queries to measure it
+_POINTS: Final = 64  # entries per list for computing centroids
+_LEAST: Final = 8  # the fewest lists that a query reads
 
 
 def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,8 +192,8 @@ def faiss() -> Any:
 
 Mode = Literal["exact", "approximate"]
 
-MOST_EXACT: Final = 1_000_000  # entries up to which a search is exact unless it says otherwise
-_MOST: Final = 1 << 20  # entries asked for where there are fewer: results have room for all k
+MOST_EXACT: Final = 1_000_000  # up to so many entries a search is exact by default
+_MOST: Final = 1 << 20  # the largest k beyond the number of entries: results have room for all k
 _GROWTH: Final = 1.5
 
 
@@ -205,12 +205,12 @@ class _View(NamedTuple):
 
 
 class EntryIndex:
-    """Search of the best entries for a query, with one index for all layers (knowledge, sec. 4, corrected).
+    """Searches the best entries for a query, with one index for all layers (knowledge, sec. 4, corrected).
 
     A row is [e | B_1(e) .. B_L(e)]: an entry and its threshold in each layer or head. With [q ; onehot(l)] as the query
-    of column l, the inner product is exactly score + threshold. Approximate search keeps the rows a second time, in
+    of column l, the inner product is exactly score + threshold. Approximate search keeps a second copy of the rows in
     inverted lists. The first such search builds them, and they are rebuilt once half of the entries have changed.
-    Threads may search during a change: a search sees all of it or nothing.
+    Threads may search during a change: a search sees either all of it or none.
 
     >>> index = EntryIndex(2, num_thresholds=1)
     >>> index.load(np.arange(2), np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5]], dtype=np.float32))
@@ -220,7 +220,7 @@ class EntryIndex:
 
     def __init__(self, dim: int, num_thresholds: int = 0) -> None:
         self.dim, self.num_thresholds = dim, num_thresholds
-        self._lock = threading.RLock()  # of whoever changes entries, and of the lists
+        self._lock = threading.RLock()  # held while entries or the lists change
         self.load(np.zeros(0, dtype=np.int64), np.zeros((0, dim + num_thresholds), dtype=np.float32))
 
     def __len__(self) -> int:
@@ -244,12 +244,12 @@ class EntryIndex:
     @property
     def reason(self) -> str:
         """Explain `mode`, with the recall measured when the lists were built."""
-        said, lists = f"all entries are compared, up to {MOST_EXACT:,} of them", self._lists
+        exact, lists = f"up to {MOST_EXACT:,} entries, all are compared", self._lists
         if lists is None:
-            return said
+            return exact
         return (
-            f"{said}; an approximate search reads {lists.probes:,} of {lists.num_lists:,} lists, and with stored "
-            f"entries as queries it found {100 * lists.recall:.1f} % of the ten best"
+            f"{exact}; an approximate search reads {lists.probes:,} of {lists.num_lists:,} lists and, with stored "
+            f"entries as queries, found {100 * lists.recall:.1f} % of the ten best"
         )
 
     def load(self, ids: IntArray, rows: Floats) -> None:
@@ -264,7 +264,7 @@ class EntryIndex:
         return _places(self._view, ids)
 
     def take(self, ids: IntArray) -> Float[Tensor, "ids width"]:
-        """Copy the rows of these ids; a KeyError names unknown ones."""
+        """Copy the rows of these ids; unknown ids raise `KeyError`."""
         view = self._view
         places = _places(view, ids)
         if len(ids) and places.min() < 0:
@@ -351,7 +351,7 @@ class EntryIndex:
         return Neighbours(all_ids, all_scores, certificate)
 
     def _show(self, ids: IntArray, rows: Floats) -> None:
-        self._room = _View(ids, rows)  # what the view is the beginning of
+        self._room = _View(ids, rows)  # the view is a prefix of it
         self._view = self._room
 
     def _best_of_lists(self, queries: Floats, column: int | None, k: int) -> tuple[Tensor, Tensor]:

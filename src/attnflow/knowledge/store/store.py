@@ -1,4 +1,4 @@
-"""A store of entries: what is written to LanceDB, and an index of all vectors in memory that searches them."""
+"""`Store`: writes entries to LanceDB, and searches them with an index of all vectors in memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from attnflow.knowledge.store.table import MEMORY, EntryTable, StoreError, check
 
 
 class Store:
-    """Entries that are kept, searched and edited while a model runs; open one with `Store.open`.
+    """A store of entries that can be searched and edited while a model runs; open one with `Store.open`.
 
     Every write is one commit of LanceDB: it happens as a whole or not at all, and a write that has returned survives
-    the end of the process, however it ends. One `Store` writes to a place at a time, and any number may read it
-    (`read_only=True`, then `refresh`). The methods may be called from many threads.
+    a crash of the process. Only one `Store` may write to a place at a time, but any number may read it
+    (`read_only=True`, then `refresh`). All methods are thread-safe.
 
     Attributes:
-        uri: where it is.
-        backend: "lancedb", or "memory".
+        uri: where the store is.
+        backend: "lancedb" or "memory".
         read_only: whether it refuses to write.
-        dim: width of an embedding.
-        num_thresholds: threshold columns of an entry.
-        revision: counts the changes that were made or seen through this object.
+        dim: the width of an embedding.
+        num_thresholds: the number of threshold columns.
+        revision: counts the changes made or seen through this object.
 
     >>> with Store.open("memory", dim=2) as store:
     ...     ids = store.insert(embeddings=[[1.0, 0.0], [0.0, 1.0]], texts=["east", "north"])
@@ -50,7 +50,7 @@ class Store:
         self._table, self._index = table, EntryIndex(table.dim, table.num_thresholds)
         self._lock = threading.RLock()  # of the table
         self._process, self._closed = os.getpid(), False
-        self._behind = True  # the index may not show what the table keeps
+        self._behind = True  # whether the index may lag behind the table
         self._current()
 
     @classmethod
@@ -63,22 +63,22 @@ class Store:
         read_only: bool = False,
         storage_options: Mapping[str, str] | None = None,
     ) -> Store:
-        """Open a store, or make one where there is none.
+        """Open a store, or create it if it does not exist.
 
         Args:
             uri: a directory, "memory", or object storage: "s3://bucket/path".
-            dim: width of an embedding; needed for a new store, compared with an existing one.
-            num_thresholds: threshold columns; 0 for a new store by default, compared with an existing one.
-            read_only: do not write; another process may write there meanwhile.
-            storage_options: of object storage, as LanceDB takes them: "endpoint", "region", "aws_access_key_id", ...
+            dim: the width of an embedding; required for a new store, and must match an existing one.
+            num_thresholds: the number of threshold columns; 0 by default, and must match an existing store.
+            read_only: do not write; another process may write to the store meanwhile.
+            storage_options: LanceDB's options for object storage: "endpoint", "region", "aws_access_key_id", ...
 
         Raises:
-            StoreError: the place holds something else, cannot be written, or is being written by another `Store`; or
-                there is nothing, and the store cannot be made.
-            ValueError: dim or num_thresholds are not the store's, or a uri that names no store.
+            StoreError: the place is not a store, cannot be written, is being written by another `Store`, or holds no
+                store and one cannot be created.
+            ValueError: dim or num_thresholds differ from the store's, or the uri cannot name a store.
             MissingExtra: LanceDB is not installed.
 
-        Cost: all vectors are read into memory.
+        Cost: it reads all vectors into memory.
         """
         place = os.fspath(uri)
         check_uri(place)
@@ -97,12 +97,12 @@ class Store:
     def __contains__(self, key: object) -> bool:
         try:
             number = integer("id", key)
-        except ValueError:  # negative, or beyond what an id may be
+        except ValueError:  # not a valid id
             return False
         return number < 2**63 and bool(self._current().places(np.array([number]))[0] >= 0)
 
     def get(self, ids: Indices) -> list[Entry]:
-        """Entries in the order of `ids`.
+        """Return the entries in the order of `ids`.
 
         Raises:
             KeyError: an id is unknown.
@@ -129,7 +129,7 @@ class Store:
         return self.rows(ids)[:, self.dim :]
 
     def rows(self, ids: Indices | None = None) -> Float32[Tensor, "n width"]:
-        """[embedding | thresholds] of one moment, in the order of `ids`; by default of all entries, as in `ids()`.
+        """[embedding | thresholds], read at one moment, in the order of `ids`; by default of all entries.
 
         Raises:
             KeyError: an id is unknown.
@@ -140,25 +140,25 @@ class Store:
     def search(
         self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None
     ) -> Neighbours:
-        """The k entries with the highest scores, q . e + threshold (knowledge, eq. 8 with the projections folded).
+        """Find the k entries with the highest scores, q . e + threshold (knowledge, eq. 8 with the projections folded).
 
         Args:
-            query: [n, dim], or [dim] for a single one.
-            k: how many.
-            threshold_column: which threshold is added; none by default.
-            mode: "exact", or "approximate" by the inverted lists of faiss; by default exact up to 1,000,000 entries.
+            query: [n, dim], or [dim] for a single query.
+            k: how many entries to find.
+            threshold_column: which threshold to add; none by default.
+            mode: "exact", or "approximate" with the inverted lists of faiss; by default exact up to 1,000,000 entries.
 
         Returns:
             Ids and scores, [n, k] or [k], on the CPU.
 
         Raises:
-            ValueError: a query of another width, NaN or infinity.
-            MissingExtra: an approximate search without faiss.
+            ValueError: the query has another width, NaN or infinity.
+            MissingExtra: an approximate search needs faiss.
         """
         return self._current().search(query, k, threshold_column, mode)
 
     def range(self, query: Vectors, threshold: float, *, threshold_column: int | None = None) -> Neighbours:
-        """All entries that score above a threshold, as an exact `search` gives them; as wide as the longest answer."""
+        """Find all entries with a score above a threshold, as an exact `search` would; padded to the longest result."""
         return self._current().range(query, threshold, threshold_column)
 
     def insert(
@@ -175,19 +175,20 @@ class Store:
 
         Args:
             embeddings: [n, dim], finite.
-            ids: new ones; by default the next integers above all that the store has held.
-            texts: one for each entry; sources likewise.
+            ids: new ids; by default the next integers above all that the store has ever held.
+            texts: a text for each entry.
+            sources: where each entry comes from.
             thresholds: [n, num_thresholds]; zero by default.
-            encoder: name and version of what made the embeddings.
+            encoder: name and version of the model that computed the embeddings.
 
         Returns:
             The ids.
 
         Raises:
-            ValueError: wrong shapes, NaN or infinity, repeated ids, ids that exist.
+            ValueError: wrong shapes, NaN or infinity, repeated ids, or ids that already exist.
             StoreError: the write failed.
 
-        Cost: one commit, some ten milliseconds, 0.1 s where there are 1,000,000 entries: insert many in one call.
+        Cost: one commit of some ten milliseconds, or 0.1 s with 1,000,000 entries: insert many entries in one call.
         """
         return torch.from_numpy(self._put(ids, embeddings, thresholds, texts, sources, encoder, replaces=False))
 
@@ -201,22 +202,22 @@ class Store:
         thresholds: Vectors | None = None,
         encoder: str | None = None,
     ) -> None:
-        """Replace the entries that exist, add the others; arguments and errors are those of `insert`.
+        """Replace entries that exist and add the others; arguments and errors are those of `insert`.
 
-        An entry that exists keeps its `created`, gets the next version, and keeps its text, source and thresholds
-        where none is given (None; an empty text is a text). Its encoder is always that of this call.
+        An existing entry keeps its `created` and gets the next version. It keeps its text, source and thresholds where
+        these are None (an empty text replaces the old one). Its encoder is always replaced by this call's.
         """
         self._put(ids, embeddings, thresholds, texts, sources, encoder, replaces=True)
 
     def delete(self, ids: Indices) -> None:
-        """Drop entries; their ids are not given out again.
+        """Delete entries; their ids are never reused.
 
         Raises:
             KeyError: an id is unknown; nothing is deleted.
         """
         with self._writing() as index:
             keys = entry.identifiers("ids", ids)
-            index.take(keys)  # all of them are there
+            index.take(keys)  # checks that all exist
             if not len(keys):
                 return
             with self._following():
@@ -225,17 +226,17 @@ class Store:
                 self._behind = not alone
 
     def snapshot(self, name: str | None = None) -> str:
-        """Keep the present entries under a name, "snapshot-1" and so on by default; `restore` brings them back."""
+        """Save the present entries under a name, by default "snapshot-1" and so on; `restore` brings them back."""
         with self._writing():
             chosen = entry.snapshot_name(name, self._table.snapshots())
             self._table.snapshot(chosen)
         return chosen
 
     def restore(self, name: str) -> None:
-        """Make the entries what they were at a snapshot, in one step; snapshots stay, and ids are not reused.
+        """Restore the entries of a snapshot in one step; all snapshots stay, and ids are not reused.
 
         Raises:
-            KeyError: there is no such snapshot.
+            KeyError: the snapshot does not exist.
         """
         with self._writing():
             self._behind = True
@@ -243,10 +244,10 @@ class Store:
             self._current()
 
     def drop_snapshot(self, name: str) -> None:
-        """Forget a snapshot, so that its space can be used.
+        """Delete a snapshot, so that its space can be reused.
 
         Raises:
-            KeyError: there is no such snapshot.
+            KeyError: the snapshot does not exist.
         """
         with self._writing():
             self._table.drop_snapshot(name)
@@ -258,16 +259,16 @@ class Store:
             return self._table.snapshots()
 
     def compact(self) -> None:
-        """Write the files anew, as few as they can be; those of old versions go, unless a snapshot needs them.
+        """Merge the files into as few as possible, and delete those of old versions that no snapshot needs.
 
-        It happens by itself after 100 writes, and then leaves what was read within the last ten minutes. This leaves
-        nothing, so that other processes that read the store have to `refresh`.
+        This also happens automatically after every 100 writes, but then keeps old versions for ten minutes. A call
+        deletes them at once, so that other processes that read the store have to `refresh`.
         """
         with self._writing():
             self._table.compact()
 
     def stats(self) -> StoreStats:
-        """The store in numbers."""
+        """The store's size, search mode, encoders and snapshots."""
         with self._lock:
             index, table = self._current(), self._table
             return StoreStats(
@@ -292,7 +293,7 @@ class Store:
             self._current()
 
     def close(self) -> None:
-        """Release the files and the right to write; unclosed stores lose nothing."""
+        """Release the files and the right to write; a store that is not closed loses no data."""
         if not self._closed:
             self._closed = True
             if os.getpid() == self._process:
@@ -306,8 +307,8 @@ class Store:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"the store {self.uri} is not pickled, nor a model that reads it: save its readers (handle.save), remove "
-            "them, and attach them again where the model is loaded"
+            f"the store {self.uri}, and a model that reads it, cannot be pickled: save the readers (handle.save), "
+            "remove the handle, and attach the readers again where the model is loaded"
         )
 
     def __deepcopy__(self, memo: object) -> Store:
@@ -368,11 +369,14 @@ class Store:
                 added = entry.matrix("thresholds", thresholds, columns, count)
             first = self._table.highest + 1
             if ids is None and first + count > 2**63:
-                raise ValueError("there are no integers above the largest id of this store: name the ids yourself")
+                raise ValueError("the largest id of this store is the largest integer, so pass ids yourself")
             keys = np.arange(first, first + count) if ids is None else entry.identifiers("ids", ids, count)
             held = np.flatnonzero(index.places(keys) >= 0)
             if len(held) and not replaces:
-                raise ValueError(f"ids exist already: {preview(keys[held])}; use upsert to change entries")
+                raise ValueError(
+                    f"new ids must not exist yet, got existing ones: {preview(keys[held])}. Use upsert to replace "
+                    "entries"
+                )
             if len(held) and thresholds is None:
                 added[held] = index.take(keys[held])[:, self.dim :].numpy()
             said = (entry.strings("texts", texts, count), entry.strings("sources", sources, count))

@@ -1,4 +1,4 @@
-"""Files of a checkpoint; safetensors, in one file or in shards, of which only requested rows are read."""
+"""Files of a checkpoint; safetensors, in one file or in shards, read only row by row as requested."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Folder:
 
 
 def model_files(folder: Folder, suffix: str) -> list[str]:
-    """List the files of a format that hold the model: the index's shards, or one file; empty if there are none.
+    """List the files of a format that hold the model: the index's shards, or one file; empty if the folder has neither.
 
-    `BadCheckpoint` for a missing shard, or several files of which any may hold the model.
+    A missing shard, or several candidate files, raise `BadCheckpoint`.
     """
     there = [name for name in folder.sizes if name.endswith(suffix) and not name.startswith("adapter_")]
     indices = [name for name in folder.sizes if name.endswith(f"{suffix}.index.json")]
@@ -81,7 +81,7 @@ def read_json(folder: Folder, file: str) -> Mapping[str, object]:
     try:
         content = json.loads(title.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{title} is no JSON: {error}") from error
+        raise BadCheckpoint(f"{title} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise BadCheckpoint(f"{title} holds no JSON object")
     return cast(Mapping[str, object], content)
@@ -172,7 +172,7 @@ def _opened(path: Path) -> Generator[Any]:
         with cast(Any, safe_open(path, "pt")) as held:
             yield held
     except SafetensorError as error:
-        raise BadCheckpoint(f"{path} is no safetensors file, truncated or damaged: {error}") from error
+        raise BadCheckpoint(f"{path} is not a safetensors file, or is truncated or damaged: {error}") from error
 
 
 def _counts(values: object) -> tuple[int, ...]:

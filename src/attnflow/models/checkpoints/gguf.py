@@ -107,7 +107,7 @@ def _open(path: Path) -> GGUFReader:
     except Exception as error:  # a damaged header fails anywhere in the reader, with any class of error
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise BadCheckpoint(f"{path} is no GGUF file") from error
+                raise BadCheckpoint(f"{path} is not a GGUF file") from error
         raise BadCheckpoint(f"{path} has a damaged header: {type(error).__name__}: {error}") from error
     if reader.byte_order != "I":
         raise BadCheckpoint(f"{path} is a GGUF file for machines of the other byte order, which is not read")

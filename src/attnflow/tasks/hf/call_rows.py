@@ -1,4 +1,4 @@
-"""The sequences of a model's call, padded or packed, and why they are not shared; and outputs read back to them."""
+"""Reads the sequences of a model's call, or says why they are not shared, and maps outputs back to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnflow.audit.packing import BOUNDARIES
 from attnflow.tasks.prefixes import Batch, Plan
 
-CACHE: Final = "a cache was in use, or asked for (pass use_cache=False)"
+CACHE: Final = "a cache was in use or requested (pass use_cache=False)"
 _ROWS: Final = {"input_ids", "attention_mask", "position_ids", "labels"}
 _FLAGS: Final = {"use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits"}
 PACKED: Final = {*BOUNDARIES, "seq_idx", "max_length_q", "max_length_k"}  # where packed sequences begin, for kernels
@@ -45,13 +45,13 @@ def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool, coun
         raise NotShared(CACHE)
     ids, mask, positions = (named.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        raise NotShared("it was given no input_ids [batch, tokens]")
+        raise NotShared("it had no input_ids [batch, tokens]")
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
-        raise NotShared("it was given an attention_mask that is not [batch, tokens]")
+        raise NotShared("its attention_mask was not [batch, tokens]")
     if flag(named, model, "output_attentions"):
-        raise NotShared("output_attentions was asked for")
+        raise NotShared("output_attentions was requested")
     if not flag(named, model, "return_dict"):
-        raise NotShared("a tuple was asked for (return_dict=False)")
+        raise NotShared("a tuple was requested (return_dict=False)")
     starts = None
     real = np.ones(tuple(ids.shape), np.bool_) if mask is None else (mask != 0).cpu().numpy()
     if positions is None:
@@ -62,7 +62,7 @@ def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool, coun
         if mask is None and (np.diff(placed, axis=1) != 1).any():  # as transformers finds packed sequences
             starts = np.diff(placed, axis=1, prepend=placed[:, :1]) != 1
     else:
-        raise NotShared("it was given position_ids that are not [batch, tokens]")
+        raise NotShared("its position_ids were not [batch, tokens]")
     begins = np.zeros(real.shape, np.bool_) if starts is None else starts
     begins[:, 0] = True
     expected = {name: np.append(np.flatnonzero(begins), begins.size) for name in BOUNDARIES}
@@ -70,7 +70,7 @@ def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool, coun
     for name, value in expected.items():
         given = named.get(name)
         if isinstance(given, Tensor) and not np.array_equal(given.cpu().numpy().ravel(), value.ravel()):
-            raise NotShared(f"its {name} names other sequences than position_ids that start again")
+            raise NotShared(f"its {name} disagrees with the sequences that its position_ids mark")
     given_columns = by_column and (counted or positions is not None)
     return Batch(ids.cpu().numpy().astype(np.int64), real, placed, by_column=given_columns, starts=starts)
 
@@ -112,8 +112,8 @@ def to_rows(tensor: Tensor, chosen: Plan) -> Tensor:
         place = chosen.label_place
     else:
         raise RuntimeError(
-            f"an output of shape {tuple(tensor.shape)} cannot be read back to the rows of the batch: neither [{rows}, "
-            f"{width}, ...] nor one for each label; remove the handle of share_prefixes for this call"
+            f"cannot map an output of shape {tuple(tensor.shape)} back to the batch's sequences: expected [{rows}, "
+            f"{width}, ...] or one row for each label. Remove the handle of share_prefixes for this call"
         )
     index = torch.from_numpy(place).to(tensor.device)
     flat = tensor.reshape(rows * tensor.shape[1], *tensor.shape[2:])

@@ -1,6 +1,6 @@
-"""`generate_blocks` writes text block by block, `infill` the tokens of a gap: models trained on merged tasks decode.
+"""Decoding for models trained on merged tasks: `generate_blocks` writes text block by block, `infill` fills a gap.
 
-Both make forward passes with a cache under a mask of their own, and fill masked places from the logits.
+Both make forward passes with a cache under their own mask, and fill masked places from the logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ids = Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 @dataclass(frozen=True)
 class Decoded(Result):
-    """New tokens of each sequence, and what they took.
+    """The new tokens of each sequence, and the number of passes they took.
 
     Attributes:
         tokens: the new token ids of each sequence, up to its end-of-text token (included) if it wrote one.
@@ -54,7 +54,7 @@ class Decoded(Result):
 
     def __str__(self) -> str:
         written = sum(map(len, self.tokens))
-        return f"{written} new tokens in {self.passes} passes: {self.tokens_per_pass:.2f} a pass"
+        return f"{written} new tokens in {self.passes} passes: {self.tokens_per_pass:.2f} per pass"
 
 
 @torch.no_grad()
@@ -71,35 +71,35 @@ def generate_blocks(
     seed: int = 0,
     eos_token: int | Sequence[int] | None = None,
 ) -> Decoded:
-    """Write text in blocks, one pass for each, by a model trained on `block_two_stream` or `block_diffusion`.
+    """Write text block by block with a model trained on `block_two_stream` or `block_diffusion`.
 
     A pass reads [clean block k | block k + 1, masked] after the cache of blocks 0..k-1, exactly what the merged task
-    computes: clean tokens read all blocks up to their own, masks also one another. The masks then leave the cache.
-    With `per_pass` a block is refined: each pass fills the surest places and the next sees them, so that it takes
-    block / per_pass passes; train it by `block_diffusion(..., masked="random")`.
+    computes: clean tokens read all blocks up to their own, masks also one another. The masks then leave the cache. One
+    pass writes a block. With `per_pass` a block takes block / per_pass passes: each fills the most probable places, and
+    the next pass sees them. Train such a model with `block_diffusion(..., masked="random")`.
 
-    Blocks begin at multiples of `block`. A prompt that ends within a block leaves it partly filled, which a model
-    trained on wholly masked blocks alone has never seen.
+    Blocks begin at multiples of `block`. A prompt that ends within a block leaves it partly filled; a model trained
+    only on fully masked blocks has never seen that.
 
     Args:
-        model: a causal language model with attention alone, run by "sdpa" or "eager", or what `load_model` returns.
-        ids: token ids of a prompt, [batch, n] of several, or a list of prompts of any lengths; may be empty if the
-            first block was trained, too (`predict_first=True`).
+        model: a causal language model without recurrent layers, run by "sdpa" or "eager", or what `load_model` returns.
+        ids: token ids of one prompt, [batch, n] of several, or a list of prompts of any lengths; may be empty if the
+            first block was trained too (`predict_first=True`).
         block: tokens per block, as in training.
         max_new_tokens: tokens to write.
         mask_token: id of [MASK], as in training; required.
-        per_pass: places that a pass fills at least; by default all of the block (one shot).
+        per_pass: how many places a pass fills at least; by default the whole block.
         threshold: with `per_pass`, fill also all places whose token has at least this probability.
-        temperature: to draw tokens, above 0; by default the best token is taken.
-        seed: of the drawing.
+        temperature: for sampling, above 0; by default the most probable token is taken.
+        seed: of the sampling.
         eos_token: id or ids that end a text; by default those of the model's generation config, -1 for none.
 
     Raises:
         UnsupportedArchitecture: the model takes no 4D mask, positions or cache, or has recurrent parts.
         ValueError: an argument out of range, or more positions than the model has.
 
-    Cost: a pass over the prompt under a dense mask, then for each block a pass of 2 x block tokens, and with
-    `per_pass` block / per_pass - 1 of `block`. A sequence that has ended goes on with its batch.
+    Cost: a pass over the prompt under a dense mask, then a pass of 2 x block tokens for each block; with `per_pass`
+    another block / per_pass - 1 passes of `block` tokens. A sequence that has ended keeps running with its batch.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -162,14 +162,14 @@ def infill(
     temperature: float | None = None,
     seed: int = 0,
 ) -> Decoded:
-    """Fill a gap of `length` tokens between `left` and `right`, by a model trained on `butterfly(..., block=length)`.
+    """Fill a gap of `length` tokens between `left` and `right` with a model trained on `butterfly(..., block=length)`.
 
-    The left side is read causally, the right side from its end back, and `length` [MASK]s at the gap read both and one
-    another: exactly what the merged task computes. With `per_pass` the gap is refined as in `generate_blocks`; train
-    it by `butterfly(..., block=length, masked="random")`.
+    The left side is read causally and the right side from its end backwards. `length` [MASK]s in the gap read both
+    sides and one another, exactly as in the merged task. With `per_pass` the gap is filled in several passes as in
+    `generate_blocks`; train with `butterfly(..., block=length, masked="random")`.
 
     Args:
-        model: a language model with attention alone, run by "sdpa" or "eager", or what `load_model` returns.
+        model: a language model without recurrent layers, run by "sdpa" or "eager", or what `load_model` returns.
         left: token ids before the gap, [batch, n] of several texts or a list of any lengths; may be empty.
         right: token ids after it, in the same form.
         length: tokens to write, as many as were masked in training.
@@ -178,10 +178,10 @@ def infill(
 
     Raises:
         UnsupportedArchitecture: as in `generate_blocks`.
-        ValueError: an argument out of range, other numbers of left and right sides, or both sides empty.
+        ValueError: an argument out of range, unequal numbers of left and right sides, or both sides empty.
 
-    Cost: a pass over both sides and the gap under a dense mask; with `per_pass` length / per_pass - 1 passes of
-    `length` tokens more.
+    Cost: a pass over both sides and the gap under a dense mask; with `per_pass` also length / per_pass - 1 passes of
+    `length` tokens.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -195,10 +195,10 @@ def infill(
     choice = _Choice(length, per_pass, threshold, temperature, seed)
     before, after = _prompts("left", left), _prompts("right", right)
     if len(before) != len(after):
-        raise ValueError(f"left and right must be as many, got {len(before)} left and {len(after)} right sides")
+        raise ValueError(f"left and right must have the same number of texts, got {len(before)} and {len(after)}")
     sides = list(zip(before, after, strict=True))
     if not all(one or other for one, other in sides):
-        raise ValueError("a gap needs tokens on at least one side, got none on both")
+        raise ValueError("a gap needs tokens on at least one side, got none on either")
     positions = max(len(one) + len(other) for one, other in sides) + length
     run = _CachedPasses(split(model)[0], positions, "left and right", [*before, *after], blank)
     ids, places = _context(sides, length)
@@ -240,7 +240,7 @@ def _gap_rows(places: Tensor, first: int, length: int) -> Bool[Tensor, "batch n 
 
 
 class _CachedPasses:
-    """A model and its cache of all that it has read, without a window: a pass's mask alone says what is read.
+    """A model with a cache of everything it has read, without a window: only a pass's mask limits what is read.
 
     `ValueError` unless the model has an embedding for every id of `texts`, which `name` calls, and for `mask_token`.
     """
@@ -298,9 +298,7 @@ class _Choice:
         self._per_pass = places if per_pass is None else integer("per_pass", per_pass, 1, places)
         self._threshold = None if threshold is None else number("threshold", threshold, 0.0)
         if threshold is not None and per_pass is None:
-            raise ValueError(
-                "threshold goes with per_pass, the number of places to fill at least; all are filled at once"
-            )
+            raise ValueError("threshold needs per_pass, the least number of places that a pass fills")
         self._temperature = None if temperature is None else number("temperature", temperature)
         if self._temperature is not None and self._temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {temperature}; leave it out to take the best token")
@@ -337,19 +335,19 @@ def _decodable(model: nn.Module, positions: int) -> PreTrainedModel:
     name = type(model).__name__
     sites = find_sites(model)
     if not isinstance(model, PreTrainedModel) or not accepts(model, "past_key_values"):
-        raise UnsupportedArchitecture(f"{name} takes no cache of keys and values, which decoding goes on from")
+        raise UnsupportedArchitecture(f"decoding needs a cache of keys and values, which {name} does not take")
     mixers = mixers_beside(model, sites)
     moved = next((site for site in sites if check_stack(model, site.owner, sites).moved), None)
     if mixers or moved is not None:
         where = ", ".join(mixers[:4]) or type(cast(Any, moved).owner).__name__
         raise UnsupportedArchitecture(
-            f"{name} carries information between positions beside its attention ({where}): no mask keeps masked rows "
-            "from what follows, and such a state cannot be cut back as a cache can. Decode with a model of attention "
-            "alone, or by generate"
+            f"{name} moves information between positions outside its attention ({where}): no mask can keep masked "
+            "positions from later ones, and such a state cannot be cropped as a cache can. Use a model whose positions "
+            "exchange information through attention alone, or model.generate"
         )
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < positions:
-        raise ValueError(f"{name} has {most} positions, but the text would take {positions}; ask for fewer tokens")
+        raise ValueError(f"{name} has {most} positions, but the text would take {positions}: ask for fewer tokens")
     return model
 
 

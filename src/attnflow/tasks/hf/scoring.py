@@ -1,4 +1,4 @@
-"""`score`: log-probabilities of continuations of contexts, or of the labels of a family of tasks, in few passes."""
+"""`score`: log-probabilities of continuations, or of the labels of a family of tasks, in few passes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import index_array, integer
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
@@ -32,14 +33,14 @@ Dtype = Callable[[torch.dtype], torch.dtype]
 
 @dataclass(frozen=True)
 class Scores(Result):
-    """The continuations of requests, or the labels of a family, under a model.
+    """The log-probabilities of continuations, or of a family's labels, under a model.
 
     Attributes:
-        log_probs: for each request, the sum of the log-probabilities of its continuation's tokens, in nats; for each
-            label of a family that of its target, by subtask and within it by position.
+        log_probs: in nats. For each request, the sum over its continuation's tokens; for each label of a family, the
+            log-probability of its target, ordered by subtask and then by position.
         greedy: whether each of these tokens is the most probable one.
-        tokens_before: tokens of all requests or subtasks, each run by itself.
-        tokens_after: tokens that were run.
+        tokens_before: how many tokens all requests or subtasks would take if each ran alone.
+        tokens_after: how many tokens were run.
         passes: forward passes.
     """
 
@@ -56,8 +57,8 @@ class Scores(Result):
 
     def __str__(self) -> str:
         return (
-            f"{len(self.log_probs):,} requests in {self.passes:,} passes, "
-            f"{self.tokens_before:,} tokens -> {self.tokens_after:,}"
+            f"{plural(len(self.log_probs), 'log-probability', 'log-probabilities')} in "
+            f"{plural(self.passes, 'pass', 'passes')}: {self.tokens_before:,} tokens -> {self.tokens_after:,}"
         )
 
 
@@ -68,38 +69,38 @@ def score(
     tokenizer: Any = None,
     tokens_per_pass: int = 4096,
 ) -> Scores:
-    """Log-probabilities of continuations after contexts, common prefixes run once; or of every label of a family.
+    """Score continuations of contexts, running common prefixes once, or every label of a family of tasks.
 
-    The requests of a pass become prefix trees (see `share_prefixes`): few-shot examples run once for many questions, a
-    question once for its answers. Logits are made only for the tokens that predict a continuation.
+    The requests of a pass become prefix trees (see `share_prefixes`): few-shot examples run once for many questions,
+    and a question once for all its answers. Logits are computed only for the tokens that predict a continuation.
 
-    A family runs as its merged task, all subtasks in one pass: log p(label | what its subtask reads), weights left
-    out. For `butterfly(ids)` that is log p(x_k | all other tokens), and the sum is the pseudo-log-likelihood (Salazar
-    et al., arXiv:1910.14659). Only what a model was trained for means something: a causal model has no two-sided
-    scores.
+    A family runs as its merged task, all subtasks in one pass. Each label gets log p(label | what its subtask reads),
+    without its weight. For `butterfly(ids)` that is log p(x_k | all other tokens), and the sum is the
+    pseudo-log-likelihood (Salazar et al., arXiv:1910.14659). Scores mean something only for what a model was trained
+    on: a causal model has no two-sided scores.
 
     Args:
-        model: a language model, causal for requests, or what `load_model` returns.
+        model: a language model (a causal one for requests), or what `load_model` returns.
         requests: pairs (context, continuation) of texts or token ids, neither empty; or the subtasks of a family, or
-            its merged task. Texts are read as lm-eval reads them: spaces at the end of the context belong to the
-            continuation, and both are tokenized together.
-        tokenizer: for texts, unless the model came with one.
-        tokens_per_pass: tokens that one forward pass runs at most, unless one request alone has more.
+            its merged task. Texts are tokenized as in lm-eval: context and continuation together, with spaces at the
+            end of the context moved to the continuation.
+        tokenizer: for texts; not needed with what `load_model` returned.
+        tokens_per_pass: the most tokens that one forward pass runs, unless a single request has more.
 
     Raises:
-        ValueError: an empty context or continuation (which one is said), texts without a tokenizer, a request longer
-            than the model reads, an id outside the vocabulary, or a family that `merge` refuses.
-        UnsupportedArchitecture: as in `share_prefixes`, or a model without a head; for a family a model that takes no
-            embeddings, position ids and 4D mask.
+        ValueError: an empty context or continuation (the message names it), texts without a tokenizer, a request that
+            is too long for the model, an id outside the vocabulary, or a family that `merge` refuses.
+        UnsupportedArchitecture: as in `share_prefixes`, or a model without a head; for a family, a model that does not
+            take embeddings, position ids and a 4D mask.
 
-    Cost: the tokens after sharing; logits for those that predict, float32. A family: a pass under a dense mask.
+    Cost: a pass over the tokens after sharing, and float32 logits for those that predict; for a family, a dense mask.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
     ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
     >>> scores = score(model, [([5, 6, 7, 8], [9, 10]), ([5, 6, 7, 8], [11]), ([5, 6, 7, 3], [9])])
     >>> print(scores)
-    3 requests in 1 passes, 13 tokens -> 6
+    3 log-probabilities in 1 pass: 13 tokens -> 6
     """
     inner, own = split(model)
     if isinstance(requests, MergedTask) or (len(requests) and isinstance(requests[0], Task)):
@@ -150,7 +151,7 @@ class Scorer:
         longest = max((len(context) + len(rest) - 1 for context, rest in requests), default=0)
         limit = getattr(cast(Any, self._backbone.module.config).get_text_config(), "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < longest:
-            raise ValueError(f"a request has {longest} tokens, more than the {limit} that the model reads: shorten it")
+            raise ValueError(f"a request has {longest} tokens, but the model reads at most {limit}: shorten it")
         size = getattr(cast(Any, self._model).get_input_embeddings(), "num_embeddings", None)
         for number, (context, rest) in enumerate(requests):
             wrong = [token for token in (*context, *rest) if token < 0 or (isinstance(size, int) and token >= size)]
@@ -213,8 +214,8 @@ class Scorer:
         logits: Tensor = output.logits
         if tuple(logits.shape[:2]) != (1, len(slots)):
             raise UnsupportedArchitecture(
-                f"the logits of {type(self._model).__name__} are no function of its head's input alone: expected "
-                f"{len(slots)} rows, got {tuple(logits.shape)}"
+                f"the logits of {type(self._model).__name__} do not depend on its head's input alone: expected logits "
+                f"of {len(slots)} tokens, got {tuple(logits.shape)}"
             )
         return logits[0]
 
@@ -232,12 +233,12 @@ def _encoded(context: Text, continuation: Text, tokenizer: Any) -> Request:
         before = cast("list[int]", list(tokenizer(bare)["input_ids"]))
         pair = before, cast("list[int]", list(tokenizer(bare + rest)["input_ids"]))[len(before) :]
     elif isinstance(context, str) or isinstance(continuation, str):
-        raise TypeError("context and continuation must both be texts or both token ids")
+        raise TypeError("context and continuation must both be texts or both be token ids")
     else:
         pair = index_array("the context", context).tolist(), index_array("the continuation", continuation).tolist()
     for name, ids in zip(("context", "continuation"), pair, strict=True):
         if not ids:
-            raise ValueError(f"the {name} has no token; a context may be one token, such as that of the beginning")
+            raise ValueError(f"the {name} has no token: pass at least one, such as the BOS token for a context")
     return pair
 
 

@@ -1,7 +1,7 @@
-"""Calls of a model whose sequences begin alike: two hooks on its backbone, and two on the model around it.
+"""Runs calls whose sequences share prefixes: two hooks on a model's backbone, and two on the model around it.
 
-The backbone runs on prefix trees, and its states are read back to the rows. A call with labels is replaced as a whole,
-so that the head, too, runs once for each token.
+The backbone runs on prefix trees, and its states are mapped back to the sequences. A call with labels is replaced as a
+whole, so that the head, too, runs once for each token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.checks import IntArray
+from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow._core.threads import PerThread, untraced
 from attnflow.models.evaluation import examined, examining, unchanged
@@ -35,7 +36,7 @@ from attnflow.tasks.hf.call_rows import (
 )
 from attnflow.tasks.prefixes import Batch, Cost, Plan, plan
 
-_NOTHING: Final = "its rows do not begin alike, or by so little that sharing is more work"
+_NOTHING: Final = "its sequences share no prefix, or one so short that sharing is more work"
 _STATES: Final = ("last_hidden_state", "hidden_states")
 _ROUTERS: Final = "router_logits"  # of every token, for the loss that balances experts
 _log: Final = logging.getLogger("attnflow.tasks")
@@ -46,16 +47,16 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class SharingReport(Result):
-    """What was shared in the calls of a model so far.
+    """What a model's calls have shared so far.
 
     Attributes:
-        calls: calls whose sequences could have been shared; calls with a cache are not counted here.
-        shared: calls that ran on trees.
-        tokens_before: real tokens of all these calls, padding not counted.
-        tokens_after: tokens that were run for them; those of calls that were not shared count in full.
-        last_before: the same of the last call.
-        last_after: the same of the last call.
-        stock: reason -> number of calls that were not shared for it.
+        calls: calls whose sequences could be shared; calls with a cache are not counted here.
+        shared: calls that ran on prefix trees.
+        tokens_before: tokens of all these calls, without padding.
+        tokens_after: tokens that were run for them; calls that were not shared count in full.
+        last_before: `tokens_before` of the last call.
+        last_after: `tokens_after` of the last call.
+        stock: for each reason, the number of calls that were not shared because of it.
     """
 
     calls: int = 0
@@ -67,11 +68,11 @@ class SharingReport(Result):
     stock: Mapping[str, int] = field(default_factory=lambda: dict[str, int]())
 
     def refused(self, reason: str) -> SharingReport:
-        """With one more call that was not shared for this reason."""
+        """The report with one more call that was not shared for this reason."""
         return replace(self, stock={**self.stock, reason: self.stock.get(reason, 0) + 1})
 
     def ran(self, before: int, after: int, shared: bool = True) -> SharingReport:
-        """With one more call of so many tokens."""
+        """The report with one more call of so many tokens."""
         return SharingReport(
             self.calls + 1,
             self.shared + shared,
@@ -84,10 +85,10 @@ class SharingReport(Result):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.tokens_before:,} tokens -> {self.tokens_after:,} in {self.calls:,} calls, {self.shared:,} of them "
-            f"shared; the last {self.last_before:,} -> {self.last_after:,}"
+            f"{self.shared:,} of {plural(self.calls, 'call')} shared prefixes: {self.tokens_before:,} tokens -> "
+            f"{self.tokens_after:,}; the last call {self.last_before:,} -> {self.last_after:,}"
         ]
-        lines += [f"{number:,} calls were not shared: {reason}" for reason, number in self.stock.items()]
+        lines += [f"{plural(number, 'call')} not shared: {reason}" for reason, number in self.stock.items()]
         return "\n".join(lines)
 
 
@@ -107,10 +108,10 @@ class Calls:
     """The hooks, and what they need to know of the model; copies of the model have their own.
 
     `windows` is how far back attention reads, by name in `config.layer_types` ("" if all layers are alike). With
-    `always` calls are shared even where nothing is gained, as the check of a model needs. `unsupported` holds why
-    calls with packed rows, or with router logits, are not shared. Calls of who only looks at the model stand aside.
-    `tables` are the tables of positions of a model that takes no `position_ids`, which are given them; None in others.
-    With `counted` pads take no position where a call gives none.
+    `always` calls are shared even where nothing is gained, as the check of a model needs. `unsupported` says why calls
+    with packed rows, or with router logits, are not shared. Calls of code that only inspects the model are not shared
+    either. `tables` are the position embeddings of a model that takes no `position_ids`, and get the positions
+    directly; otherwise None. With `counted`, pads take no position where a call gives none.
     """
 
     windows: Mapping[str, int | None]
@@ -154,7 +155,7 @@ class Calls:
         expected = labels.cpu().numpy()
         if (~batch.real[:, :-1] & (expected[:, 1:] != NO_ID)).any():  # as before a row that is padded on the left
             running.refused = (
-                "a label is predicted by a pad (the first token of a row padded on the left): mark it -100"
+                "a pad would predict a label (the first token of a sequence padded on the left): set that label to -100"
             )
             return None
         if not self.with_labels or other_arguments(named) or flag(named, model, "output_router_logits"):
@@ -196,7 +197,7 @@ class Calls:
             try:
                 batch = self._batch(named, model)
                 if extra := other_arguments(named):
-                    raise NotShared(f"it was given {', '.join(extra)}")
+                    raise NotShared(f"it had the argument {', '.join(extra)}")
                 chosen = self._planned(model, batch)
                 if not self.always and chosen.cost(self._cost(model)) >= self._cost_of_rows(model, batch):
                     raise NotShared(_NOTHING)
@@ -232,8 +233,8 @@ class Calls:
         values = {n: value for n, value in cast(Mapping[str, object], output).items() if value is not None}
         if unknown := sorted({*values} - {*_STATES, _ROUTERS}):
             raise RuntimeError(
-                f"{type(model).__name__} puts out {', '.join(unknown)}, which cannot be read back from shared "
-                "prefixes; ask for less, or remove the handle of share_prefixes"
+                f"{type(model).__name__} returns {', '.join(unknown)}, which cannot be mapped back from shared "
+                "prefixes: do not request it, or remove the handle of share_prefixes"
             )
         if _ROUTERS in values:
             values[_ROUTERS] = tuple(router_rows(one, chosen) for one in cast(Sequence[Tensor], values[_ROUTERS]))
@@ -263,16 +264,16 @@ class Calls:
             first, second = (cast(Tensor, model(**call).last_hidden_state).detach() for _ in range(2))
         if not (torch.equal(first, second) if drawn else float((first - second).abs().max()) <= rounding(first)):
             raise ValueError(
-                f"{type(model).__name__} draws random numbers while it is trained (as NEFTune's noise), and two runs "
-                "of one call differ: sequences that begin alike would get the same noise; switch it off, or remove "
-                "the handle of share_prefixes"
+                f"{type(model).__name__} draws random numbers in training (such as NEFTune's noise), so two runs of "
+                "one call differ, and common prefixes would share their noise: switch it off, or remove the handle of "
+                "share_prefixes"
             )
         self._settled = hooks, drawn
 
     def _batch(self, named: Mapping[str, Any], model: nn.Module) -> Batch:
         """The sequences of a call; raises `NotShared` if none can be shared."""
         if not self.always and self._attention != self._interceptors():
-            raise NotShared("a mask or a bias was attached or removed after share_prefixes; do that first")
+            raise NotShared("a mask or a bias was attached or removed after share_prefixes: do that before")
         named = named if self.tables is None else {n: v for n, v in named.items() if n != "position_ids"}
         batch = read_batch(named, model, self._by_column, self.counted)
         asked = {"packed rows": batch.starts is not None, "router logits": flag(named, model, "output_router_logits")}
@@ -296,12 +297,12 @@ class Calls:
         """The trees of a batch; raises `NotShared` if there is nothing to share."""
         chosen = plan(batch, self._cost(model), one_row=skips_pairs(model))
         if chosen is None:
-            raise NotShared("there are no tokens but padding")
+            raise NotShared("it holds only padding")
         alone = all(len(tree.node_of) == int(tree.node_of.max(initial=-1)) + 1 for tree in chosen.trees)
         if alone and not self.always:
             raise NotShared(_NOTHING)
         if self.long_positions and int(batch.positions.max()) != int(chosen.positions.max()):
-            raise NotShared("its rotary embedding depends on the length of the batch, which padding alone makes")
+            raise NotShared("its rotary embedding depends on the length of the batch, and only padding is that long")
         return chosen
 
     def _stock(self, model: nn.Module, reason: str, named: Mapping[str, Any]) -> None:
@@ -351,8 +352,8 @@ def _refuse_dropout(model: nn.Module) -> None:
             if random and isinstance(value, float) and value > 0:
                 raise ValueError(
                     f"share_prefixes needs a model without dropout, but {name or type(model).__name__} has {key} = "
-                    f"{value:g} while it is trained: rows would drop the same features together; set it to 0 in the "
-                    "config, or remove the handle"
+                    f"{value:g} in training: all sequences of a prefix would drop the same features. Set it to 0 in "
+                    "the config, or remove the handle"
                 )
 
 

@@ -1,7 +1,7 @@
-"""`share_prefixes`: rows that begin alike run once, in any trainer; read it first.
+"""`share_prefixes`: runs the common prefixes of a batch once, in any trainer; read it first.
 
-A model is refused where rows with a common prefix have other states than the prefix has once: `Backbone` finds how far
-back its layers read, and `check_sharing` runs a small batch in both forms.
+A model is refused where sharing would change its states: `Backbone` finds how far back its layers read, and
+`check_sharing` runs a small batch in both forms.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _GROWING: Final = ("dynamic", "longrope")  # rotary embeddings that look at the 
 
 
 class SharedPrefixes(Handle):
-    """A model that runs the common beginnings of its rows once; `report` says what that saved.
+    """The handle of `share_prefixes`: its model runs common prefixes once; `report` says what that saved.
 
     Attributes:
         model: the model.
-        no_copies: why calls with labels run their head for every token of the rows; "" if once for a token.
+        no_copies: why calls with labels run their head for every token of the batch; "" if once for each shared token.
     """
 
     def __init__(self, model: nn.Module, calls: Calls, no_copies: str, restore: Sequence[Callable[[], None]]) -> None:
@@ -63,7 +63,7 @@ class SharedPrefixes(Handle):
 
     @property
     def report(self) -> SharingReport:
-        """What was shared so far."""
+        """What the model's calls have shared so far."""
         return self._calls.report
 
     def _restore(self) -> None:
@@ -71,45 +71,45 @@ class SharedPrefixes(Handle):
             restore()
 
     def _summary(self) -> str:
-        head = f" (its head for each of them: {self.no_copies})" if self.no_copies else ""
-        return f"{type(self.model).__name__} runs common beginnings of rows once{head}: {self.report}"
+        head = f" (but its head for every token: {self.no_copies})" if self.no_copies else ""
+        return f"{type(self.model).__name__} runs common prefixes once{head}: {self.report}"
 
 
 def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
-    """Let a causal model run the common prefixes of the sequences of a batch once: same outputs, same gradients.
+    """Let a causal model run the common prefixes of a batch once, with the same outputs and the same gradients.
 
-    The sequences [B, S] of a call become prefix trees (G rollouts of one prompt of P tokens are P + sum of completions
-    in place of G x P + sum of completions), which run under the mask of ancestors at the positions of the call; the
-    states are read back to [B, S, hidden], and their gradients add up. trl's trainers (GRPO, RLOO, DPO, KTO, SFT),
-    `Trainer` or a loop of your own stay the same. `share_prefixes(trainer)` shares the model that the trainer calls,
-    and lets GRPO and RLOO shuffle whole groups of rollouts, which they take apart otherwise.
+    The sequences [B, S] of a call become prefix trees: G rollouts of one prompt of P tokens take P tokens for the
+    prompt, not G x P. Each token reads its ancestors in the tree, at its position in the call. The states are mapped
+    back to [B, S, hidden], and their gradients add up. Trainers of trl (GRPO, RLOO, DPO, KTO, SFT), `Trainer` or your
+    own loop stay the same. `share_prefixes(trainer)` shares the model that the trainer calls, and lets GRPO and RLOO
+    shuffle whole groups of rollouts, which they would split otherwise.
 
     - A call with `labels` is replaced as a whole where that is less work, so that its head, too, runs once for a token:
       a token that predicts c labels takes c slots. No label is dropped, not even the first of a completion.
-    - Positions are those of the call; if it gives none, the numbers of the columns (in OPT, of the real tokens). So
-      sequences padded on the left share where their prompts are equally long. Outputs at pads are 0.
-    - Packed rows, whose `position_ids` start again, share as padded ones do. Share before FSDP2's `fully_shard`.
-    - A call is not shared if it uses a cache (generation), if its sequences do not begin alike, if sharing is more
-      work, or if it asks for what cannot be read back (attention weights, input embeddings, masks that are not 2D).
-      `handle.report` counts these by reason, and the log names each once.
+    - Positions are those of the call, by default the column numbers (in OPT, counted over real tokens). So sequences
+      padded on the left share only if their prompts are equally long. Outputs at pads are 0.
+    - Packed rows, whose `position_ids` start again, share like padded ones. Share before FSDP2's `fully_shard`.
+    - A call with a cache (generation) is not shared, nor one whose sequences have no common prefix worth the work. The
+      same holds if it has attention weights, input embeddings or a mask that is not 2D, which cannot be mapped back.
+      `handle.report` counts these calls by reason, and the log names each reason once.
 
     Args:
-        model: a causal model, one in PEFT's wrapper (LoRA) or in DistributedDataParallel, what `load_model` returns,
-            or a transformers or trl trainer of one. A reference model is another: `share_prefixes(trainer.ref_model)`.
+        model: a causal model, also inside PEFT (LoRA) or DistributedDataParallel; what `load_model` returns; or a
+            transformers or trl trainer. A reference model is separate: `share_prefixes(trainer.ref_model)`.
 
     Returns:
-        A handle: `.report` has the tokens before and after, `.remove()` restores the model.
+        A handle: `.report` has the numbers of tokens before and after, `.remove()` restores the model.
 
     Raises:
-        UnsupportedArchitecture: a model that `masks.attach` refuses (layers with a state), one of several stacks, one
-            whose attention is not causal or in chunks, or whose states came out different when both forms were run.
-        RuntimeError: it shares prefixes already.
-        ValueError: a trainer of groups that trl 1.16 does not have, or a mask that is attached; at a call in training,
-            dropout or other random numbers.
+        UnsupportedArchitecture: the model is one that `masks.attach` refuses (recurrent layers), has several stacks,
+            has attention that is chunked or not causal, or has other states with shared prefixes than without.
+        RuntimeError: the model shares prefixes already.
+        ValueError: a trainer of groups that shuffles differently from trl 1.16, or an attached mask; at a call in
+            training, dropout or other random numbers.
 
-    Cost: when it is put on, a few runs of 4 x 7 tokens; at the first call in training two more passes. In a call:
-    O(tokens) on the CPU for the trees, and for sdpa and eager a dense mask, width x width bytes a tree; for
-    flex_attention blocks, never dense.
+    Cost: at first a few runs of 4 x 7 tokens, and two more passes at the first call in training. A call takes O(tokens)
+    on the CPU for the trees. sdpa and eager also need a dense mask, width x width bytes a tree; flex_attention needs
+    only blocks.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -124,7 +124,7 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
     inner = cast(nn.Module, model.model) if isinstance(model, Trainer) else split(model)[0]
     outer, backbone, calls, in_force = prepared(inner)
     if in_force:
-        raise RuntimeError(f"{type(outer).__name__} shares prefixes already: remove that handle first, or use it")
+        raise RuntimeError(f"{type(outer).__name__} shares prefixes already: use that handle, or remove it first")
     no_copies = check_sharing(outer, backbone, calls)
     calls.with_labels = not no_copies
     restore = [shuffle_groups(model)] if isinstance(model, Trainer) else []
@@ -146,10 +146,10 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
     name = type(owner).__name__
     if any(isinstance(parameter, DTensor) for parameter in owner.parameters()):
         raise UnsupportedArchitecture(
-            f"the parameters of {name} are sharded over devices already: share first, then call fully_shard"
+            f"the parameters of {name} are sharded over devices already: call share_prefixes before fully_shard"
         )
     if any(in_force(site.module, "mask") for site in backbone.sites):
-        raise ValueError(f"{name} runs under a mask of masks.attach, which need not be causal: remove it, then share")
+        raise ValueError(f"{name} has a mask from masks.attach: remove it before share_prefixes")
     check_implementation(owner, base_implementation(owner.config), f"the attention of {name}", "mask")
     try:
         attach(owner, causal(_LENGTH)).remove()  # refuses modules beside attention that mix positions
@@ -182,7 +182,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
-    """Compare both forms, refusing a model that differs; returns why calls with labels cannot be replaced, or "".
+    """Refuse a model whose states differ in both forms; return why calls with labels cannot be replaced, or "".
 
     `calls` learns which other calls differ: those of packed rows, and those with router logits.
     """
@@ -226,7 +226,7 @@ def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
         compare(stock[0], run()[0], real, name)
     calls.unsupported = {}
     if differs(states, every, ["a packed row"], **packed):
-        calls.unsupported["packed rows"] = "the model computes them otherwise than each sequence alone"
+        calls.unsupported["packed rows"] = "the model computes other states for them than for each sequence alone"
     if not calls.with_labels:
         return "it has no head"
     names = "its head", "its loss", "its loss of the routers"
@@ -237,7 +237,7 @@ def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
 
 @contextmanager
 def _on_trees(model: nn.Module, backbone: nn.Module, calls: Calls) -> Generator[None]:
-    """Share every call inside, whether something is gained or not; nothing of that is counted."""
+    """Share every call inside, even where nothing is gained, without counting it."""
     hooks = _hooked(model, backbone, calls)
     calls.always = True
     try:
@@ -280,12 +280,12 @@ class Backbone:
             names = ", ".join(type(owner).__name__ for owner in owners)
             names = f"the encoder-decoder {type(model).__name__}" if both else names
             raise UnsupportedArchitecture(
-                f"share_prefixes takes a model of one causal stack, got {names}; pass a part that is a decoder alone"
+                f"share_prefixes takes a model with one causal stack, got {names}: pass a part that is a single decoder"
             )
         return cls(owners[0], tuple(site for site in sites if site.kind != "cross"))
 
     def plain(self) -> dict[str, object]:
-        """What a call needs to give its states alone: no cache, and nothing else that the config asks for."""
+        """The arguments with which a call returns only its states: no cache, and no output that the config requests."""
         asked = ("output_attentions", "output_router_logits")
         config = self.module.config
         extra = {name: False for name in asked if getattr(config.get_text_config(), name, False)}
@@ -315,7 +315,7 @@ class Backbone:
         self.intercepted(record, lambda: self.module(input_ids=ids[:1], **self.plain()))
         missing = sorted(set(names.values()) - set(seen))
         if missing:
-            raise UnsupportedArchitecture(f"{missing[0]} is not called when the model reads text")
+            raise UnsupportedArchitecture(f"share_prefixes needs attention on text, but {missing[0]} is not called")
         by_request = {id(request): request for request in seen.values()}
         if len(by_request) == 1:
             return {"": _window(next(iter(by_request.values())), self.sites[0].name)}
@@ -330,11 +330,11 @@ class Backbone:
                 )
             window = _window(seen[site.name], site.name)
             if windows.setdefault(str(types[layer]), window) != window:
-                raise UnsupportedArchitecture(f"layers of the kind {types[layer]!r} read differently far back")
+                raise UnsupportedArchitecture(f"layers of kind {types[layer]!r} differ in their windows")
         return windows
 
     def intercepted(self, interceptor: Callable[[AttentionCall, Proceed], Output], run: Callable[[], object]) -> None:
-        """Run with an interceptor at every attention module, each of which then gets a mask."""
+        """Run with an interceptor at every attention module, so that each gets a mask."""
         try:
             with trial(self.module, dict.fromkeys(self.sites, interceptor), role="mask", replaces_mask=True):
                 run()
@@ -344,15 +344,15 @@ class Backbone:
             ) from error
 
     def masked_as_meant(self, call: AttentionCall, proceed: Proceed, masks: Mapping[str, object]) -> Output:
-        """An interceptor that refuses a layer whose mask is not the one meant for its kind."""
+        """Refuse, as an interceptor, a layer whose mask is not the one for its kind."""
         kind = next(iter(masks)) if len(masks) == 1 else str(self.module.config.layer_types[call.module.layer_idx])
         if call.mask is not masks[kind]:
             name = next(site.name for site in self.sites if site.module is call.module)
-            raise UnsupportedArchitecture(f"{name} does not take the mask that its model is given as attention_mask")
+            raise UnsupportedArchitecture(f"{name} ignores its model's attention_mask, so prefixes cannot be shared")
         return proceed(call)
 
     def probe(self) -> tuple[Tensor, Tensor]:
-        """(ids, attention_mask) of rows with common prefixes and pads. None leads a row: some models give NaN there."""
+        """(ids, attention_mask) of rows with common prefixes and pads; no row starts with a pad, which may give NaN."""
         tokens = ordinary_tokens(self.module, 2)
         device = device_of(self.module)
         a, b = tokens[0], tokens[-1]
@@ -367,9 +367,8 @@ def compare(stock: Tensor, shared: Tensor, real: Tensor, name: str) -> None:
     difference = float((before.double() - after.double()).abs().max())
     if not difference <= rounding(before):
         raise UnsupportedArchitecture(
-            f"{name} gives rows that begin alike other states than their shared prefixes have (they differ by "
-            f"{difference:.2g}, rounding is {rounding(before):.2g}): its tokens depend on more than their ids, their "
-            "positions and their attention"
+            f"{name} computes other states with shared prefixes than without (they differ by {difference:.2g}; "
+            f"rounding explains {rounding(before):.2g}): its tokens depend on more than ids, positions and attention"
         )
 
 
@@ -377,7 +376,7 @@ def _window(request: MaskRequest, name: str) -> int | None:
     """How many tokens a layer reads, itself included; None for all before it."""
     function = request.arguments.get("mask_function")
     if not callable(function):
-        raise UnsupportedArchitecture(f"{name} has a mask of unknown kind")
+        raise UnsupportedArchitecture(f"share_prefixes needs causal attention, but {name} has a mask of unknown kind")
     zero, windows = torch.zeros((), dtype=torch.int64), set[int | None]()
     for query in _FAR:
         key = torch.arange(query + 3)
@@ -388,10 +387,8 @@ def _window(request: MaskRequest, name: str) -> int | None:
             raise UnsupportedArchitecture(f"{name} has a mask that depends on more than positions") from error
         count = int(allowed.sum())
         if not allowed[query] or allowed[query + 1 :].any() or not allowed[query + 1 - count : query + 1].all():
-            raise UnsupportedArchitecture(f"{name} is not causal, so that a token depends on those after it")
+            raise UnsupportedArchitecture(f"share_prefixes needs causal attention, not {name}")
         windows.add(None if count == query + 1 else count)
     if len(windows) > 1:
-        raise UnsupportedArchitecture(
-            f"{name} attends in chunks of the sequence, whose borders are at columns of the batch"
-        )
+        raise UnsupportedArchitecture(f"{name} attends in chunks of the batch's columns, which sharing would move")
     return windows.pop()

@@ -1,4 +1,4 @@
-"""trl's GRPO and RLOO shuffle whole groups of rollouts, so that the rows of a prompt stay in one batch."""
+"""Lets trl's GRPO and RLOO shuffle whole groups of rollouts, so that the rows of a prompt stay in one batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SHUFFLE: Final = "shuffle_sequence_dict"  # of trl
 
 
 def shuffle_groups(trainer: Trainer) -> Callable[[], None]:
-    """Let a trainer of groups shuffle them whole; returns what restores it, which does nothing for other trainers.
+    """Let a trainer of groups shuffle whole groups; returns a function that restores it (a no-op for other trainers).
 
-    It takes the random numbers that trl takes: groups stand in the order of the first row that trl draws of each. A
-    step over all of `steps_per_generation` batches keeps its rows. A process with parts of groups shuffles rows.
-    `ValueError` for a trainer that shuffles in another way than trl 1.16.
+    It draws the same random numbers as trl: groups are ordered by the first row that trl draws of each. A step over all
+    of `steps_per_generation` batches keeps its rows. A process that holds only parts of groups shuffles rows. It raises
+    `ValueError` for a trainer that shuffles differently from trl 1.16.
     """
     groups = getattr(trainer, "num_generations", None)
     if not isinstance(groups, int) or groups < 2:
@@ -29,7 +29,7 @@ def shuffle_groups(trainer: Trainer) -> Callable[[], None]:
     home = next((scope for scope in scopes if _SHUFFLE in scope), None)
     if home is None:
         raise ValueError(
-            f"{type(trainer).__name__} shuffles its rows in another way than trl 1.16; share its model alone: "
+            f"{type(trainer).__name__} shuffles its rows differently from trl 1.16: share its model alone with "
             "tasks.share_prefixes(trainer.model)"
         )
     prepare, rows = cast(Any, trainer)._prepare_inputs, home[_SHUFFLE]
