@@ -41,7 +41,8 @@ class TrainingWatch:
         call = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
         labels = call.pop("labels", None)
-        call.pop("num_items_in_batch", None)
+        for name in ("num_items_in_batch", "fused_lm_head"):  # without labels they have no meaning
+            call.pop(name, None)
         row = {k: v[:1] if isinstance(v, Tensor) and v.ndim else v for k, v in call.items() if v is not None}
         if labels is not None:
             assert "input_ids" in row, "a labelled call without input_ids: teach the watch what it predicts"

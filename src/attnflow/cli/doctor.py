@@ -10,7 +10,7 @@ import typer
 
 from attnflow.cli._output import JsonFlag, console, print_json, say, style, working
 
-_EXTRAS: Final = ("hf", "report", "knowledge", "studio")
+_EXTRAS: Final = ("hf", "report", "knowledge", "studio", "trl", "test")
 
 
 def doctor(json_output: JsonFlag = False) -> None:
@@ -51,7 +51,7 @@ def _requirements() -> dict[str, tuple[str | None, str | None]]:
     for line in metadata.requires("attnflow") or []:
         match = re.match(r"([A-Za-z0-9._-]+)", line)
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", line)
-        if match is None or (extra is not None and extra[1] not in _EXTRAS) or match[1] in found:
+        if match is None or match[1] in {"attnflow", *found} or (extra is not None and extra[1] not in _EXTRAS):
             continue
         try:
             version = metadata.version(match[1])

@@ -103,12 +103,14 @@ def bounds_of(rows: IntervalRows, width: int) -> Int32[np.ndarray, "queries boun
 def mask_mod_of_bounds(bounds: Int32[Tensor, "queries bounds"], rank: Int32[Tensor, " keys"] | None) -> MaskMod:
     """`mask_mod(b, h, q, k)` that compares k with the intervals of row q; ignores b and h."""
 
+    columns = bounds.unbind(1)  # torch 2.10 cannot index by a tensor and a number at once
+
     @no_type_check
     def compare(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         k = k if rank is None else rank[k]
-        allowed = (k >= bounds[q, 0]) & (k < bounds[q, 1])
-        for t in range(2, bounds.shape[1], 2):
-            allowed = allowed | ((k >= bounds[q, t]) & (k < bounds[q, t + 1]))
+        allowed = (k >= columns[0][q]) & (k < columns[1][q])
+        for t in range(2, len(columns), 2):
+            allowed = allowed | ((k >= columns[t][q]) & (k < columns[t + 1][q]))
         return allowed
 
     return compare
