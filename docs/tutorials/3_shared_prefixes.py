@@ -186,7 +186,7 @@ assert handle.report.last_after == 1031
 # Generation is not shared: it uses a cache, and the handle counts those calls.
 # That is why a whole step gains less than its training part. On the whole
 # SmolLM2, on two CPU cores, we measured this
-# ([more of it](../guides/sharing.md#when-it-pays)):
+# ([more of it](../guides/sharing.md#estimate-when-it-pays)):
 #
 # | G = 8, P = 512, C = 64 | stock TRL | shared |
 # |---|---|---|
