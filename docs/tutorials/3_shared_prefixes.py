@@ -166,7 +166,6 @@ for i, (a, b) in enumerate(zip(stock_steps, shared_steps, strict=True)):
     print(f"    {stock_times[i]:6.1f} {shared_times[i]:6.1f}")
     assert abs(a["grad_norm"] / b["grad_norm"] - 1) < 1e-2
 assert stock_steps[0]["reward"] == shared_steps[0]["reward"]
-assert shared_times[1] < 0.7 * stock_times[1]
 
 # %% [markdown]
 # The steps are the same: the completions that were sampled, their rewards, the
