@@ -102,14 +102,13 @@ def bounds_of(rows: IntervalRows, width: int) -> Int32[np.ndarray, "queries boun
 
 def mask_mod_of_bounds(bounds: Int32[Tensor, "queries bounds"], rank: Int32[Tensor, " keys"] | None) -> MaskMod:
     """`mask_mod(b, h, q, k)` that compares k with the intervals of row q; ignores b and h."""
-
-    columns = bounds.unbind(1)  # torch 2.10 cannot index by a tensor and a number at once
+    columns = bounds.t().contiguous()  # torch 2.10 cannot index by a tensor and a number at once
 
     @no_type_check
     def compare(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         k = k if rank is None else rank[k]
         allowed = (k >= columns[0][q]) & (k < columns[1][q])
-        for t in range(2, len(columns), 2):
+        for t in range(2, columns.shape[0], 2):
             allowed = allowed | ((k >= columns[t][q]) & (k < columns[t + 1][q]))
         return allowed
 
@@ -307,10 +306,10 @@ def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: 
     @no_type_check
     def compare(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         b, h = b if several else b * 0, h if heads else h * 0
-        k = rows[b, h, 2 * intervals, k] if renumbered else k
-        allowed = (k >= rows[b, h, 0, q]) & (k < rows[b, h, 1, q])
+        k = rows[:, :, 2 * intervals][b, h, k] if renumbered else k
+        allowed = (k >= rows[:, :, 0][b, h, q]) & (k < rows[:, :, 1][b, h, q])
         for t in range(1, intervals):
-            allowed = allowed | ((k >= rows[b, h, 2 * t, q]) & (k < rows[b, h, 2 * t + 1, q]))
+            allowed = allowed | ((k >= rows[:, :, 2 * t][b, h, q]) & (k < rows[:, :, 2 * t + 1][b, h, q]))
         return allowed
 
     return compare
