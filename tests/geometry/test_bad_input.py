@@ -71,7 +71,7 @@ CASES = {
                 num_kv_heads=2,
             ),
             ValueError,
-            f"{side} are NaN or Inf",
+            f"{side} weights must be finite",
         )
         for function in (head_scores, full_scores)
         for side in ("query", "key")

@@ -109,7 +109,7 @@ def test_parameters_of_the_paper_on_the_meta_device():
     assert (len(handle.layers), set(handle.layers.values())) == (16, {524_545})
     assert str(handle) == (
         "bias on 16 of 32 attention layers: 8,392,720 parameters (0.12 % of the base model's 6,738,415,616); "
-        "6,746,808,336 are trained"
+        "6,746,808,336 parameters are trained"
     )
     assert all(parameter.is_meta for parameter in handle.parameters())
 

@@ -148,7 +148,7 @@ def test_another_base_is_refused(saved):
     [
         (lambda content: content[:-7], "is damaged or was edited"),
         (lambda content: content.replace(b"hidden_dim", b"hidden_din"), "is damaged or was edited"),
-        (lambda content: b"nonsense", "no saved bias: its header cannot be read"),
+        (lambda content: b"nonsense", "not a saved bias: its header cannot be read"),
         (lambda content: b"", "its header cannot be read"),
         (lambda content: (2).to_bytes(8, "little") + b"[]" + content[8:], "its header cannot be read"),
         (lambda content: (1 << 62).to_bytes(8, "little") + content[8:], "its header cannot be read"),

@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused_and_the_model_is_as_it_was(tmp_path):
     refused(ValueError, "of x@1, but those of memory are of y@2", model, store_of(encoder="y@2"), reader=reader)
     mixed = store_of()
     mixed.insert(embeddings=torch.ones(1, DIM), encoder="z@3")
-    refused(ValueError, "come from 2 encoders", model, mixed, reader=reader)
+    refused(ValueError, r"come from 2 \(", model, mixed, reader=reader)
     refused(
         WrongBase, "model_type is llama there and gpt2 here", tiny("GPT2", torch.float32), store_of(), reader=reader
     )

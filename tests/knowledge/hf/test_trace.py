@@ -270,7 +270,7 @@ def test_texts_tokens_and_targets():
     assert listed.target_ids == (10, 3, 2)
     with pytest.raises(ValueError, match="one target, or one for each of the 3 positions, got 2"):
         trace(loaded, "w4 w5 w6", targets=[1, 2])
-    with pytest.raises(ValueError, match="must be one token, 'w1 w2' is 2"):
+    with pytest.raises(ValueError, match="must be one token, but 'w1 w2' is 2"):
         trace(loaded, "w4 w5 w6", targets="w1 w2")
     with pytest.raises(ValueError, match="needs a tokenizer"):
         trace(model, [5, 6], targets="w1")
