@@ -101,18 +101,18 @@ def _maps(bias_map: BiasMap) -> Section:
             title = f"Layer {one.layer}, every query"
             parts.append(charts.in_page(lambda layer=one.layer: map_chart(bias_map, layer=layer), title))
     parts.append(tag("details", tag("summary", "Numbers"), _extremes(bias_map)))
-    return Section("maps", "Who is drawn to whom", html.join(parts))
+    return Section("maps", "Which queries attend to which keys", html.join(parts))
 
 
 def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
-    """Lists for each layer the keys that the last query is drawn to most and least."""
+    """Lists for each layer the keys that the bias makes the last query attend to most and least."""
     rows: list[list[Content]] = []
     for one in bias_map:
         values = bias_map.values("bias", one.layer)[-1]
         keys = [key for key in values.argsort(descending=True).tolist() if bias_map.allowed(one.layer)[-1, key]]
         named = [f"{_token(bias_map, key)} {float(values[key]):+.3f}".replace("-", "−") for key in keys]
         rows.append([str(one.layer), ", ".join(named[:count]), ", ".join(named[::-1][:count])])
-    return html.table(["Layer", "drawn to", "turned away from"], rows, text_columns=3)
+    return html.table(["Layer", "attends more to", "attends less to"], rows, text_columns=3)
 
 
 def _weights(bias_map: BiasMap) -> Section:
@@ -216,7 +216,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
         for node, i in index.items()
     ]
     cycles = "" if graph.is_acyclic else " Attention is bidirectional, and so information may return: there are cycles."
-    caption = f"Arrows: from a key to a query that is drawn to it ({drawn.about}).{cycles}"
+    caption = f"Arrows: from a key to a query that attends more to it ({drawn.about}).{cycles}"
     body = "".join([*arrows, *boxes, *labels])
     return framed(body, placement.width, placement.height, [caption], what)
 
