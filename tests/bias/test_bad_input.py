@@ -92,7 +92,7 @@ TABLE: list[tuple[Callable[[], object], str]] = [
     (attach(backend="cuda"), "backend must be one of"),
     (attach(B.CustomConfig(lambda shape: 3)), r"custom: build must return an nn\.Module, got int"),
     (lambda: B.attach("gpt2"), "expected a torch module or what af.load_model returns, got str"),
-    (lambda: B.attach(nn.Linear(2, 2)), "expected a transformers model with a config"),
+    (lambda: B.attach(nn.Linear(2, 2)), "expected a transformers model, got Linear"),
     (lambda: B.attach(model()), "has a bias attached already: remove it with its handle first"),
     (lambda: B.save(family("Llama"), "folder"), "has no bias attached"),
     # capture

@@ -108,7 +108,7 @@ OF_A_MODEL = [
     ("bias show no-such-model --bias empty", "holds no saved bias"),
     ("knowledge build memory TINY", "a store in memory is lost when the command ends"),
     ("knowledge build notes.txt TINY", "notes.txt"),
-    ("knowledge trace TINY 'I the of' --layer 2", "layer must be one of [0, 1], got 2"),
+    ("knowledge trace TINY 'I the of' --layer 2", "layer must be one of the traced [0, 1], got 2"),
     ("knowledge trace TINY 'I the of' --position 9", "position must be one of the traced"),
     ("knowledge trace TINY 'I the of' --target 'I my'", "a target must be one token"),
     ("knowledge trace TINY 'I the of' --top 3 --count 5", "lists more than the --top 3"),
@@ -121,7 +121,7 @@ OF_A_MODEL = [
         "knowledge edit TINY --prompt 'the thy' --answer be --keep nothing.txt -o edited",
         "the file nothing.txt does not exist",
     ),
-    ("knowledge edit TINY --prompt 'the thy' --answer be --subject me -o edited", "subject 'me' is not in"),
+    ("knowledge edit TINY --prompt 'the thy' --answer be --subject me -o edited", "must contain the subject 'me'"),
 ]
 
 

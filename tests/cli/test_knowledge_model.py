@@ -61,7 +61,7 @@ def test_a_model_is_edited_and_saved(run, tiny_model, tmp_path):
         "knowledge", "edit", tiny_model, "--prompt", "the thy", "--answer", "be", "--subject", "thy", *where
     )
     assert code in (0, 1), err
-    assert text.startswith("1 fact, ")
+    assert text.startswith("1 of 1 fact changed")
     assert "2 texts that must not change" in text
     plain, edited = af.load_model(tiny_model), af.load_model(str(out))
     assert type(plain.model) is type(edited.model)

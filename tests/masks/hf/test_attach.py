@@ -226,7 +226,7 @@ def test_what_is_refused_leaves_nothing_behind(model, bad, error, message):
 def test_not_a_model(model):
     with pytest.raises(TypeError, match=r"load_model|Loaded"):
         ATTACH("smollm2-135m", CAUSAL)
-    with pytest.raises(ValueError, match=r"with a config, got Linear"):
+    with pytest.raises(ValueError, match=r"expected a transformers model, got Linear"):
         ATTACH(nn.Linear(2, 2), CAUSAL)
     with pytest.raises(ValueError, match="pass the model, not one layer"):
         ATTACH(model.model.layers[0], CAUSAL)
