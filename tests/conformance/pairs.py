@@ -44,6 +44,7 @@ _APART = {
     ("NEFTune", "offload"): "noise is for training, and offloaded weights are not trained",
     ("DDP", "offload"): "offloaded weights are not trained",
     ("FSDP2", "offload"): "offloaded weights are not trained",
+    ("offload", "threads"): "accelerate moves weights during each call, so concurrent calls disturb one another",
     ("DDP", "threads"): "processes must call their collectives in one order",
     ("FSDP2", "threads"): "processes must call their collectives in one order",
     ("gradient checkpointing", "threads"): "concurrent calls are for inference, which nothing is recomputed for",
