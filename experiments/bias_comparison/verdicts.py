@@ -48,8 +48,8 @@ def judge(results: Path) -> Sequence[Judgement]:
 
 def by_sign(value: Interval, sign: int) -> Verdict:
     """Whether a difference lies on the side of 0 that a claim says."""
-    low, high = (value.low, value.high) if sign > 0 else (-value.high, -value.low)
-    return "confirmed" if low > 0 else "refuted" if high < 0 else "not confirmed"
+    found = value.side * sign
+    return "confirmed" if found > 0 else "refuted" if found < 0 else "not confirmed"
 
 
 def _text(contrasts: Contrasts) -> list[Judgement]:

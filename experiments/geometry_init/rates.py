@@ -10,7 +10,7 @@ import numpy as np
 from attnflow._core.markup import aligned
 from experiments.geometry_init.curves import Choice, Curves
 from experiments.runner.experiment import Judgement, Verdict
-from experiments.runner.statistics import Array, student
+from experiments.runner.statistics import Array, Interval, student
 
 STARTS: Final = ("default", "scaled")
 _SETTLED: Final = 0.2  # of the largest distance from the end: within it for good, a layer has settled
@@ -108,9 +108,9 @@ def judge_rates(content: Mapping[str, Any]) -> list[Judgement]:
         ("G31", SETTLING, -1, STARTS[:1]),
     ):
         rows = [row for row in content["rates"] if row["contrast"] == contrast]
-        signs = [{_sign(row["value"]) * wanted for row in rows if row["start"] == start} for start in starts]
+        signs = [{Interval(*row["value"]).side * wanted for row in rows if row["start"] == start} for start in starts]
         said = "; ".join(
-            f"{row['start']} start, {row['at']}{' rates' if row['at'] == 'best' else ''} {_said(row['value'])}"
+            f"{row['start']} start, {row['at']}{' rates' if row['at'] == 'best' else ''} {Interval(*row['value']):.2f}"
             for row in rows
             if row["start"] in starts
         )
@@ -127,14 +127,6 @@ def _verdict(signs: Sequence[set[int]]) -> Verdict:
     return "corrected" if signs[0] == {1} else "not confirmed"
 
 
-def _sign(value: Sequence[float]) -> int:
-    return 1 if value[1] > 0 else -1 if value[2] < 0 else 0
-
-
-def _said(value: Sequence[float]) -> str:
-    return "{:+.2f} [{:+.2f}, {:+.2f}]".format(*value)
-
-
 def said_of(choices: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> str:
     """The choices and the contrasts in text."""
     lines = [["objective", "arm", "best rate", "loss for choosing by rate", "others less best"]]
@@ -144,5 +136,5 @@ def said_of(choices: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, A
         end = " (an end)" if one["at_end"] else ""
         lines.append([one["objective"], one["arm"], f"{one['rate']:g}{end}", losses, ahead])
     more = [["contrast", "start", "rates", "seeds", "value"]]
-    more += [[r["contrast"], r["start"], r["at"], str(r["seeds"]), _said(r["value"])] for r in rates]
+    more += [[r["contrast"], r["start"], r["at"], str(r["seeds"]), f"{Interval(*r['value']):.2f}"] for r in rates]
     return f"{aligned(lines, left=range(5))}\n{aligned(more, left=range(5))}"

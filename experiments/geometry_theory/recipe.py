@@ -185,19 +185,19 @@ def judge(results: Path) -> Sequence[Judgement]:
     down, apart = of("causal", "training", "directionality"), of("difference", "training", "directionality")
     up, more = of("bidirectional", "training", "symmetry"), of("difference", "training", "symmetry")
     first = of("difference", "gradient", "symmetry")
-    both = [_sign(each) for each in (up, more)]
+    both = [each.side for each in (up, more)]
     pairs = [{name: Interval(**value) for name, value in study["pairs"][stage].items()} for stage in _GRADIENTS]
-    agree = {_sign(each["agreement"]) for each in pairs}
+    agree = {each["agreement"].side for each in pairs}
     said = [f"{each['agreement']:.3f}" for each in pairs]
     return [
-        Judgement("G3", _verdict(-_sign(down)), f"After training on the next token, M has D = {down:.2f}."),
+        Judgement("G3", _verdict(-down.side), f"After training on the next token, M has D = {down:.2f}."),
         Judgement(
             "G4",
             "confirmed" if both == [1, 1] else "refuted" if both[0] < 0 else "not confirmed",
             f"Trained on masked tokens, M has S = {up:.2f}; masked less next: {more:.2f}. Not so in the gradients "
             f"of the proof: masked less next {first:.2f} in the first one.",
         ),
-        Judgement("G24", _verdict(_sign(apart)), f"D after training, masked less next: {apart:.2f}."),
+        Judgement("G24", _verdict(apart.side), f"D after training, masked less next: {apart:.2f}."),
         Judgement(
             "G27",
             _verdict(agree.pop() if len(agree) == 1 else 0),
@@ -206,11 +206,6 @@ def judge(results: Path) -> Sequence[Judgement]:
             f"the last layer queries that are not masked hold {pairs[0]['unmasked'].mean:.0%} of its energy.",
         ),
     ]
-
-
-def _sign(value: Interval) -> int:
-    """Of the whole interval; 0 if that holds 0."""
-    return 1 if value.low > 0 else -1 if value.high < 0 else 0
 
 
 def _verdict(sign: int) -> Verdict:

@@ -39,6 +39,11 @@ class Interval:
         """Mean, low, high, as files hold them."""
         return [self.mean, self.low, self.high]
 
+    @property
+    def side(self) -> int:
+        """1 or -1 if the whole interval lies above or below 0, else 0."""
+        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
 
 def interval(values: Array) -> Interval:
     """Mean of [seeds, items] with the interval of Student's t.
