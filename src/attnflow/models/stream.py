@@ -26,7 +26,17 @@ from attnflow.models.held import HeldNorm, hold, may_be_norm
 from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, base_implementation, intercept
 from attnflow.models.mixing import moves_between_positions
 from attnflow.models.sites import Site, models_around
-from attnflow.models.watching import Arguments, Call, Watch
+from attnflow.models.watching import (
+    Arguments,
+    Call,
+    Watch,
+    handed_again,
+    hidden_of,
+    mapped,
+    tensors_in,
+    with_hidden,
+    with_tensor,
+)
 
 _SUPPORTED: Final = ("eager", "sdpa")
 
@@ -142,7 +152,7 @@ class ResidualStream:
                 return self._reach()
 
         def leave(call: Call, output: object) -> object:
-            return _with(component.output, component.value, value) if call.number == component.number else None
+            return with_tensor(component.output, component.value, value) if call.number == component.number else None
 
         with Watch({component.path: self.model.get_submodule(component.path)}, leave=leave):
             return self._reach()
@@ -205,9 +215,9 @@ class ResidualStream:
             prefix = str(call.name).rpartition(".")[0]
             value = values.get(call.name) if call.number == 0 else None
             if value is None:
-                return _again(call, *given[prefix]) if prefix in given else None
-            given[prefix] = _hidden(call).detach(), value
-            return _with_hidden(call, value)
+                return handed_again(call, *given[prefix]) if prefix in given else None
+            given[prefix] = hidden_of(call).detach(), value
+            return with_hidden(call, value)
 
         layers = {path: layer for path, layer in self._layers().items() if path.rpartition(".")[0] in prefixes}
         with Watch(layers, enter):
@@ -298,22 +308,22 @@ class _Recorder:
         if call.module not in self._layers or prefix not in self._lists:
             return None
         if prefix in self._marked:
-            return _again(call, *self._marked[prefix])
-        hidden = _hidden(call)
+            return handed_again(call, *self._marked[prefix])
+        hidden = hidden_of(call)
         self._shapes[prefix] = hidden.shape
         marked = hidden.detach().requires_grad_().clone()
         self._marked[prefix] = hidden.detach(), marked
         self._found.append(Component(str(call.name), -1, hidden.detach(), None))
-        return _with_hidden(call, marked)
+        return with_hidden(call, marked)
 
     def leave(self, call: Call, output: object) -> object:
         """End marks, and keep the output of a module that has none."""
         path, begun = str(call.name), self._begun.pop(id(call), None)
         inside_target = any(open_call.module is self._target for open_call in _callers(call))
-        ended = _mapped(output, lambda t: t.detach()) if call.module in self._ends else output
+        ended = mapped(output, lambda t: t.detach()) if call.module in self._ends else output
         if begun is None or inside_target or call.module not in self._holds:
             return ended if call.module in self._ends else None
-        tensors = _tensors(ended)
+        tensors = tensors_in(ended)
         if not tensors or any(tensor.requires_grad for tensor in tensors):
             return ended if call.module in self._ends else None
         del self._found[begun:]
@@ -336,7 +346,7 @@ class _Stub:
         if number not in self._calls:
             return self._forward(*args, **kwargs)
         component, value = self._calls[number]
-        return component.output if value is None else _with(component.output, component.value, value)
+        return component.output if value is None else with_tensor(component.output, component.value, value)
 
 
 def _owns_matrix(module: nn.Module) -> bool:
@@ -357,60 +367,3 @@ def _alike(shape: torch.Size, stream: torch.Size) -> bool:
         and len(shape) >= 2
         and shape[:-1].numel() in (stream[-3:-1].numel(), stream[:-1].numel())
     )
-
-
-def _tensors(output: object) -> list[Tensor]:
-    """List the floating-point tensors of an output."""
-    found: list[Tensor] = []
-    _mapped(output, lambda tensor: found.append(tensor) or tensor)
-    return found
-
-
-def _mapped(output: object, change: Callable[[Tensor], Tensor]) -> object:
-    """Change each floating-point tensor of an output, in tuples, lists and mappings."""
-    if isinstance(output, Tensor):
-        return change(output) if output.is_floating_point() else output
-    if isinstance(output, tuple | list):
-        parts = [_mapped(one, change) for one in cast("Sequence[object]", output)]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-    return output
-
-
-def _with(output: object, old: Tensor | None, new: Tensor) -> object:
-    """Replace one tensor of an output."""
-    return _mapped(output, lambda tensor: new if old is not None and _same(tensor, old) else tensor)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
-
-
-def _hidden(call: Call) -> Tensor:
-    """The tensor of a layer's call that is the stream."""
-    values = (*call.args, *(call.kwargs[n] for n in ("hidden_states", *call.kwargs) if n in call.kwargs))
-    found = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2), None)
-    if found is None:
-        raise UnsupportedArchitecture(f"{call.name} is called without a tensor of hidden states")
-    return found
-
-
-def _again(call: Call, old: Tensor, new: Tensor) -> Arguments | None:
-    """Replace arguments beside the stream that hold the embedding once more, as Zamba's layers get it."""
-    hidden = _hidden(call)
-
-    def change(value: object) -> object:
-        same = isinstance(value, Tensor) and value is not hidden and value.shape == old.shape
-        return new if same and torch.equal(cast(Tensor, value), old) else value
-
-    args, kwargs = tuple(map(change, call.args)), {name: change(value) for name, value in call.kwargs.items()}
-    return (
-        (args, kwargs)
-        if [*map(id, args), *map(id, kwargs.values())] != [*map(id, call.args), *map(id, call.kwargs.values())]
-        else None
-    )
-
-
-def _with_hidden(call: Call, value: Tensor) -> Arguments:
-    hidden = _hidden(call)
-    args = tuple(value if one is hidden else one for one in call.args)
-    return args, {name: value if one is hidden else one for name, one in call.kwargs.items()}
