@@ -16,15 +16,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from attnflow._core.errors import UnsupportedArchitecture
 
 
 @dataclass(eq=False)
@@ -138,3 +140,61 @@ def calls_of(modules: Mapping[Any, nn.Module], run: Callable[[], object]) -> lis
     with Watch(modules, calls.append):
         run()
     return calls
+
+
+def tensors_in(output: object) -> list[Tensor]:
+    """List the floating-point tensors of an output."""
+    found: list[Tensor] = []
+    mapped(output, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+def mapped(output: object, change: Callable[[Tensor], Tensor]) -> object:
+    """Change each floating-point tensor of an output, in tuples, lists and mappings."""
+    if isinstance(output, Tensor):
+        return change(output) if output.is_floating_point() else output
+    if isinstance(output, tuple | list):
+        parts = [mapped(one, change) for one in cast("Sequence[object]", output)]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    return output
+
+
+def with_tensor(output: object, old: Tensor | None, new: Tensor) -> object:
+    """Replace one tensor of an output."""
+    return mapped(output, lambda tensor: new if old is not None and _same(tensor, old) else tensor)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
+
+
+def hidden_of(call: Call) -> Tensor:
+    """The tensor of a layer's call that is the stream."""
+    values = (*call.args, *(call.kwargs[n] for n in ("hidden_states", *call.kwargs) if n in call.kwargs))
+    found = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2), None)
+    if found is None:
+        raise UnsupportedArchitecture(f"{call.name} is called without a tensor of hidden states")
+    return found
+
+
+def handed_again(call: Call, old: Tensor, new: Tensor) -> Arguments | None:
+    """Replace arguments beside the stream that hold the embedding once more, as Zamba's layers get it."""
+    hidden = hidden_of(call)
+
+    def change(value: object) -> object:
+        same = isinstance(value, Tensor) and value is not hidden and value.shape == old.shape
+        return new if same and torch.equal(cast(Tensor, value), old) else value
+
+    args, kwargs = tuple(map(change, call.args)), {name: change(value) for name, value in call.kwargs.items()}
+    return (
+        (args, kwargs)
+        if [*map(id, args), *map(id, kwargs.values())] != [*map(id, call.args), *map(id, call.kwargs.values())]
+        else None
+    )
+
+
+def with_hidden(call: Call, value: Tensor) -> Arguments:
+    """Replace the stream in a layer's arguments."""
+    hidden = hidden_of(call)
+    args = tuple(value if one is hidden else one for one in call.args)
+    return args, {name: value if one is hidden else one for name, one in call.kwargs.items()}
