@@ -22,7 +22,17 @@ LENGTH = 4  # of every axis
 TABLES = {
     *("ActivityReport", "BatchReport", "Cost", "Decoded", "Diagnosis", "Duplicates", "EditReport", "EngineMask"),
     *("FlashInferMask", "FlashMask", "GreedyComparison", "LayerMap", "LayerQuery", "MagiRanges", "Matches"),
-    *("MeasuredOrder", "OrderDifference", "QueryBias", "Scores", "SharingReport", "Sparse", "StoreStats", "Strength"),
+    *(
+        "MeasuredOrder",
+        "OrderDifference",
+        "PairScores",
+        "QueryBias",
+        "Scores",
+        "SharingReport",
+        "Sparse",
+        "StoreStats",
+        "Strength",
+    ),
     *("Varlen", "Verification", "Written"),
 }
 

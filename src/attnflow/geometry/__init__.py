@@ -1,6 +1,7 @@
 """Symmetry and directionality of attention's bilinear form W_q^T W_k."""
 
 from attnflow.geometry.monitor import monitor
+from attnflow.geometry.pairs import PairScores, pairs
 from attnflow.geometry.score import score
 from attnflow.geometry.scores import directionality, symmetry
 from attnflow.geometry.table import GeometryScores
@@ -8,10 +9,12 @@ from attnflow.geometry.training import init_skew_, init_symmetric_, penalty
 
 __all__ = [
     "GeometryScores",
+    "PairScores",
     "directionality",
     "init_skew_",
     "init_symmetric_",
     "monitor",
+    "pairs",
     "penalty",
     "score",
     "symmetry",
