@@ -22,8 +22,8 @@ LENGTH = 4  # of every axis
 TABLES = {
     *("ActivityReport", "BatchReport", "Cost", "Decoded", "Diagnosis", "Duplicates", "EditReport", "EngineMask"),
     *("FlashInferMask", "FlashMask", "GreedyComparison", "LayerMap", "LayerQuery", "MagiRanges", "Matches"),
-    *("MeasuredOrder", "OrderDifference", "QueryBias", "Scores", "SharingReport", "Sparse", "StoreStats", "Strength"),
-    *("ScoreAttribution", "Varlen", "Verification", "Written"),
+    *("MeasuredOrder", "OrderDifference", "PairScores", "QueryBias", "ScoreAttribution", "Scores", "SharingReport"),
+    *("Sparse", "StoreStats", "Strength", "Varlen", "Verification", "Written"),
 }
 
 

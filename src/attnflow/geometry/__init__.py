@@ -3,6 +3,7 @@
 from attnflow.geometry.attribute import attribute
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.monitor import monitor
+from attnflow.geometry.pairs import PairScores, pairs
 from attnflow.geometry.score import score
 from attnflow.geometry.scores import directionality, symmetry
 from attnflow.geometry.table import GeometryScores
@@ -10,12 +11,14 @@ from attnflow.geometry.training import init_skew_, init_symmetric_, penalty
 
 __all__ = [
     "GeometryScores",
+    "PairScores",
     "ScoreAttribution",
     "attribute",
     "directionality",
     "init_skew_",
     "init_symmetric_",
     "monitor",
+    "pairs",
     "penalty",
     "score",
     "symmetry",

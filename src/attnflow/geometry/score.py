@@ -16,11 +16,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
+from attnflow.geometry.in_use import InUse, measure
 from attnflow.geometry.scores import Mode, check_reading, full_scores, head_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
 from attnflow.models.attention import AttentionLayer, attention_layers, stored_layers
 from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, Text, split
 
 Attention = Literal["self", "cross", "all"]
 Source = nn.Module | Loaded | str | os.PathLike[str]
@@ -36,6 +37,7 @@ def score(
     per_head: bool = True,
     attention: Attention = "self",
     *,
+    inputs: Text | None = None,
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> GeometryScores:
@@ -50,12 +52,24 @@ def score(
     attention module's queries and keys. A layer that attends to the keys of an earlier layer is scored with those. For
     files, tables of model families say where queries and keys are.
 
+    With `inputs`, the model reads them, and every row of self-attention also says how symmetric and directional it is
+    among these tokens. Over all pairs of two tokens i and j that meet in a sequence, and with row-centred scores,
+
+        S in use = sum s_ij s_ji / sum s_ij^2,   s_ij = q_i . (k_j - mean k)
+
+    of the model's own queries and keys, so that biases, positions and norms count. s_ji of a causal model, which it
+    never computes, comes from the same queries and keys. D in use is D of M with each row weighted by the root mean
+    square of its coordinate in the queries' tokens and with the keys' tokens by their covariance, and columns the other
+    way round. Both are S and D of the weights where the tokens are white (`docs/maths.md`, "Geometry in use").
+
     Args:
         source: a torch module, a model folder, a safetensors or GGUF file, or the id of a model on the hub.
         gamma: threshold of directionality, in standard deviations above the mean.
         mode: definition of directionality: "excess" (as the published numbers) or "norm" (as def. 3.2).
         per_head: whether to score every head as well as the full matrix.
         attention: "self", "cross" (the decoder's attention to the encoder) or "all".
+        inputs: what a model in memory reads, to score its geometry in use: a text, token ids, or named inputs, also of
+            several sequences with their attention_mask.
         config: entries that replace or complete config.json, such as `{"num_attention_heads": 12}`.
         progress: called as progress(done, total, layer name) after each layer.
 
@@ -68,16 +82,26 @@ def score(
         UnsupportedArchitecture: the queries and keys are unknown, do not fit the config, or are not linear functions of
             a token; or the model does not have the requested kind of attention.
         MissingExtra: a package that reads this source is not installed.
+        ValueError: inputs for a model that is not in memory, or without two tokens that meet.
 
     Cost: it reads the queries and keys once, with memory for one layer in float32. A probe is one forward pass of 16
-    tokens, once for each model.
+    tokens, once for each model. `inputs` of n tokens take a forward pass, 8 n^2 head_dim multiplications a head, and
+    memory for blocks of 2 million scores.
     """
     check_reading(gamma, mode)
     weights, layers = layers_of(source, attention, config)
+    used: Mapping[str, list[InUse]] = {}
+    if inputs is not None:
+        if isinstance(source, str | os.PathLike):
+            raise ValueError(f"inputs need a model in memory, got {source!r}: pass af.load_model({str(source)!r})")
+        used = measure(source, layers, inputs, gamma, mode)
     rows: list[MatrixScores] = []
     for done, layer in enumerate(layers, 1):
         try:
-            rows += layer_scores(layer, gamma, mode, per_head)
+            found = layer_scores(layer, gamma, mode, per_head)
+            if layer.name in used:
+                found = [replace(row, in_use=one) for row, one in zip(found, used[layer.name], strict=False)]
+            rows += found
         except ValueError as error:
             raise BadCheckpoint(f"{layer.name}: {error}") from error
         if progress is not None:

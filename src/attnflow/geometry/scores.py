@@ -218,7 +218,7 @@ def full_scores(
     again in memory, and tiles of 1,024 x 1,024.
     """
     check_reading(gamma, mode)
-    query_sum, key_rows = _summed(query, key, num_heads, num_kv_heads)
+    query_sum, key_rows = summed(query, key, num_heads, num_kv_heads)
     return _finite(_scores(query_sum, key_rows, gamma, mode), query, key)
 
 
@@ -240,7 +240,7 @@ def full_symmetry(
 
     Cost: with r = num_kv_heads * head_dim, 3 d r^2 multiplications up to r = d / 3, and d^2 r above.
     """
-    query_sum, key_rows = _summed(query, key, num_heads, num_kv_heads)
+    query_sum, key_rows = summed(query, key, num_heads, num_kv_heads)
     if 3 * len(key_rows) <= key_rows.shape[1]:
         return _factored_symmetry(query_sum, key_rows)
     return symmetry(query_sum.T @ key_rows)
@@ -252,7 +252,7 @@ def _split(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tup
     return (query.to(dtype).unflatten(0, (num_heads, -1)), key.to(dtype).unflatten(0, (num_kv_heads, -1)))
 
 
-def _summed(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+def summed(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """Return weights [num_kv_heads * head_dim, width] whose product is the full matrix."""
     query_heads, key_heads = _split(query, key, num_heads, num_kv_heads)
     groups = query_heads.unflatten(0, (num_kv_heads, -1))

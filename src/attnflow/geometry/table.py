@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from attnflow._core.results import Result
+from attnflow.geometry.in_use import InUse
 from attnflow.geometry.published import Comparison, Matrix, Quartiles, Summary, published_of
 from attnflow.geometry.scores import Mode, Scores
 from attnflow.models.families.find import Kind, Place
@@ -36,6 +37,7 @@ class MatrixScores:
         name: the path of the tensor or module that holds the weights.
         flags: "zero" (a zero matrix, whose scores are 0), "not square", and remarks from reading the model.
         width: the width of the compared vectors, on which chance-level scores depend; 0 if unknown.
+        in_use: its geometry among the tokens of a text; None without one, and for cross-attention.
     """
 
     layer: int
@@ -50,6 +52,7 @@ class MatrixScores:
     name: str = ""
     flags: tuple[str, ...] = ()
     width: int = 0
+    in_use: InUse | None = None
 
 
 def rows_of(place: Place, scores: Scores, width: int) -> list[MatrixScores]:
@@ -141,8 +144,19 @@ class GeometryScores(Result):
         return tuple(comparisons)
 
     def rows(self) -> list[dict[str, object]]:
-        """A row for each matrix: the model, then the columns of `MatrixScores`; several flags are joined by ";"."""
-        return [{"model": self.model, **asdict(one), "flags": ";".join(one.flags)} for one in self.matrices]
+        """A row for each matrix: the model, then the columns of `MatrixScores`; several flags are joined by ";".
+
+        If a text was read, the columns of `InUse` follow under names that end in `_in_use`.
+        """
+        measured = any(one.in_use is not None for one in self.matrices)
+        found: list[dict[str, object]] = []
+        for one in self.matrices:
+            row = {"model": self.model, **asdict(one), "flags": ";".join(one.flags)}
+            del row["in_use"]
+            if measured:
+                row |= {f"{field.name}_in_use": getattr(one.in_use, field.name, math.nan) for field in fields(InUse)}
+            found.append(row)
+        return found
 
     def __repr__(self) -> str:
         lines = [
@@ -152,4 +166,15 @@ class GeometryScores(Result):
             of = f"{s.count} layers" if s.matrix == "all" else f"{s.count} heads"
             flagged = f", {s.flagged} flagged" if s.flagged else ""
             lines.append(f"  {s.what}, {of}: symmetry {s.symmetry}, directionality {s.directionality}{flagged}")
+            rows = [
+                row
+                for row in self.matrices
+                if (row.tower, row.kind, row.head == "all") == (s.tower, s.kind, s.matrix == "all")
+            ]
+            used = [row.in_use for row in rows if row.in_use is not None]
+            if used:
+                parts = {
+                    name: Quartiles.of([getattr(one, name) for one in used]) for name in ("symmetry", "directionality")
+                }
+                lines.append("    in use: " + ", ".join(f"{name} {value}" for name, value in parts.items()))
         return "\n".join([*lines, f"  not included: {IGNORED}", *(f"  note: {note}" for note in self.notes)])

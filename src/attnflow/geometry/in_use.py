@@ -1,0 +1,328 @@
+"""The geometry of attention in use: symmetry and directionality among the tokens that really meet in a text.
+
+Symmetry of the weights asks whether M = W_q^T W_k treats two tokens alike if both may be anything. Here the tokens are
+those of a text, and their scores are those that the model computes, with biases, positions and norms. `docs/maths.md`
+("Geometry in use") has the definitions and what follows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.geometry.scores import Mode, from_norms, ratio, summed
+from attnflow.models.attention import AttentionLayer
+from attnflow.models.evaluation import evaluating
+from attnflow.models.families.rows import Composed, Selected
+from attnflow.models.loaded import Loaded, Text, accepts, model_inputs, sparing, split
+from attnflow.models.offload import device_of
+from attnflow.models.watching import Call, Watch
+
+_SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
+
+
+@dataclass(frozen=True)
+class InUse:
+    """The geometry of one matrix among the tokens of a text.
+
+    Attributes:
+        symmetry: of the model's own scores, in [-1, 1]: 1 where each pair of tokens scores alike both ways.
+        form_symmetry: the same of x_i^T M x_j alone, without biases, positions and norms of queries and keys.
+        skew_from_form: the share, in [0, 1], of what makes s_ij and s_ji differ that the skew part of M explains; 0
+            where nothing differs.
+        directionality: of M, each coordinate weighted by how much the tokens vary in it.
+        pairs: number of ordered pairs of two tokens.
+    """
+
+    symmetry: float
+    form_symmetry: float
+    skew_from_form: float
+    directionality: float
+    pairs: int
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One self-attention layer on the n tokens of one sequence, without pads.
+
+    Attributes:
+        positions: of these tokens in the sequence, [n].
+        query_input: what their queries are made from, [n, d].
+        key_input: what their keys are made from, [n, d].
+        sides: queries and keys [heads, n, head_dim], of the model, scaled as it scales them, and of M alone; keys less
+            their mean, which only adds a constant to each row.
+        meet: bool[n, n], whether a query of the one may attend to the other, in either direction; None: all do.
+    """
+
+    positions: Tensor
+    query_input: Tensor
+    key_input: Tensor
+    sides: tuple[tuple[Tensor, Tensor], ...]
+    meet: Tensor | None
+
+    @property
+    def summed(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The same sides as one head, whose scores are the sum over the heads."""
+        return tuple(tuple(side.transpose(0, 1).flatten(1)[None] for side in pair) for pair in self.sides)
+
+
+class Accumulator:
+    """Sums over the pairs of any number of sequences, for every head of one layer and for all heads together."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        self._layer = layer
+        # over pairs of two tokens <s, s>, <s, s^T>, <f, f>, <f, f^T>, <s, f>, <s, f^T> of scores s and the form's f
+        self._sums = torch.zeros(6, layer.num_heads + 1, dtype=torch.float64)
+        self.pairs = 0
+        self._tokens = 0
+        self._moments: list[Tensor] = []
+
+    def add(self, seen: Seen) -> None:
+        """Add one sequence.
+
+        Cost: O(heads * head_dim^2 * n) if all tokens meet, and else O(heads * head_dim * n^2) in blocks of scores.
+        """
+        size = len(seen.positions)
+        self.pairs += size * (size - 1) if seen.meet is None else int(seen.meet.sum()) - size
+        full = seen.summed
+        factored = seen.meet is None and size > full[0][0].shape[-1]
+        sums = [_factored_sums(seen.sides) if seen.meet is None else _blocked_sums(seen.sides, seen.meet)]
+        sums.append(_factored_sums(full) if factored else _blocked_sums(full, seen.meet))
+        self._sums += torch.cat(sums, dim=1)
+        self._add_moments(seen)
+
+    def _add_moments(self, seen: Seen) -> None:
+        """Second moments of queries' tokens, covariances of keys' tokens within the sequence; of both, projected."""
+        (_, _), (query, key) = seen.summed
+        tokens = [seen.query_input.double(), seen.key_input.double()]
+        parts = [tokens[0].square().sum(0), (tokens[1] - tokens[1].mean(0)).square().sum(0)]
+        shared = key.unflatten(-1, (self._layer.num_kv_heads, -1, self._layer.head_dim))[..., 0, :].flatten(-2)
+        parts = [part.cpu() for part in (*parts, *(side.mT @ side for side in (query[0].double(), shared[0].double())))]
+        self._moments = [a + b for a, b in zip(self._moments, parts, strict=True)] if self._moments else parts
+        self._tokens += len(seen.positions)
+
+    def result(self, gamma: float, mode: Mode) -> list[InUse]:
+        """All heads together, then each head."""
+        squares, turned, form, form_turned, cross, cross_turned = self._sums
+        symmetry, form_symmetry = ratio(turned, squares), ratio(form_turned, form)
+        # |s_n|^2 = (<s, s> - <s, s^T>) / 2, and so for the form and for their product
+        skew, skew_form = (squares - turned).clamp(min=0), (form - form_turned).clamp(min=0)
+        explained = ratio((cross - cross_turned).square(), skew * skew_form)
+        # Of scores that are symmetric but for rounding there is nothing to explain.
+        explained = torch.where(skew > 1e-9 * squares, explained, 0.0)
+        directionality = self._directionality(gamma, mode)
+        every = zip(*(each.tolist() for each in (symmetry, form_symmetry, explained, directionality)), strict=True)
+        *heads, full = [InUse(*values, self.pairs) for values in every]
+        return [full, *heads]
+
+    def _directionality(self, gamma: float, mode: Mode) -> Tensor:
+        """D of every head, then of all together, from the norms of rows and columns in use."""
+        layer = self._layer
+        query_variance, key_variance, by_query, by_key = (moment / self._tokens for moment in self._moments)
+        query, key = (side().detach().cpu().double() for side in (layer.query, layer.key))
+        heads, kv_heads = layer.num_heads, layer.num_kv_heads
+        found: list[Tensor] = []
+        for head in range(heads):
+            mine, its = (
+                slice(at * layer.head_dim, (at + 1) * layer.head_dim) for at in (head, head * kv_heads // heads)
+            )
+            rows = (by_key[its, its] @ query[mine] * query[mine]).sum(0) * query_variance
+            columns = (by_query[mine, mine] @ key[its] * key[its]).sum(0) * key_variance
+            found.append(_norms(rows, columns, gamma, mode))
+        query_sum, key_rows = summed(query, key, heads, kv_heads)
+        # of the sum over the query heads of each group
+        groups = by_query.unflatten(0, (kv_heads, -1, layer.head_dim)).unflatten(-1, (kv_heads, -1, layer.head_dim))
+        by_sum = groups.sum((1, 4)).flatten(0, 1).flatten(1)
+        rows = (by_key @ query_sum * query_sum).sum(0) * query_variance
+        columns = (by_sum @ key_rows * key_rows).sum(0) * key_variance
+        return torch.stack([*found, _norms(rows, columns, gamma, mode)])
+
+
+def measure(
+    model: nn.Module | Loaded, layers: Sequence[AttentionLayer], inputs: Text, gamma: float, mode: Mode
+) -> dict[str, list[InUse]]:
+    """The geometry in use of every self-attention layer, by its name: all heads together, then each head."""
+    module, tokenizer = split(model)
+    layers = [layer for layer in layers if layer.kind == "self"]
+    sums = {layer.name: Accumulator(layer) for layer in layers}
+    observe(module, layers, named_inputs(module, inputs, tokenizer), lambda layer, seen: sums[layer.name].add(seen))
+    silent = [name for name, one in sums.items() if not one.pairs]
+    if silent:
+        raise ValueError(
+            f"no pair of tokens met in {silent[0]}: pass at least 2 tokens, and inputs for every tower of the model"
+        )
+    return {name: one.result(gamma, mode) for name, one in sums.items()}
+
+
+def observe(
+    model: nn.Module,
+    layers: Sequence[AttentionLayer],
+    tensors: Mapping[str, Tensor],
+    see: Callable[[AttentionLayer, Seen], None],
+) -> None:
+    """Run a model, and show each layer to `see` for every sequence of the batch, in the order of the calls."""
+    from attnflow.models.interception import AttentionCall, Output, Proceed, base_implementation, intercept
+    from attnflow.models.sites import find_sites, models_around
+
+    named = {layer.name: layer for layer in layers}
+    sites = [site for site in find_sites(model) if site.name in named]
+    missing = sorted(set(named) - {site.name for site in sites})
+    if missing:
+        raise UnsupportedArchitecture(
+            f"{missing[0]} does not call the attention interface of transformers, where queries and keys are read: "
+            "score it without inputs"
+        )
+    sources = {name: (_source(layer.query_rows), _source(layer.key_rows)) for name, layer in named.items()}
+    latest: dict[str, Tensor] = {}
+    uses = [path for pair in sources.values() for path in set(pair)]
+
+    def enter(call: Call) -> None:
+        latest[call.name] = call.first
+
+    def interceptor(name: str, part: str) -> Any:
+        def around(call: AttentionCall, proceed: Proceed) -> Output:
+            tokens = [latest.get(path) for path in sources[name]]
+            for path in sources[name]:
+                if uses.count(path) == 1:  # else a later layer attends to keys that were made here
+                    latest.pop(path, None)
+            mask = tensors.get("decoder_attention_mask" if part == "decoder" else "attention_mask")
+            for seen in _sequences(named[name], call, tokens, mask):
+                see(named[name], seen)
+            return proceed(call)
+
+        return around
+
+    by_module = {site.module: interceptor(site.name, site.part) for site in sites}
+    own = {base_implementation(site.owner.config) for site in sites}
+    implementation = None if own <= {"sdpa", "eager"} else "sdpa"
+    modules = {path: model.get_submodule(path) for path in dict.fromkeys(uses)}
+    with evaluating(model), torch.no_grad(), Watch(modules, enter):
+        interception = intercept(models_around(sites), by_module, role="pool", implementation=implementation)
+        try:
+            model(**tensors, **sparing(model))
+        finally:
+            interception.remove()
+
+
+def _sequences(
+    layer: AttentionLayer, call: Any, tokens: Sequence[Tensor | None], mask: Tensor | None
+) -> Iterator[Seen]:
+    """What a call shows of each sequence of its batch."""
+    query, key = cast(Tensor, call.query), cast(Tensor, call.key)
+    batch, heads, size, head_dim = query.shape
+    inputs = [None if one is None or one.numel() % (batch * size) else one for one in tokens]
+    if heads != layer.num_heads or key.shape[2] != size or inputs[0] is None or inputs[1] is None:
+        raise UnsupportedArchitecture(
+            f"{layer.name} has {layer.num_heads} heads, but attended with {heads} heads of {size} queries to "
+            f"{key.shape[2]} keys: its geometry in use is not read"
+        )
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    allowed = _allowed(call.mask, size)
+    scale = call.kwargs.get("scaling") or head_dim**-0.5
+    for number in range(batch):
+        real = torch.ones(size, dtype=torch.bool, device=query.device)
+        meet = None
+        if allowed is not None:
+            meet = allowed[number if len(allowed) > 1 else 0].any(0)
+            real &= meet.diagonal()  # a token that may not attend to itself is a pad
+        if mask is not None and mask.shape == (batch, size):
+            real &= mask[number].to(real.device).bool()
+        if meet is not None:
+            meet = (meet | meet.T)[real][:, real]
+            meet = None if bool(meet.all()) else meet
+        x, y = (cast(Tensor, one).reshape(batch, size, -1)[number][real].to(dtype) for one in inputs)
+        form = (x @ layer.query().detach().to(x).T, y @ layer.key().detach().to(y).T)
+        sides = [(query[number][:, real].to(dtype) * scale, key[number][:, real].to(dtype))]
+        sides.append(tuple(part.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1) for part in form))
+        pairs = tuple(
+            (left, (right - right.mean(1, keepdim=True)).repeat_interleave(heads // len(right), 0))
+            for left, right in sides
+        )
+        yield Seen(real.nonzero()[:, 0], x, y, pairs, meet)
+
+
+def _allowed(mask: object, size: int) -> Tensor | None:
+    """A mask of the attention interface as bool[batch or 1, heads or 1, queries, keys]; None: all keys, or causal."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-1] < size:
+        return None
+    mask = mask[..., :size, :size].expand(-1, -1, size, -1)
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def named_inputs(model: nn.Module, inputs: Text, tokenizer: Any) -> dict[str, Tensor]:
+    """The model's named inputs; those without token ids, such as sounds and images, as they are."""
+    if isinstance(inputs, Mapping) and "input_ids" not in inputs:
+        device = device_of(model)
+        return {name: torch.as_tensor(value).to(device) for name, value in inputs.items()}
+    tensors = model_inputs(model, inputs, tokenizer, 0)
+    config = getattr(model, "config", None)
+    two = getattr(config, "is_encoder_decoder", False) is True and accepts(model, "decoder_input_ids")
+    if two and "decoder_input_ids" not in tensors:
+        raise ValueError("expected inputs for both halves of the model: pass a mapping with decoder_input_ids")
+    return tensors
+
+
+def _source(rows: Selected | Composed) -> str:
+    """The path of the module whose input the rows are multiplied by."""
+    while isinstance(rows, Composed):
+        piece = rows.pieces[0]
+        rows = piece.rows if piece.input is None else piece.input
+    return rows.tensor.rpartition(".")[0]
+
+
+def _factored_sums(sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sums of `Accumulator`, [6, heads], over all pairs of two tokens, without a table of tokens x tokens.
+
+    For tables A = Q K^T and B = P L^T, <A, B> = <Q^T P, K^T L> and <A, B^T> = tr((K^T P) (L^T Q)).
+    """
+    (query, key), (form_query, form_key) = [(q.double(), k.double()) for q, k in sides]
+    found: list[Tensor] = []
+    for (q, k), (p, m) in (
+        ((query, key), (query, key)),
+        ((form_query, form_key), (form_query, form_key)),
+        ((query, key), (form_query, form_key)),
+    ):
+        alone = ((q * k).sum(-1) * (p * m).sum(-1)).sum(-1)  # a token with itself
+        found.append(((q.mT @ p) * (k.mT @ m)).sum((-2, -1)) - alone)
+        found.append(((k.mT @ p) * (q.mT @ m)).sum((-2, -1)) - alone)
+    return torch.stack(found).cpu()
+
+
+def _blocked_sums(sides: Sequence[tuple[Tensor, Tensor]], meet: Tensor | None) -> Tensor:
+    """The same over the pairs that meet, from blocks of queries; each row is centred over what meets its query."""
+    heads, size = sides[0][0].shape[:2]
+    step = max(1, _SCORES // (heads * size))
+    blocks = [slice(at, min(at + step, size)) for at in range(0, size, step)]
+    means = [query.new_zeros(heads, size) for query, _ in sides]
+    if meet is not None:
+        means = [
+            torch.cat([_row_means(query[:, rows] @ key.mT, meet[rows].to(query)) for rows in blocks], dim=1)
+            for query, key in sides
+        ]
+    total = torch.zeros(6, heads, dtype=torch.float64)
+    number = torch.arange(size, device=sides[0][0].device)
+    for rows in blocks:
+        pairs = number[rows, None] != number
+        weights = (pairs if meet is None else pairs & meet[rows]).to(sides[0][0])
+        (score, score_back), (form, form_back) = [
+            ((query[:, rows] @ key.mT - mean[:, rows, None]) * weights,
+             (key[:, rows] @ query.mT - mean[:, None]) * weights)
+            for (query, key), mean in zip(sides, means, strict=True)
+        ]  # fmt: skip
+        products = ((score, score), (score, score_back), (form, form), (form, form_back), (score, form),
+                    (score, form_back))  # fmt: skip
+        total += torch.stack([(a * b).sum((1, 2), dtype=torch.float64).cpu() for a, b in products])
+    return total
+
+
+def _row_means(scores: Tensor, weights: Tensor) -> Tensor:
+    return (scores * weights).sum(-1) / weights.sum(-1)
+
+
+def _norms(rows: Tensor, columns: Tensor, gamma: float, mode: Mode) -> Tensor:
+    return from_norms(rows.clamp(min=0).sqrt(), columns.clamp(min=0).sqrt(), gamma, mode)
