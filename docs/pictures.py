@@ -123,7 +123,7 @@ def plane() -> Any:
 
 def trace() -> Any:
     """Which feed-forward entries fired for a text, and what they did to the logit of the next token."""
-    result = af.knowledge.trace(af.load_model("smollm2-135m"), "The capital of France is")
+    result = af.knowledge.trace(af.load_model("smollm2-135m"), "The capital of France is", ablate=12)
     return af.report.figure(replace(result, model="SmolLM2"))
 
 

@@ -304,8 +304,8 @@ af.report.figure(trace, picture="entries")
 
 # %% [markdown]
 # Blue bars raise " Paris", red ones lower it. Each bar names layer and entry. The
-# words are the tokens that the value of the entry raises. "not" stands before
-# them where the weight is negative, so that they are lowered.
+# words are the tokens that the entry promotes (↑) and suppresses (↓) most here:
+# weight times value, seen by the unembedding.
 #
 # ## 9. What happens without them? Ablate
 #
@@ -313,6 +313,7 @@ af.report.figure(trace, picture="entries")
 # the logit?* Later layers are ignored, and the scale of the final norm is held.
 # Ablation answers another one: *what does the model lose without the entry?* We
 # set the value of an entry to zero, run the model, and put it back.
+# `trace(..., ablate=8)` does the same for the leading entries, in one batch.
 
 # %%
 target = trace.target_ids[-1]

@@ -86,12 +86,59 @@ def test_figure_shows_layers_tokens_and_entries(effects):
     table = [one.effect if effects else one.output_norm for one in found]
     assert torch.equal(torch.tensor(written.images[0].get_array()), torch.stack(table).double())
     strongest = found.fired(-1, count=5)
+    if effects:  # those for the target come first
+        strongest = [*(one for one in strongest if one.effect > 0), *(one for one in strongest if one.effect <= 0)]
     sizes = [one.effect if effects else one.norm for one in strongest]
     assert [patch.get_width() for patch in bars.patches] == pytest.approx(sizes)
     assert [text.get_text() for text in bars.get_yticklabels()] == [f"{one.layer} · {one.entry}" for one in strongest]
     for axes in (shares, written):
         assert axes.get_ylim()[0] > axes.get_ylim()[1]  # layer 0 is at the top
+        assert axes.get_xlabel() == ("token → target" if effects else "token")
+        assert axes.get_ylabel() == "layer"
+    assert bars.get_ylabel() == "layer · entry"
+    assert ("logits" in bars.get_xlabel()) == effects
     for suffix in (".png", ".svg"):
         assert len(encode(drawn, suffix)) > 5000
     with pytest.raises(ValueError, match=r"position must be one of the traced \[0, 1, 3\]"):
         figure(found, position=2)
+
+
+def test_outliers_do_not_hide_the_rest_of_a_map_and_it_says_so():
+    pytest.importorskip("matplotlib")
+    found = made()
+    layers = [replace(one, effect=torch.full((3,), 0.1)) for one in found]
+    plain = figure(replace(found, layers=tuple(layers)), picture="layers").axes[1]
+    assert "clipped" not in plain.get_title()
+    layers[0].effect[1] = 50.0
+    axes = figure(replace(found, layers=tuple(layers)), picture="layers").axes[1]
+    limit = axes.images[0].get_clim()[1]
+    assert limit == pytest.approx(float(torch.tensor([0.1] * 5 + [50.0]).double().quantile(0.99)))
+    assert limit < 50
+    assert "clipped at the 99th percentile\n(largest: 50)" in axes.get_title()
+
+
+def test_both_effects_stand_side_by_side_with_the_probability():
+    pytest.importorskip("matplotlib")
+    found = made()
+    last = found.layers[1]
+    for name in ("ablated_effects", "probability_effects"):
+        last = replace(last, **{name: torch.full((3, 4), torch.nan)})
+    last.ablated_effects[2, 0], last.probability_effects[2, 0] = -0.125, 0.0625
+    shown = replace(found, layers=(found.layers[0], last), probabilities=torch.tensor([0.1, 0.2, 0.75]))
+    bars = figure(shown, picture="entries").axes[0]
+    assert bars.patches[-1].get_width() == -0.125
+    assert "p = 75\xa0%" in bars.get_title()
+    assert bars.get_legend().get_texts()[0].get_text() == "direct effect"
+    body = page(shown).sections[1].body.markup
+    assert all(word in body for word in ("Direct effect", "Ablated", "Probability lost", "−0.125", "+0.0625"))
+    assert "Ablated" not in page(found).sections[1].body.markup
+    assert "probability 75\xa0%" in page(shown).html
+
+
+def test_thresholds_are_left_out_where_all_are_zero():
+    found = made()
+    assert "Threshold" in page(found).html
+    assert "threshold" in found.table()
+    bare = replace(found, layers=tuple(replace(one, thresholds=one.thresholds * 0) for one in found))
+    assert "Threshold" not in page(bare).html
+    assert "threshold" not in bare.table()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -33,9 +33,13 @@ class Fired:
     weight: float  # the factor of its value
     norm: float  # Euclidean norm of its contribution, |weight| * |value|
     effect: float | None  # direct effect on the logit of the target, or None
+    ablated_effect: float | None = (
+        None  # what that logit loses once the entry is taken out of the model; None: not tried
+    )
+    probability_effect: float | None = None  # what the target's probability loses then
     text: str = ""  # the entry's text, "" if unknown
-    # the tokens whose logits its value raises most; with a negative weight, it lowers them
-    promotes: tuple[str, ...] = ()
+    promotes: tuple[str, ...] = ()  # the tokens whose logits weight times value raises most
+    suppresses: tuple[str, ...] = ()  # those that it lowers most
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +66,19 @@ class LayerTrace:
     explained: Float[Tensor, " positions"]
     effect: Float[Tensor, " positions"] | None = None  # direct effect of the layer's whole output with b2; or None
     attention_effect: Float[Tensor, " positions"] | None = None  # that of the attention of the same block, or None
+    ablated_effects: Float[Tensor, "positions kept"] | None = None  # as in `Fired`; NaN for entries not taken out
+    probability_effects: Float[Tensor, "positions kept"] | None = None
 
 
 @dataclass(frozen=True)
 class Promoted:
-    """The tokens whose logits an entry's value raises most, in falling order."""
+    """The tokens whose logits an entry's value moves most at a positive weight; a negative one exchanges the two."""
 
     layer: int
     entry: int
     head: int
-    tokens: tuple[str, ...]
+    raised: tuple[str, ...]  # the most raised first
+    lowered: tuple[str, ...]  # the most lowered first
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +90,23 @@ class Trace(Result):
     logit, less what it adds to all logits on average, not counting paths through later layers. The effects of the
     embedding, all attention layers, all entries and the constants sum exactly to the centred logit.
 
+    The effect of an ablation answers another question: by how much does that logit fall, and the target's probability,
+    when the model runs again without the entry's value at any token? Later layers then react, and all paths count.
+
     Attributes:
         model: name of the model.
         tokens: the text of each token of the prompt.
         positions: the positions of the traced tokens.
         layers: the traced layers.
-        targets: for each position, the text of the token whose logit the effects refer to; empty without effects.
+        targets: for each position, the text of the token whose logit the effects refer to; empty if there are none.
         target_ids: their ids.
         logits: the logits of the targets, less the mean over the vocabulary; or None.
+        probabilities: the probabilities of the targets, or None.
         embedding_effect: direct effect of the input of the first block, or None.
         constant_effect: what the biases of the final norm and of the unembedding add, or None.
         without: why the model has no direct effects; "" if it has.
         texts: for each kept entry with a text, its id and text.
-        promoted: the tokens that the strongest entries promote.
+        promoted: the tokens that the values of the strongest entries raise and lower.
         by: the measure ("effect" or "norm") by which the kept entries are the largest of all.
     """
 
@@ -106,6 +117,7 @@ class Trace(Result):
     targets: tuple[str, ...] = ()
     target_ids: tuple[int, ...] = ()
     logits: Float[Tensor, " positions"] | None = None
+    probabilities: Float[Tensor, " positions"] | None = None
     embedding_effect: Float[Tensor, " positions"] | None = None
     constant_effect: Float[Tensor, " positions"] | None = None
     without: str = ""
@@ -174,7 +186,8 @@ class Trace(Result):
         said += [f"token {token_label(self.tokens[self.positions[row]])} at position {self.positions[row]}"]
         if self.targets and self.logits is not None:
             said[1] += f", target {token_label(self.targets[row])}: logit {float(self.logits[row]):.3g} above the mean"
-        else:
+            said[1] += "" if self.probabilities is None else f", probability {percent(float(self.probabilities[row]))}"
+        if self.without:
             said.append(f"no direct effects: {self.without}")
         active = sum(int(one.active[row]) for one in self.layers)
         every = sum(one.num_entries for one in self.layers)
@@ -182,22 +195,26 @@ class Trace(Result):
 
     def table(self, position: int | None = -1, layer: int | None = None, count: int = 12) -> str:
         """The strongest entries as lines for a terminal; see `fired`."""
-        words = "text, or + promoted, − suppressed tokens"
-        lines = [["layer", "token", "entry", "score", "threshold", "weight", "norm", "effect", words]] + [
-            [
-                str(one.layer),
-                f"{token_label(one.token)} ({one.position})",
-                str(one.entry) if one.head == 0 else f"{one.entry} (head {one.head})",
-                f"{one.score:+.3g}",
-                f"{one.threshold:+.3g}",
-                f"{one.weight:+.3g}",
-                f"{one.norm:.3g}",
-                "" if one.effect is None else f"{one.effect:+.3g}",
-                shorten(one.text, 40) if one.text else _words(one),
-            ]
-            for one in self.fired(position, layer, count)
-        ]
-        return aligned(lines, left=[1, 8])
+        fired = self.fired(position, layer, count)
+        columns: dict[str, Callable[[Fired], str]] = {
+            "layer": lambda one: str(one.layer),
+            "token": lambda one: f"{token_label(one.token)} ({one.position})",
+            "entry": lambda one: str(one.entry) if one.head == 0 else f"{one.entry} (head {one.head})",
+            "score": lambda one: f"{one.score:+.3g}",
+            "threshold": lambda one: f"{one.threshold:+.3g}",
+            "weight": lambda one: f"{one.weight:+.3g}",
+            "norm": lambda one: f"{one.norm:.3g}",
+            "direct": lambda one: _signed(one.effect),
+            "ablated": lambda one: _signed(one.ablated_effect),
+            "p lost": lambda one: _signed(one.probability_effect),
+            "text, or + promoted, − suppressed tokens": lambda one: shorten(one.text, 40) if one.text else _words(one),
+        }
+        if not any(one.threshold for one in fired):  # as in models without biases
+            del columns["threshold"]
+        if all(one.ablated_effect is None for one in fired):
+            del columns["ablated"], columns["p lost"]
+        lines = [list(columns)] + [[show(one) for show in columns.values()] for one in fired]
+        return aligned(lines, left=[1, len(columns) - 1])
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each kept entry of each token and layer."""
@@ -209,8 +226,8 @@ class Trace(Result):
         ]
 
     @cached_property
-    def _words(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
-        return {(one.layer, one.entry, one.head): one.tokens for one in self.promoted}
+    def _words(self) -> dict[tuple[int, int, int], Promoted]:
+        return {(one.layer, one.entry, one.head): one for one in self.promoted}
 
     def _fired(self, one: LayerTrace, row: int) -> list[Fired]:
         position, target = self.positions[row], self.targets[row] if self.targets else ""
@@ -220,14 +237,16 @@ class Trace(Result):
             return [None] * count if table is None else table[row, :count].tolist()
 
         numbers = (one.scores, one.thresholds, one.weights, one.norms, one.effects)
-        return [
-            Fired(
-                *(one.layer, position, self.tokens[position], target, entry, head, *rest),
-                text=self.texts.get(entry, ""),
-                promotes=self._words.get((one.layer, entry, head), ()),
-            )
-            for entry, head, *rest in zip(*map(column, (one.ids, one.heads, *numbers)), strict=True)
-        ]
+        ablated = (one.ablated_effects, one.probability_effects)
+        fired: list[Fired] = []
+        for entry, head, *rest in zip(*map(column, (one.ids, one.heads, *numbers, *ablated)), strict=True):
+            rest[5:] = [None if value is None or value != value else value for value in rest[5:]]
+            words = self._words.get((one.layer, entry, head))
+            sides = ((), ()) if words is None else (words.raised, words.lowered)
+            up, down = sides if rest[2] > 0 else sides[::-1]  # by the sign of its weight here
+            place = (one.layer, position, self.tokens[position], target, entry, head)
+            fired.append(Fired(*place, *rest, self.texts.get(entry, ""), up, down))
+        return fired
 
     def __repr__(self) -> str:
         about = f"{plural(len(self.positions), 'position')} of {plural(len(self.tokens), 'token')}"
@@ -240,10 +259,14 @@ class Trace(Result):
         return "\n".join(lines + ([f"  no direct effects: {self.without}"] if self.without else []))
 
 
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3g}"
+
+
 def _words(one: Fired) -> str:
-    """Format the tokens that an entry promotes, or suppresses if its weight is negative."""
-    sign = "+" if one.weight > 0 else "−"
-    return " ".join([sign, *map(token_label, one.promotes)]) if one.promotes else ""
+    """Format the tokens that an entry promotes and suppresses."""
+    sides = (("+", one.promotes), ("−", one.suppresses))
+    return "  ".join(" ".join([sign, *map(token_label, words[:3])]) for sign, words in sides if words)
 
 
 def _cell(value: object) -> object:

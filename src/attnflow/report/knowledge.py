@@ -12,7 +12,7 @@ import numpy.typing as npt
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.knowledge.provenance import Fired, Trace
 from attnflow.report import charts, html
-from attnflow.report.charts import NEGATIVE, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
+from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, Part, Section
 
@@ -23,9 +23,13 @@ Array = npt.NDArray[np.floating[Any]]
 
 _BARS: Final = 16
 _ROWS: Final = 40
+_CLIPPED: Final = 99  # percentile at which the colours of a map end
+ABLATED: Final = (
+    "The direct effect is what the entry itself adds to the logit. Ablated is what the logit loses when the model runs "
+    "without the entry and later layers react; beside it what the probability loses."
+)
 _PROMPT: Final = 400  # tokens of a prompt that are shown; of a longer one the last
 _WIDEST: Final = 96  # tokens of a map; of a longer text the last ones
-_PICTURES: Final = dict.fromkeys(range(0x2400, 0x2427), "·")  # of control characters; few fonts have them
 
 
 def trace_part(trace: Trace, _: Context) -> Part:
@@ -35,8 +39,9 @@ def trace_part(trace: Trace, _: Context) -> Part:
         ("Layers", str(len(trace.layers))),
         ("Active entries", percent(float(active_shares(trace).mean()))),
     ]
-    if trace.logits is not None:
-        numbers.append(("Logit", tag("span", f"{float(trace.logits[-1]):.3g}", tag("small", "above the mean"))))
+    if trace.targets and trace.probabilities is not None:
+        target, chance = token_label(trace.targets[-1], 24), percent(float(trace.probabilities[-1]))
+        numbers.append(("Target", tag("span", target, tag("small", f"probability {chance}"))))
     caption = "The first layer is at the top."
     if not trace.without:
         caption += " Blue raises the logit of the target, red lowers it."
@@ -79,10 +84,9 @@ def _entries(trace: Trace) -> Section:
             f"What the strongest entries add to the logit of the token {token_label(trace.targets[row], 24)!r} at "
             f"{token_label(trace.tokens[trace.positions[row]], 24)!r}, less what they add to all tokens alike: their "
             "direct effect, with the scale of the final norm held still and without the detours through later layers. "
-            "An entry is named by layer and id. Its words are its text, or the tokens that it promotes; “not”, those "
-            "that it pushes down here, with a negative weight."
+            "An entry is named by layer and id. Its words are its text, or the tokens whose logits it raises (↑) and "
+            "lowers (↓) most here: weight times value, seen by the unembedding."
         )
-    effects = [math.nan if one.effect is None else one.effect for one in strongest]
     columns: dict[str, Sequence[str]] = {
         "Entry": [entry_name(one) for one in strongest],
         "Text, or tokens": [entry_words(one, 90) for one in strongest],
@@ -90,12 +94,23 @@ def _entries(trace: Trace) -> Section:
         "Threshold": html.numbers([one.threshold for one in strongest], signed=True),
         "Weight": html.numbers([one.weight for one in strongest], signed=True),
         "Norm": html.numbers([one.norm for one in strongest]),
-        "Effect": html.numbers(effects, signed=True),
+        "Direct effect": html.numbers(_column(strongest, "effect"), signed=True),
     }
+    if not any(one.threshold for one in strongest):
+        del columns["Threshold"]  # the layers have no biases
+    if any(one.ablated_effect is not None for one in strongest):
+        columns["Ablated"] = html.numbers(_column(strongest, "ablated_effect"), signed=True)
+        columns["Probability lost"] = html.numbers(_column(strongest, "probability_effect"), signed=True)
+        lead += f" {ABLATED}"
     table = html.table(list(columns), zip(*columns.values(), strict=True), text_columns=2)
     what = "Norms of contributions" if trace.without else "Direct effects of entries"
     chart = charts.in_page(lambda: trace_chart(trace, picture="entries", count=_BARS), what)
     return Section("entries", title, html.paragraph(lead, kind="lead") + chart + table)
+
+
+def _column(entries: Sequence[Fired], name: str) -> list[float]:
+    values = [getattr(one, name) for one in entries]
+    return [math.nan if value is None else value for value in values]
 
 
 def _layers(trace: Trace) -> Section:
@@ -178,8 +193,9 @@ def trace_chart(
     if picture not in ("all", "layers", "entries"):
         raise ValueError(f'picture must be "all", "layers" or "entries", got {picture!r}')
     strongest = trace.fired(position, count=count)
-    wide = min(9.0, 2.2 + 0.17 * min(len(trace.positions), _WIDEST))
-    maps, bars = 1.6 + 0.19 * min(len(trace.layers), 64), 1.2 + 0.25 * len(strongest)
+    wide = min(9.0, 2.8 + 0.17 * min(len(trace.positions), _WIDEST))
+    ablated = any(one.ablated_effect is not None for one in strongest)
+    maps, bars = 2.6 + 0.19 * min(len(trace.layers), 64), 1.7 + (0.34 if ablated else 0.25) * len(strongest)
     widths, height = {
         "all": ([wide, wide, 5.5], max(maps, bars)),
         "layers": ([wide, wide], maps),
@@ -188,11 +204,13 @@ def trace_chart(
     figure = blank(sum(widths) if picture == "layers" else min(16.0, sum(widths)), height)
     panels = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
     if picture != "layers":
-        _bars(panels.pop(), trace, strongest, trace.token(trace.row(position)))
+        _bars(panels.pop(), trace, strongest, trace.row(position))
     if picture != "entries":
-        _map(panels[0], trace, active_shares(trace), "active entries, share", signed=False)
-        what = "norm of what entries write" if trace.without else "direct effect on the target"
-        _map(panels[1], trace, written(trace), what, signed=not trace.without)
+        _map(panels[0], trace, active_shares(trace), "active entries, share of the layer's", signed=False, unit="")
+        what, unit = (
+            ("norm of what entries write", "norm") if trace.without else ("direct effect on the target", "logits")
+        )
+        _map(panels[1], trace, written(trace), what, signed=not trace.without, unit=unit)
     if title or picture != "entries":
         figure.suptitle(literal(title or f"{trace.model}: entries that fired"))
     return figure
@@ -215,36 +233,64 @@ def entry_name(one: Fired) -> str:
 
 
 def entry_words(one: Fired, limit: int = 28) -> str:
-    """Returns the entry's text, or the tokens it promotes (with a negative weight, suppresses)."""
+    """Returns the entry's text, or the tokens that it promotes (↑) and suppresses (↓), as many as fit."""
     if one.text:
         return shorten(one.text, limit)
-    words = " ".join(token_label(word) for word in one.promotes[:3])
-    return shorten(words if one.weight > 0 or not words else f"not {words}", limit).translate(_PICTURES)
+    count = 2 if limit < 40 else 3
+    sides = (("↑", one.promotes), ("↓", one.suppresses))
+    words = (" ".join([arrow, *map(token_label, each[:count])]) for arrow, each in sides if each)
+    return shorten("  ".join(words), limit).translate(PICTURES)
 
 
-def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool) -> None:
+def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, unit: str) -> None:
     first = max(0, len(trace.positions) - _WIDEST)
     table = table[:, first:]
-    heat_map(axes, table, float(np.abs(table).max(initial=0.0)) or 1.0, signed=signed)
+    sizes = np.abs(table)
+    largest = float(sizes.max(initial=0.0)) or 1.0
+    limit = (float(np.percentile(sizes, _CLIPPED)) if sizes.size else 0.0) or largest
+    heat_map(axes, table, limit, signed=signed, label=unit)
     names = [trace.token(row) for row in range(first, len(trace.positions))]
     name_axis(axes.xaxis, names, list(trace.positions[first:]), turned=True)
     name_axis(axes.yaxis, [str(one.layer) for one in trace], [one.layer for one in trace])
     axes.set_ylabel("layer")
-    axes.set_title(f"{title} (the last {_WIDEST} tokens)" if first else title, fontsize=9)
+    axes.set_xlabel("token → target" if trace.targets else "token")
+    notes = [f"the last {_WIDEST} tokens"] if first else []
+    if limit < largest:
+        notes.append(f"clipped at the {_CLIPPED}th percentile\n(largest: {largest:.3g})")
+    axes.set_title("\n".join([title, *notes]), fontsize=9)
 
 
-def _bars(axes: Any, trace: Trace, strongest: list[Fired], token: str) -> None:
-    sizes = [one.norm if one.effect is None else one.effect for one in strongest]
-    places = list(range(len(strongest)))
-    axes.barh(places, sizes, color=[POSITIVE if size > 0 else NEGATIVE for size in sizes], height=0.7)
-    axes.set_yticks(places, [literal(entry_name(one)) for one in strongest])
-    reach = max(map(abs, sizes), default=1.0)
-    for place, one, size in zip(places, strongest, sizes, strict=True):
-        # Beyond zero on the other side of the bar, where nothing is drawn over it.
-        side = "right" if size > 0 and not trace.without else "left"
-        at = -0.03 * reach if side == "right" else (0.03 * reach if not trace.without else size + 0.03 * reach)
+def _bars(axes: Any, trace: Trace, strongest: list[Fired], row: int) -> None:
+    """Draws the entries for the target, then those against it, each with the effect of its ablation if tried."""
+    effects = not trace.without
+    sizes = {id(one): one.norm if one.effect is None else one.effect for one in strongest}
+    apart = [[one for one in strongest if sizes[id(one)] > 0], [one for one in strongest if sizes[id(one)] <= 0]]
+    listed = [*apart[0], *apart[1]]
+    gap = 0.6 if all(apart) else 0.0
+    places = [place + gap * (place >= len(apart[0])) for place in range(len(listed))]
+    tried = [(at, one.ablated_effect) for at, one in zip(places, listed, strict=True) if one.ablated_effect is not None]
+    reach = max(map(abs, [*sizes.values(), *(effect for _, effect in tried)]), default=1.0) or 1.0
+    height, shift = (0.38, 0.2) if tried else (0.7, 0.0)
+    colours = [POSITIVE if sizes[id(one)] > 0 else NEGATIVE for one in listed]
+    shifted = [at - shift for at in places]
+    axes.barh(shifted, [sizes[id(one)] for one in listed], color=colours, height=height, label="direct effect")
+    if tried:
+        shifted, lost = [at + shift for at, _ in tried], [effect for _, effect in tried]
+        axes.barh(shifted, lost, color=SOFT, height=height, label="ablated: lost without the entry")
+        axes.legend(loc="lower right")
+    axes.set_yticks(places, [literal(entry_name(one)) for one in listed])
+    for place, one in zip(places, listed, strict=True):
+        # Beyond zero on the other side of the bars, or of the longer one, where nothing is drawn over it.
+        size = sizes[id(one)]
+        other = (one.ablated_effect or 0.0) if (one.ablated_effect or 0.0) * size < 0 else 0.0
+        start = other if effects else size
+        side = "right" if size > 0 and effects else "left"
+        at = start + (-0.03 if side == "right" else 0.03) * reach
         axes.text(at, place, literal(entry_words(one)), fontsize=7.5, va="center", ha=side)
-    axes.set_xlim(*((-1.7 * reach, 1.7 * reach) if not trace.without else (0, 1.7 * reach)))
-    axes.invert_yaxis()
+    axes.set_xlim(*((-1.7 * reach, 1.7 * reach) if effects else (0, 1.7 * reach)))
+    axes.set_ylim(max(places, default=0) + (2.4 if tried else 0.6), -0.6)  # with room for the legend
     axes.axvline(0, color=SOFT, linewidth=0.8)
-    axes.set_title(literal(f"entries at {token}: {'norm' if trace.without else 'direct effect'}"), fontsize=9)
+    axes.set_ylabel("layer · entry")
+    axes.set_xlabel("against the target   ←   logits   →   for the target" if effects else "norm of what it writes")
+    chance = "" if trace.probabilities is None else f", p = {percent(float(trace.probabilities[row]))}"
+    axes.set_title(literal(f"entries at {trace.token(row)}{chance}"), fontsize=9)
