@@ -186,7 +186,7 @@ def test_the_reading_and_the_table_judge_a_median_by_its_own_chance():
     rows = tuple(replace(row, directionality=-0.245, symmetry=0.094) for row in scores(layers=30, heads=0))
     text = parse_page(page(of_width(replace(scores(), matrices=rows), 576)).html).text
     assert (
-        "Symmetry 0.094, directionality −0.245 (median of 30 layers). Random weights hardly ever give either." in text
+        "Symmetry 0.094, directionality −0.245 (median of 30 layers). Random weights would hardly give either." in text
     )
     assert "The key’s side has more of the outstanding norms." in text
     assert "30 layers 0.094 0.094 to 0.094 0.001 to 0.003 −0.245 −0.245 to −0.245 −0.090 to 0.090" in text

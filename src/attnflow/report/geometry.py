@@ -137,12 +137,12 @@ def _verdict(scores: GeometryScores, summary: Summary) -> str:
         return said
     beyond = [name for name, median in medians.items() if not bands[name][0] <= median <= bands[name][1]]
     if len(beyond) == 2:
-        said += " Random weights hardly ever give either."
+        said += " Random weights would hardly give either."
     elif beyond:
         other = next(name for name in SCORES if name not in beyond)
-        said += f" Random weights hardly ever give this {beyond[0]}; this {other} is within chance."
+        said += f" Random weights would hardly give this {beyond[0]}; this {other} is within chance."
     else:
-        said += " Random weights give such values too."
+        said += " Both are within chance: random weights give such values too."
     if "directionality" in beyond:
         side = "key" if medians["directionality"] < 0 else "query"
         said += f" The {side}’s side has more of the outstanding norms."

@@ -30,13 +30,16 @@ _PICTURES: Final = dict.fromkeys(range(0x2400, 0x2427), "·")  # of control char
 
 def trace_part(trace: Trace, _: Context) -> Part:
     """Describes the prompt, the strongest entries of its last token, and each layer."""
-    numbers: list[tuple[str, Content]] = [
+    numbers: list[tuple[Content, Content]] = [
         ("Tokens", tag("span", str(len(trace.tokens)), tag("small", f"{len(trace.positions)} traced"))),
         ("Layers", str(len(trace.layers))),
         ("Active entries", percent(float(active_shares(trace).mean()))),
     ]
     if trace.logits is not None:
-        numbers.append(("Logit", tag("span", f"{float(trace.logits[-1]):.3g}", tag("small", "above the mean"))))
+        of = tag("span", "Logit of ", tag("i", token_label(trace.targets[-1], 16)))
+        logit = float(trace.logits[-1])
+        side = "above the mean" if logit >= 0 else "below the mean"
+        numbers.append((of, tag("span", f"{abs(logit):.3g}", tag("small", side))))
     caption = "The first layer is at the top."
     if not trace.without:
         caption += " Blue raises the logit of the target, red lowers it."
@@ -85,7 +88,7 @@ def _entries(trace: Trace) -> Section:
     effects = [math.nan if one.effect is None else one.effect for one in strongest]
     columns: dict[str, Sequence[str]] = {
         "Entry": [entry_name(one) for one in strongest],
-        "Text, or tokens": [entry_words(one, 90) for one in strongest],
+        "Text, or tokens": [entry_words(one, 90) or "–" for one in strongest],
         "Score": html.numbers([one.score for one in strongest], signed=True),
         "Threshold": html.numbers([one.threshold for one in strongest], signed=True),
         "Weight": html.numbers([one.weight for one in strongest], signed=True),

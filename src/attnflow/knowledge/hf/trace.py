@@ -50,7 +50,8 @@ def trace(
             ("norm"); by default "effect" if the model has direct effects.
         targets: the tokens whose logits the effects refer to, one for all positions or one each; by default the next
             token of the text, and at its end the token that the model finds most likely.
-        promoted: for how many entries to find the tokens that they promote most, the strongest of each position first.
+        promoted: for how many entries to find the tokens that they promote most: half for the last position, where the
+            text goes on, then the strongest of each position.
         tokenizer: needed for a text unless `model` has one; for token ids, it names the tokens.
 
     Returns:
@@ -171,15 +172,16 @@ def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
 def _promoted(
     watched: Sequence[LayerWatch], frozen: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Promoted, ...]:
-    """Find the tokens of the strongest entry of each position, then of the second, `count` entries in all."""
+    """Find the tokens of `count` entries: half of the last position, then the strongest of each, the second, ..."""
     places, heads, effects = (
         torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "effects")
     )
     which = torch.repeat_interleave(torch.tensor([one.joined("places").shape[1] for one in watched]))
     order = effects.abs().masked_fill(places < 0, -1).argsort(dim=1, descending=True)
     tables = (table.gather(1, order).T.flatten() for table in (which.expand_as(places), places, heads))
-    ranked = [key for key in zip(*(table.tolist() for table in tables), strict=True) if key[1] >= 0]
-    asked = list(dict.fromkeys(ranked))[:count]
+    ranked = list(zip(*(table.tolist() for table in tables), strict=True))
+    last = ranked[len(places) - 1 :: len(places)][: -(-count // 2)]
+    asked = [key for key in dict.fromkeys(last + ranked) if key[1] >= 0][:count]
     words: list[Promoted] = []
     for index, one in enumerate(watched):
         mine = [(place, head) for place_of, place, head in asked if place_of == index]
