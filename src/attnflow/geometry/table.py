@@ -90,7 +90,7 @@ def chance_bands(width: int, mode: Mode, count: int = 1) -> Bands:
     {'symmetry': '0.001 to 0.003', 'directionality': '-0.090 to 0.090'}
     """
     median = math.sqrt(math.pi / (2 * count + (math.pi - 2) * (1 if count % 2 else 2)))
-    spread, around = 2 * _SPREAD[mode] * median / math.sqrt(width), 2.8 * median
+    spread, around = min(1.0, 2 * _SPREAD[mode] * median / math.sqrt(width)), 2.8 * median
     return {"symmetry": ((1 - around) / width, (1 + around) / width), "directionality": (-spread, spread)}
 
 

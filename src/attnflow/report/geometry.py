@@ -115,7 +115,7 @@ def _reading(models: Models) -> list[Content]:
         return [_verdict(*scored[0])]
     known = [(median.directionality.median, bands) for model, median in scored if (bands := model.chance(median))]
     beyond = sum(abs(median) > bands["directionality"][1] for median, bands in known)
-    directed = f" {beyond} of {len(known)} have a directionality beyond chance." if known else ""
+    directed = f" {beyond or 'None'} of {len(known)} have a directionality beyond chance." if known else ""
     first = max(scored, key=lambda pair: pair[1].symmetry.median)
     last = min(scored, key=lambda pair: pair[1].symmetry.median)
     return [
