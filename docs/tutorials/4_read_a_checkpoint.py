@@ -77,13 +77,13 @@ af.report.figure(minilm, smollm)
 # ## 3. Compare with chance
 #
 # Random weights of width d do not score exactly 0. S is about 1/d, give or take
-# 1.4/d, and D of one layer scatters by about 4.7/sqrt(d). The grey bands in the
-# picture hold 19 of 20 random layers.
+# 1.4/d, and D of one layer scatters by about 4.8/sqrt(d). The bands in the
+# picture hold 19 of 20 medians over as many random layers, and are narrower.
 
 
 # %%
 def chance(width):
-    return 3.8 / width, 2 * 4.7 / width**0.5
+    return 3.8 / width, 2 * 4.8 / width**0.5
 
 
 for name, scores in (("MiniLM", minilm), ("SmolLM2", smollm)):

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
 from attnflow import report
-from attnflow.geometry import directionality, symmetry
 from attnflow.geometry.score import Survey
-from attnflow.geometry.table import GeometryScores, MatrixScores
+from attnflow.geometry.scores import full_scores
+from attnflow.geometry.table import GeometryScores, MatrixScores, chance_bands
 from attnflow.report import geometry as charts
 from attnflow.report import page
 from attnflow.report.geometry import background
@@ -49,7 +50,7 @@ def test_one_model():
     report = page(scores(notes=("found by its shapes",)))
     shown = parse_page(report.html)
     assert [section.name for section in report.sections] == ["geometry", "layers", "heads"]
-    assert "the median symmetry is 0.015 and the median directionality −0.030: the key’s side" in shown.text
+    assert "Symmetry 0.015, directionality −0.030 (median of 4 layers)." in shown.text
     for words in ("4 layers", "12 heads", "0.007 to 0.022", "gamma 2 and mode excess", "1/sqrt(head_dim)"):
         assert words in shown.text
     assert "1 matrix flagged “zero”." in shown.text
@@ -141,26 +142,75 @@ def test_what_a_figure_cannot_show_is_named():
         draw(scores(), picture="pie")
 
 
-def band(axes):
-    return next(patch for patch in axes.patches if patch.get_label().startswith("chance"))
+def band(axes, index=0):
+    return [patch for patch in axes.patches if patch.get_label().startswith("chance")][index]
 
 
-@pytest.mark.parametrize(("mode", "spread"), [("excess", 4.7), ("norm", 3.2)])
-def test_the_band_of_chance_is_drawn_where_the_width_is_known(mode, spread):
-    rows = tuple(replace(row, width=256) for row in scores(mode=mode))
-    figure = report.figure(replace(scores(mode=mode), matrices=rows))
-    bounds = band(figure.axes[0]).get_window_extent().transformed(figure.axes[0].transData.inverted())
-    assert (bounds.y0, bounds.y1) == pytest.approx((-2 * spread / 16, 2 * spread / 16))
-    symmetry, directionality = report.figure(replace(scores(mode=mode), matrices=rows), picture="layers").axes
-    assert band(symmetry).get_height() == pytest.approx(5.6 / 256)
+def of_width(scores, width):
+    return replace(scores, matrices=tuple(replace(row, width=width) for row in scores))
+
+
+@pytest.mark.parametrize(("mode", "spread"), [("excess", 4.8), ("norm", 3.4)])
+def test_the_band_of_chance_is_that_of_what_is_plotted(mode, spread):
+    model = of_width(scores(mode=mode), 256)  # four layers, each with its place, and their median
+    figure = report.figure(model)
+    to_data = figure.axes[0].transData.inverted()
+    layer, median = (band(figure.axes[0], index).get_window_extent().transformed(to_data) for index in (0, 1))
+    assert (layer.y0, layer.y1) == pytest.approx((-2 * spread / 16, 2 * spread / 16))
+    # The median of four normal numbers, the mean of the middle two, has 0.298 of their variance.
+    assert (median.y0, median.y1) == pytest.approx(
+        (-2 * spread / 16 * 0.298**0.5, 2 * spread / 16 * 0.298**0.5), rel=0.02
+    )
+    symmetry, directionality = report.figure(model, picture="layers").axes
+    assert symmetry.patches[0].get_height() == pytest.approx(5.6 / 256)
     assert band(directionality).get_height() == pytest.approx(4 * spread / 16)
     assert not [label for label in labels(report.figure(scores(mode=mode))) if "chance" in label]
 
 
-def test_chance_is_what_random_weights_do():
+def test_each_model_of_a_plane_has_the_band_of_its_own_width_and_depth():
+    models = [of_width(scores("deep", layers=16), 256), of_width(scores("narrow"), 64)]
+    figure = report.figure(*models)
+    names = ["chance, median of 16 layers of width 256", "chance, median of 4 layers of width 64"]
+    assert [label for label in labels(figure) if "chance" in label] == names
+    heights = [band(figure.axes[0], index).get_height() for index in (0, 1)]
+    assert heights[1] / heights[0] == pytest.approx(2 * (0.298 / 0.0926) ** 0.5, rel=0.03)
+    colours = [band(figure.axes[0], index).get_facecolor()[:3] for index in (0, 1)]
+    marks = {mark.get_label(): mark.lines[0].get_color() for mark in figure.axes[0].containers}
+    assert colours == [pytest.approx(to_rgb(marks[name])) for name in ("deep", "narrow")]
+    many = [of_width(scores(f"model {width}"), width) for width in (32, 48, 64, 96, 128)]
+    assert [label for label in labels(report.figure(*many)) if "chance" in label] == ["chance, in each model’s colour"]
+
+
+def test_the_reading_and_the_table_judge_a_median_by_its_own_chance():
+    """A directionality that one layer in four would have, but hardly a median of thirty."""
+    rows = tuple(replace(row, directionality=-0.245, symmetry=0.094) for row in scores(layers=30, heads=0))
+    text = parse_page(page(of_width(replace(scores(), matrices=rows), 576)).html).text
+    assert (
+        "Symmetry 0.094, directionality −0.245 (median of 30 layers). Random weights would hardly give either." in text
+    )
+    assert "The key’s side has more of the outstanding norms." in text
+    assert "30 layers 0.094 0.094 to 0.094 0.001 to 0.003 −0.245 −0.245 to −0.245 −0.090 to 0.090" in text
+    shallow = of_width(replace(scores(), matrices=rows[:3]), 384)
+    assert "this directionality is within chance" in parse_page(page(shallow).html).text
+    both = [replace(of_width(replace(scores(), matrices=rows), 576), model="deep"), replace(shallow, model="shallow")]
+    assert "1 of 2 have a directionality beyond chance." in parse_page(page(*both).html).text
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "key_heads", "layers"), [(128, 4, 4, 1), (128, 4, 4, 6), (128, 4, 1, 7), (576, 9, 3, 30)]
+)
+def test_chance_is_what_random_weights_do(width, heads, key_heads, layers):
+    """Also where query heads share keys, as in SmolLM2 (576, 9 and 3 heads, 30 layers), and for medians of layers."""
     torch.manual_seed(0)
-    width, low, high = 128, -1.8 / 128, 3.8 / 128
-    forms = torch.stack([torch.randn(32, width).T @ torch.randn(32, width) for _ in range(200)])
-    inside = (symmetry(forms) > low) & (symmetry(forms) < high)
-    assert inside.double().mean() > 0.9
-    assert (directionality(forms).abs() < 2 * 4.7 / width**0.5).double().mean() > 0.9
+    dim = width // heads
+    drawn = [
+        full_scores(torch.randn(heads * dim, width), torch.randn(key_heads * dim, width), heads, key_heads)
+        for _ in range(300)
+    ]
+    for name in ("symmetry", "directionality"):
+        values = torch.stack([getattr(one, name) for one in drawn]).double()
+        medians = values[torch.randint(len(values), (4000, layers))].quantile(0.5, dim=1)
+        low, high = chance_bands(width, "excess", layers)[name]
+        inside = ((medians > low) & (medians < high)).double().mean()
+        assert 0.92 < inside < 0.985, (name, inside)
+        assert float(medians.std()) == pytest.approx((high - low) / 4, rel=0.15), name

@@ -64,7 +64,7 @@ def test_the_geometry_is_that_of_score(page, network):
         assert point["symmetry"] == pytest.approx(row.symmetry, rel=1e-3)
         assert point["directionality"] == pytest.approx(row.directionality, rel=1e-3, abs=1e-3)
     assert [len(row) for row in stack["heads"]["symmetry"]] == [4, 4]
-    assert stack["chance"]["symmetry"] == (-1.8 / 32, 3.8 / 32)
+    assert stack["chance"]["symmetry"] == pytest.approx((-1.8 / 32, 3.8 / 32))
     assert [done for done, _, _ in heard if done] == [1, 2]
 
 

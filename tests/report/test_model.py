@@ -1,45 +1,106 @@
-"""Everything about a model on one page; what it has not got is named."""
+"""Everything about a model on one page: the verdict first, masks by their names; what it has not got is named."""
 
+import re
+
+import pytest
 import torch
 
-from attnflow import audit, bias
-from attnflow.audit import declared
-from attnflow.report import model_page
+from attnflow import audit, bias, knowledge, masks
+from attnflow.report import model_page, page
 from tests.models import tiny
 from tests.report.reading import parse_page
 
 
-def test_order_audit_bias_geometry_and_entries_on_one_page():
+def opening(made):
+    return parse_page(re.search(r'<p class="reading">.*?</p>', made.html).group()).text.replace("\xa0", " ")
+
+
+def test_the_verdict_comes_first_and_the_mask_last():
     model, steps = tiny("Llama", torch.float32), []
     bias.attach(model, bias.GuidanceConfig(hidden_dim=8, init="kaiming"))
     made = model_page(model, [5, 6, 7, 8], title="mine", progress=lambda *step: steps.append(step))
     names = [section.name for section in made.sections]
-    assert [name for name in names if name in ("order", "audit", "bias", "geometry", "entries")] == [
-        "order", "audit", "bias", "geometry", "entries"
-    ]  # fmt: skip
+    shown = ["audit", "geometry", "bias", "entries", "mask", "order", "cost"]
+    assert [name for name in names if name in shown] == shown
     assert made.ok
     assert "problems" not in names
-    assert steps == [(i, 5, what) for i, what in enumerate(["order", "audit", "bias", "geometry", "knowledge"])]
-    assert "Over 2 layers of mine" in parse_page(made.html).text
+    assert steps == [(i, 5, what) for i, what in enumerate(["audit", "geometry", "bias", "knowledge", "order"])]
+    scores = r"Symmetry \S+, directionality \S+ \(median of 2 layers\)\."
+    assert re.match(rf"No leak found, 100 % of the forbidden pairs tested\. {scores}", opening(made))
+    assert "queries may attend" not in opening(made)
 
 
-def test_what_cannot_be_found_out_is_named_and_the_rest_is_shown():
+def test_a_leak_opens_the_page_with_its_place():
+    model = tiny("Llama", torch.float32)
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda module, inputs, output: output + output.mean(1, keepdim=True)
+    )
+    made = model_page(model, [5, 6, 7, 8])
+    assert not made.ok
+    assert re.match(r"Leak found, first in model.layers.1.mlp \(layer 1\): \d+ violations?, \d+ % of", opening(made))
+
+
+def test_what_cannot_be_found_out_is_named_at_the_end_and_the_rest_is_shown():
     model = tiny("Llama", torch.float32)
     for layer in model.model.layers:
         layer.mlp = torch.nn.Identity()
     made = model_page(model, [5, 6, 7])
     names = [section.name for section in made.sections]
-    assert names[0] == "problems"
+    assert names[-1] == "problems"
     assert {"order", "audit", "geometry"} <= set(names)
     assert "bias" not in names
-    assert "Knowledge could not be shown" in parse_page(made.html).text
+    assert "Knowledge: " in parse_page(made.html).text
+    assert opening(made).endswith("Not shown: knowledge; the end of the page says why.")
+    assert opening(made).startswith("No leak found")
 
 
-def test_the_declared_order_is_found_once_and_keeps_its_words(monkeypatch):
-    model, calls, find = tiny("Gemma2", torch.float32), [], declared.declared
+def test_a_batch_is_audited_and_its_first_sequence_traced():
+    """As `attnflow report` calls it: with a second sequence, so that the audit sees what crosses a batch."""
+    made = model_page(tiny("Llama", torch.float32), {"input_ids": torch.tensor([[5, 6, 7, 8], [8, 7, 6, 5]])})
+    assert "entries" in [section.name for section in made.sections]
+    assert "2 sequences, 4 positions" in parse_page(made.html).text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Llama", [masks.causal(8)]),
+        ("Bert", [masks.full(8)]),
+        ("Gemma2", [masks.sliding_window(8, 4), masks.causal(8)]),
+    ],
+)
+def test_a_models_masks_have_the_names_of_the_catalogue(name, expected):
+    flow = audit.declared_order(tiny(name), list(range(5, 13)))
+    named = {mask.to_dict()["name"]: mask for mask in flow.masks}
+    assert named == {mask.name: mask for mask in expected}
+    assert {repr(mask) for mask in flow.masks} == {repr(mask) for mask in expected}
+
+
+def test_the_cost_is_that_of_all_layers_and_heads():
+    model = tiny("Llama", torch.float32)
+    config, n = model.config, 40
+    text = parse_page(model_page(model, [5 + i % 8 for i in range(n)]).html).text
+    heads, layers, channels = config.num_attention_heads, config.num_hidden_layers, config.head_dim
+    assert f"One forward pass of {n} tokens in {layers} layers with {heads} heads" in text
+    assert f"({config.num_key_value_heads} of keys) of {channels} channels, in float32." in text
+    pairs = layers * heads * n * n
+    assert f"eager {pairs:,} ".replace(",", " ") + f"{4 * channels * pairs / 1e9:.3g}" in text
+
+
+def test_every_entry_of_the_last_token_has_its_words():
+    """By default 128 entries get words; many positions must not use them up before the last one has its 40."""
+    model = tiny("Llama", torch.float32)
+    trace = knowledge.trace(model, [5 + i % 20 for i in range(100)])
+    shown = trace.fired(-1, count=40)
+    assert len(shown) > 10
+    assert all(one.promotes for one in shown)
+    html = page(trace).html
+    assert "<td></td>" not in html
+    assert f"Logit of <i>{trace.targets[-1]}</i>" in html
+
+
+def test_the_audit_says_the_declared_order_in_words():
+    model = tiny("Gemma2", torch.float32)
     words = audit.check(model, [5, 6, 7, 8]).order
     assert "window" in words
-    monkeypatch.setattr(declared, "declared", lambda *inputs: calls.append(inputs) or find(*inputs))
-    made = model_page(model, [5, 6, 7, 8])
-    assert len(calls) == 1
-    assert f"against the order: {words}." in parse_page(made.html).text
+    assert f"against the order: {words}." in parse_page(model_page(model, [5, 6, 7, 8]).html).text

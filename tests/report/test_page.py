@@ -173,8 +173,9 @@ def test_the_reading_says_what_was_found():
     leak = reading(page(leaking_task().mask, check(leaking_task())))
     assert "1 label can be read" in leak
     assert "the first comes to position 0 from 3 in 2 layers" in leak
-    assert "found no flow against its order (87.5 % of" in reading(page(audit_report()))
-    assert "first in <code>model.layers.1.self_attn</code>" in reading(page(bad_audit()))
+    assert "No leak found, 87.5 % of the forbidden pairs tested." in reading(page(audit_report()))
+    leak = "Leak found, first in <code>model.layers.1.self_attn</code> (layer 1): 3 violations, 87.5 % of"
+    assert leak in reading(page(bad_audit()))
 
 
 def test_hostile_names_stay_text():

@@ -23,6 +23,7 @@ from attnflow.audit.packing import DOCUMENT_ARGUMENTS, all_real, allowed_pairs, 
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
+from attnflow.masks.diagnosis import equal_to
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import evaluating, unchanged
 from attnflow.models.loaded import Loaded, split
@@ -61,7 +62,8 @@ def declared_order(
         relation = declared(model, survey(model, read(model, inputs, tokenizer)))
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
     masks = [from_dense(row, relation.name) for row in rows]
-    return analyze(masks[0] if relation.repeat else masks)
+    named = [equal_to(mask) or mask for mask in masks]  # causal(n=64) says more than a sentence about all layers
+    return analyze(named[0] if relation.repeat else named)
 
 
 def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:

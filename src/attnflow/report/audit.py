@@ -30,18 +30,19 @@ _ROWS: Final = 48  # runs of layers that a chart shows
 
 def audit_part(report: AuditReport, _: Context) -> Part:
     """Describes the verdict, what was tested, each violation and every watched module."""
-    count = len(report.violations)
+    count, tested = len(report.violations), f"{percent(report.coverage)} of the forbidden pairs tested"
     if report.ok:
-        tested = f"{percent(report.coverage)} of the forbidden pairs tested"
-        reading: list[Content] = [f" The audit found no flow against its order ({tested})."]
+        reading: list[Content] = [f"No leak found, {tested}."]
         verdict = html.note("good", html.paragraph(f"No output moved against the order: {report.order}."))
     elif not report.violations:
-        reading = [" The audit tested nothing: the order forbids no pair of these inputs."]
+        reading = ["The audit tested nothing: the order forbids no pair of these inputs."]
         verdict = html.note("neutral", html.paragraph(f"Nothing was tested: {report.order}."))
     else:
         first = report.violations[0]
-        reading = ["The audit found flow against its order, first in ", code(first.module), "."]
         where = "" if first.layer is None else f" (layer {first.layer})"
+        what = "Flow is missing" if first.kind == "missing" else "Leak found"
+        number = plural(count, "violation")
+        reading = [f"{what}, first in ", code(first.module), f"{where}: {number}, {tested}."]
         sentence = f"Information flows against the declared order in {plural(count, 'place')}. The first is "
         verdict = html.note("bad", html.paragraph(sentence, code(first.module), f"{where}."))
     body = verdict + html.facts(effort(report))

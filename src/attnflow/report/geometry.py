@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from attnflow._core.markup import plural, shorten
 from attnflow.geometry.published import PublishedScores, Quartiles, Summary, published_scores
-from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores
+from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, chance_bands
 from attnflow.report import charts, html
 from attnflow.report.charts import SERIES, SOFT, blank, chart, heat_map, literal
 from attnflow.report.html import Content, Html, code, tag
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAPS: Final = 24  # models whose heads are drawn
-_HEAD: Final = ("model", "matrices", "symmetry", "quartiles", "directionality", "quartiles")
+_HEAD: Final = ("model", "matrices", "symmetry", "quartiles", "chance", "directionality", "quartiles", "chance")
 _LAYER_HEAD: Final = ("layer", "symmetry", "directionality")
 
 Models = Sequence[GeometryScores]
@@ -30,8 +30,7 @@ Picture = Literal["plane", "layers", "heads"]
 _MARKERS: Final = "osD^vPX*<>"
 SCORES: Final = ("symmetry", "directionality")
 _MODALITIES: Final = {"language-models": "o", "vision-models": "^", "audio-models": "s"}
-# One matrix of random weights of width d: symmetry 1/d +- 1.4/d, directionality 0 +- this / sqrt(d).
-_SPREAD: Final = {"excess": 4.7, "norm": 3.2}
+_BANDS: Final = 4  # different bands of chance that a legend names
 
 
 def scores_part(models: Models, _: Context) -> Part:
@@ -59,7 +58,8 @@ def _scores(models: Models) -> Section:
         f"norms, and positive where rows do. Ignored: {IGNORED}. Directionality has {words}."
     )
     caption = (
-        "Crosses: medians over layers with their quartiles. The grey band is that of random weights of this width."
+        "Crosses: medians over layers with their quartiles. The bands hold 19 of 20 models with random weights of the "
+        "same width and number of layers."
     )
     parts: list[Content] = [html.paragraph(lead, kind="lead")]
     for reading in readings:
@@ -77,7 +77,7 @@ def _by_layer(models: Models) -> Section:
     for reading in sorted({(model.gamma, model.mode) for model in models}):
         alike = [model for model in models if (model.gamma, model.mode) == reading]
         draw = partial(score_chart, *alike, picture="layers", title=" ")
-        parts.append(charts.in_page(draw, "Scores by layer", "Grey: where random weights of this width would lie."))
+        parts.append(charts.in_page(draw, "Scores by layer", "The bands hold 19 of 20 random layers of this width."))
     for model in models:
         for summary in model.summaries:
             if summary.matrix == "all":
@@ -112,15 +112,10 @@ def _reading(models: Models) -> list[Content]:
     if not scored:
         return ["No model has a full matrix of self-attention that could be scored."]
     if len(scored) == 1:
-        (model, summary) = scored[0]
-        d = summary.directionality.median
-        side = "no side has more" if d == 0 else "the key’s side has more" if d < 0 else "the query’s side has more"
-        return [
-            f"Over {plural(summary.count, 'layer')} of ",
-            code(model.model),
-            f", the median symmetry is {_text(summary.symmetry.median)} and the median directionality {_text(d)}: "
-            f"{side} of the outstanding norms.",
-        ]
+        return [_verdict(*scored[0])]
+    known = [(median.directionality.median, bands) for model, median in scored if (bands := model.chance(median))]
+    beyond = sum(abs(median) > bands["directionality"][1] for median, bands in known)
+    directed = f" {beyond or 'None'} of {len(known)} have a directionality beyond chance." if known else ""
     first = max(scored, key=lambda pair: pair[1].symmetry.median)
     last = min(scored, key=lambda pair: pair[1].symmetry.median)
     return [
@@ -128,8 +123,30 @@ def _reading(models: Models) -> list[Content]:
         code(name_of(*first)),
         f" is the most symmetric ({_text(first[1].symmetry.median)}) and ",
         code(name_of(*last)),
-        f" the least ({_text(last[1].symmetry.median)}).",
+        f" the least ({_text(last[1].symmetry.median)}).{directed}",
     ]
+
+
+def _verdict(scores: GeometryScores, summary: Summary) -> str:
+    """Says in two sentences what both medians are, and which of them random weights would hardly give."""
+    medians = {name: getattr(summary, name).median for name in SCORES}
+    values = ", ".join(f"{name} {_text(median)}" for name, median in medians.items())
+    said = f"{values[:1].upper()}{values[1:]} (median of {plural(summary.count, 'layer')})."
+    bands = scores.chance(summary)
+    if bands is None:
+        return said
+    beyond = [name for name, median in medians.items() if not bands[name][0] <= median <= bands[name][1]]
+    if len(beyond) == 2:
+        said += " Random weights would hardly give either."
+    elif beyond:
+        other = next(name for name in SCORES if name not in beyond)
+        said += f" Random weights would hardly give this {beyond[0]}; this {other} is within chance."
+    else:
+        said += " Both are within chance: random weights give such values too."
+    if "directionality" in beyond:
+        side = "key" if medians["directionality"] < 0 else "query"
+        said += f" The {side}’s side has more of the outstanding norms."
+    return said
 
 
 def _rows(models: Models) -> list[list[Content]]:
@@ -138,12 +155,14 @@ def _rows(models: Models) -> list[list[Content]]:
         for index, summary in enumerate(model.summaries):
             matrices = plural(summary.count, "layer" if summary.matrix == "all" else "head")
             where = f"{summary.what}: {matrices}" if has_several(model) else matrices
-            cells = [*_cells(summary.symmetry), *_cells(summary.directionality)]
+            bands = model.chance(summary) or {}
+            cells = [cell for name in SCORES for cell in (*_cells(getattr(summary, name)), _interval(bands.get(name)))]
             rows.append(["" if index else code(model.model), where, *cells])
         for comparison in model.compare():
             published = comparison.published
             where = ", ".join(filter(None, ("published", published.tower, plural(published.num_layers, "layer"))))
-            rows.append(["", tag("i", where), *_cells(published.symmetry), *_cells(published.directionality)])
+            cells = [cell for name in SCORES for cell in (*_cells(getattr(published, name)), "")]
+            rows.append(["", tag("i", where), *cells])
     return rows
 
 
@@ -166,7 +185,11 @@ def _remarks(models: Models) -> list[Html]:
 def _cells(quartiles: Quartiles) -> tuple[str, str]:
     if math.isnan(quartiles.median):
         return "none", ""
-    return _text(quartiles.median), f"{_text(quartiles.q25)} to {_text(quartiles.q75)}"
+    return _text(quartiles.median), _interval((quartiles.q25, quartiles.q75))
+
+
+def _interval(bounds: tuple[float, float] | None) -> str:
+    return "" if bounds is None else f"{_text(bounds[0])} to {_text(bounds[1])}"
 
 
 def _text(value: float) -> str:
@@ -179,8 +202,8 @@ def score_chart(
 ) -> Figure:
     """Draws the scores of models in a plane, by layer, or (one model) by head.
 
-    "plane" shows each layer of a single model, or medians and quartiles of several, over published records. Random
-    weights of the same width lie in the grey band 19 times of 20.
+    "plane" shows each layer of a single model, or medians and quartiles of several, over published records. The bands
+    hold 19 of 20 models, or single layers, of random weights of the same width.
     """
     if picture not in ("plane", "layers", "heads"):
         raise ValueError(f'picture must be "plane", "layers" or "heads", got {picture!r}')
@@ -197,24 +220,20 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
     axes = figure.add_subplot()
     axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
     axes.axvline(0, color=SOFT, linewidth=0.6, zorder=0)
-    width, chance = _chance(models)
-    if width:
-        grey = {"color": SOFT, "alpha": 0.13, "linewidth": 0, "zorder": 0}
-        bands = chance_bands(width, reading[1])
-        axes.axhspan(*bands["directionality"], **grey, label=chance)
-        axes.axvspan(*bands["symmetry"], **grey)
-    if reading == (2.0, "excess"):
-        for modality, mark in _MODALITIES.items():
-            records = [record for record in background() if record.modality == modality]
-            x, y = ([getattr(record, name).median for record in records] for name in SCORES)
-            label = f"published, {modality.removesuffix('-models')} ({len(records)})"
-            axes.scatter(x, y, s=11, marker=mark, color="none", edgecolors=SOFT, alpha=0.5, linewidths=0.7, label=label)
     stacks = [
         (scores, one)
         for scores in models
         for one in scores.summaries
         if one.matrix == "all" and not math.isnan(one.symmetry.median)
     ]
+    single = [1] if len(stacks) == 1 else []  # whose layers are shown as well
+    _bands({"symmetry": axes.axvspan, "directionality": axes.axhspan}, stacks, reading[1], [*single, 0])
+    if reading == (2.0, "excess"):
+        for modality, mark in _MODALITIES.items():
+            records = [record for record in background() if record.modality == modality]
+            x, y = ([getattr(record, name).median for record in records] for name in SCORES)
+            label = f"published, {modality.removesuffix('-models')} ({len(records)})"
+            axes.scatter(x, y, s=11, marker=mark, color="none", edgecolors=SOFT, alpha=0.5, linewidths=0.7, label=label)
     if len(stacks) == 1:
         _numbered(axes, *stacks[0])
     for index, (scores, summary) in enumerate(stacks):
@@ -252,13 +271,9 @@ def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
     figure = blank(9.0, 3.6)
     panels = figure.subplots(1, 2)
     lines = [(scores, s) for scores in models for s in scores.summaries if s.matrix == "all"]
-    width, chance = _chance(models)
+    _bands({name: axes.axhspan for name, axes in zip(SCORES, panels, strict=True)}, lines, reading[1], [1])
     for name, axes in zip(SCORES, panels, strict=True):
         axes.axhline(0, color=SOFT, linewidth=0.6, zorder=0)
-        if width:
-            axes.axhspan(
-                *chance_bands(width, reading[1])[name], color=SOFT, alpha=0.13, linewidth=0, zorder=0, label=chance
-            )
         for index, (scores, summary) in enumerate(lines):
             rows = rows_of(scores, summary)
             look = _style(index) | {"markersize": 4, "linewidth": 1.4, "label": _label(scores, summary)}
@@ -306,17 +321,28 @@ def background() -> tuple[PublishedScores, ...]:
     return tuple(record for record in published_scores() if not record.fault and record.kind == "self")
 
 
-def chance_bands(width: int, mode: str) -> dict[str, tuple[float, float]]:
-    """Returns for each score the interval that holds 19 of 20 random matrices of this width."""
-    spread = 2 * _SPREAD[mode] / math.sqrt(width)
-    return {"symmetry": (-1.8 / width, 3.8 / width), "directionality": (-spread, spread)}
+def _bands(
+    spans: Mapping[str, Any], stacks: Sequence[tuple[GeometryScores, Summary]], mode: str, counts: Sequence[int]
+) -> None:
+    """Draws the bands of chance of each stack: of the median over `counts` of its layers, 0 for all of them.
 
-
-def _chance(models: Sequence[GeometryScores]) -> tuple[int, str]:
-    """Returns the width of the narrowest model (0 if unknown), where chance reaches farthest, and its text."""
-    widths = {row.width for scores in models for row in scores if row.head == "all" and row.kind == "self"}
-    least = min(widths, default=0)
-    return least, f"chance at width {least}" + (" (less at larger ones)" if len(widths) > 1 else "")
+    A band has the colour of the first stack that it belongs to. It is grey if all share it, or all share its width and
+    it is that of one layer.
+    """
+    bands: dict[tuple[int, int], str] = {}
+    for index, (scores, summary) in enumerate(stacks):
+        width, layers = scores.extent(summary)
+        for count in counts if width else ():
+            bands.setdefault((width, count or layers), _style(index)["color"])
+    same_width = len({width for width, _ in bands}) == 1
+    for index, ((width, count), colour) in enumerate(bands.items()):
+        label = f"chance, {'one layer' if count == 1 else f'median of {count} layers'} of width {width}"
+        if len(bands) > _BANDS:
+            label = "" if index else "chance, in each model’s colour"
+        colour = SOFT if len(bands) == 1 or (same_width and count == 1) else colour
+        look = {"facecolor": (colour, 0.12), "edgecolor": (colour, 0.55), "linewidth": 0.6, "zorder": 0}
+        for name, bounds in chance_bands(width, mode, count).items():
+            spans[name](*bounds, **look, label=label if name == "directionality" else "")
 
 
 def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:

@@ -52,7 +52,7 @@ def rest(count: int) -> Html:
     return paragraph(f"… and {grouped(count)} more.", kind="lead") if count > 0 else Html("")
 
 
-def facts(rows: Sequence[tuple[str, Content]], kind: str = "facts") -> Html:
+def facts(rows: Sequence[tuple[Content, Content]], kind: str = "facts") -> Html:
     """Builds a list of names and values."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in rows), class_=kind)
 

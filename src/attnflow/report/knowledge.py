@@ -34,7 +34,7 @@ _WIDEST: Final = 96  # tokens of a map; of a longer text the last ones
 
 def trace_part(trace: Trace, _: Context) -> Part:
     """Describes the prompt, the strongest entries of its last token, and each layer."""
-    numbers: list[tuple[str, Content]] = [
+    numbers: list[tuple[Content, Content]] = [
         ("Tokens", tag("span", str(len(trace.tokens)), tag("small", f"{len(trace.positions)} traced"))),
         ("Layers", str(len(trace.layers))),
         ("Active entries", percent(float(active_shares(trace).mean()))),
@@ -89,7 +89,7 @@ def _entries(trace: Trace) -> Section:
         )
     columns: dict[str, Sequence[str]] = {
         "Entry": [entry_name(one) for one in strongest],
-        "Text, or tokens": [entry_words(one, 90) for one in strongest],
+        "Text, or tokens": [entry_words(one, 90) or "–" for one in strongest],
         "Score": html.numbers([one.score for one in strongest], signed=True),
         "Threshold": html.numbers([one.threshold for one in strongest], signed=True),
         "Weight": html.numbers([one.weight for one in strongest], signed=True),

@@ -47,7 +47,7 @@ class Part:
     title: str
     sections: Sequence[Section]
     reading: Sequence[Content] = ()
-    numbers: Sequence[tuple[str, Content]] = ()
+    numbers: Sequence[tuple[Content, Content]] = ()
     source: Sequence[tuple[str, Content]] = ()
     failed: bool = False
 
@@ -113,7 +113,7 @@ def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], 
                 stem, _, number = name.partition("-")
                 name = f"{stem}-{int(number or 1) + 1}"
             names.add(name)
-            titled = len(parts) > 1 and index == 0 and part.title != section.title
+            titled = len(parts) > 1 and index == 0 and part.title and not section.title.startswith(part.title)
             above = tag("p", part.title, class_="lead") if titled else Html("")
             sections.append(replace(section, name=name, body=above + section.body))
     ok = not any(part.failed for part in parts)

@@ -1,4 +1,4 @@
-"""How each kind of result is shown as a picture, on a page and in a notebook; and the page about a model."""
+"""How each kind of result is shown as a picture, on a page and in a notebook."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor, nn
-
-from attnflow import audit, bias, geometry, knowledge
-from attnflow._core.errors import AttnflowError, MissingExtra
-from attnflow._core.progress import Progress
+from attnflow._core.errors import MissingExtra
 from attnflow._core.results import Result
 from attnflow.audit.report import AuditReport
 from attnflow.bias.graph import BiasGraph
-from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.entry_report import EntryReport, Removal
 from attnflow.knowledge.provenance import Trace
 from attnflow.masks.mask import Mask
-from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import html, svg
@@ -75,7 +69,6 @@ class Kind:
     together: bool = False
 
 
-_ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
 TABLE: Final = Kind()
 KINDS: Final[dict[type, Kind]] = {
     Mask: Kind(mask_part, mask_svg),
@@ -212,62 +205,6 @@ def _subjects(result: object) -> list[object]:
     if isinstance(result, Survey):
         return list(result.models)
     return [result]
-
-
-def model_page(
-    model: nn.Module | Loaded,
-    inputs: str | Sequence[int] | Tensor | Mapping[str, Any],
-    *,
-    title: str | None = None,
-    details: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-) -> Page:
-    """Write a page about a model: its declared order, audit, bias if any, geometry, and the entries that fired.
-
-    Args:
-        model: any model, or a result of `af.load_model`.
-        inputs: a text, token ids, or the model's inputs by name.
-        title: heading (default: the model's name).
-        details: more rows for the provenance.
-        progress: called as progress(done, total, what) before each step.
-
-    Returns:
-        The page. Parts that do not work for this model are listed as problems with the reason; the rest is shown.
-
-    Cost: an audit of the model, one pass over its queries and keys, and about four forward passes.
-    """
-    module, tokenizer = split(model)
-    name = title or model_name(module)
-    named = model_inputs(module, inputs, tokenizer, 0)
-    results: list[object] = []
-
-    def audited() -> AuditReport:
-        flow = next((result for result in results if isinstance(result, Flow)), None)
-        alone = len(named["input_ids"]) == 1  # sequences of a batch may differ in their orders
-        return audit.check(module, named, flow if alone else None)
-
-    steps: list[tuple[str, Callable[[], object]]] = [
-        ("Order", lambda: audit.declared_order(module, named)),
-        ("Audit", audited),
-        ("Geometry", lambda: replace(geometry.score(module), model=name)),
-        ("Knowledge", lambda: replace(knowledge.trace(module, named, tokenizer=tokenizer), model=name)),
-    ]
-    if any(layer_biases(module)):
-        first = {key: value[:1] for key, value in named.items()}
-        steps.insert(2, ("Bias", lambda: replace(bias.capture(module, first, tokenizer=tokenizer), model=name)))
-    problems: dict[str, str] = {}
-    for done, (step, find) in enumerate(steps):
-        if progress is not None:
-            progress(done, len(steps), step.lower())
-        try:
-            results.append(find())
-        except _ERRORS as error:
-            problems[step] = str(error)
-    labels = None
-    if tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
-        rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
-        labels = [text for row in rows for text in token_texts(row, tokenizer)]
-    return page(*results, title=name, labels=labels, details=details, problems=problems)
 
 
 def encode(result: object, suffix: str) -> bytes:

@@ -1,0 +1,141 @@
+"""The page about a model: first the verdict of its audit, last the masks that it declares and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from attnflow import audit, bias, geometry, knowledge
+from attnflow._core.errors import AttnflowError
+from attnflow._core.markup import grouped, plural
+from attnflow._core.progress import Progress
+from attnflow.bias.kind import layer_biases
+from attnflow.models.attention import AttentionLayer, attention_layers
+from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
+from attnflow.order.flow import Flow
+from attnflow.report import html
+from attnflow.report.audit import audit_part
+from attnflow.report.bias import bias_part
+from attnflow.report.geometry import scores_part
+from attnflow.report.knowledge import trace_part
+from attnflow.report.mask import mask_part
+from attnflow.report.page import Context, Page, Part, Section, build
+
+_ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
+_BACKENDS: Final = {"eager": "eager", "sdpa": "SDPA", "flex": "FlexAttention"}
+
+
+def model_page(
+    model: nn.Module | Loaded,
+    inputs: str | Sequence[int] | Tensor | Mapping[str, Any],
+    *,
+    title: str | None = None,
+    details: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Page:
+    """Write a page about a model: its audit, geometry, bias if any, the entries that fired, and the declared order.
+
+    Args:
+        model: any model, or a result of `af.load_model`.
+        inputs: a text, token ids, or the model's inputs by name. The audit reads all sequences, the rest the first one.
+        title: heading (default: the model's name).
+        details: more rows for the provenance.
+        progress: called as progress(done, total, what) before each step.
+
+    Returns:
+        The page. Parts that do not work for this model are listed at its end with the reason; the rest is shown.
+
+    Cost: an audit of the model, one pass over its queries and keys, and about five forward passes.
+    """
+    module, tokenizer = split(model)
+    name = title or model_name(module)
+    named = model_inputs(module, inputs, tokenizer, 0)
+    first = {key: value[:1] for key, value in named.items()}
+    labels = None
+    if tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
+        rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
+        labels = tuple(text for row in rows for text in token_texts(row, tokenizer))
+    context = Context(labels=labels)
+    steps: dict[str, Callable[[], Part]] = {
+        "audit": lambda: audit_part(audit.check(module, named), context),
+        "geometry": lambda: scores_part([replace(geometry.score(module), model=name)], context),
+        "bias": lambda: bias_part(replace(bias.capture(module, first, tokenizer=tokenizer), model=name), context),
+        "knowledge": lambda: trace_part(
+            replace(knowledge.trace(module, first, tokenizer=tokenizer), model=name), context
+        ),
+        "order": lambda: _order(module, audit.declared_order(module, named), context),
+    }
+    if not any(layer_biases(module)):
+        del steps["bias"]
+    details = dict(details or {})
+    parts: list[Part] = []
+    problems: dict[str, str] = {}
+    for done, (step, find) in enumerate(steps.items()):
+        if progress is not None:
+            progress(done, len(steps), step)
+        try:
+            part = find()
+            source = [(kind, value) for kind, value in part.source if kind not in details]  # which name the same model
+            parts.append(replace(part, title="", source=source))
+        except _ERRORS as error:
+            problems[step] = str(error)
+    if problems:
+        parts.append(_missing(problems))
+    return build(parts, name, details, {})
+
+
+def _missing(problems: Mapping[str, str]) -> Part:
+    """Lists what does not work for the model; only a missing audit is bad news."""
+    notes = [
+        html.note("bad" if step == "audit" else "neutral", html.paragraph(f"{step.capitalize()}: {reason}"))
+        for step, reason in problems.items()
+    ]
+    reading = [f"Not shown: {', '.join(problems)}; the end of the page says why."]
+    return Part("", [Section("problems", "What could not be shown", html.join(notes))], reading)
+
+
+def _order(module: nn.Module, flow: Flow, context: Context) -> Part:
+    """Describes the masks that the model declares, in words of their own, with their cost in all layers."""
+    part = mask_part(flow, context)
+    head, *rest = part.sections
+    sections = [replace(head, body=html.paragraph(*part.reading, kind="lead") + head.body), *rest]
+    try:
+        layers = attention_layers(module)
+    except _ERRORS:  # "geometry" names the reason
+        layers = []
+    if layers and flow.size and {(layer.tower, layer.kind) for layer in layers} == {(layers[0].tower, "self")}:
+        sections += _cost(flow, layers, next(module.parameters()))
+    return replace(part, sections=sections, reading=(), numbers=())
+
+
+def _cost(flow: Flow, layers: Sequence[AttentionLayer], weight: Tensor) -> list[Section]:
+    """Counts what attention computes in all layers and heads; nothing if the masks are of other layers."""
+    if flow.num_layers is not None and max(layer.layer for layer in layers) >= flow.num_layers:
+        return []
+    costs = [
+        flow.masks[0 if flow.num_layers is None else layer.layer].cost(
+            num_heads=layer.num_heads, head_dim=layer.head_dim, bytes_per_value=weight.element_size()
+        )
+        for layer in layers
+    ]
+    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    heads = "heads of different numbers or widths"
+    if len(shapes) == 1:
+        (queries, keys, channels) = shapes.pop()
+        heads = f"{plural(queries, 'head')} ({grouped(keys)} of keys) of {grouped(channels)} channels"
+    lead = (
+        f"One forward pass of {grouped(flow.size)} tokens in {plural(len(layers), 'layer')} with {heads}, "
+        f"in {str(weight.dtype).removeprefix('torch.')}. Counted are the products with keys and values, without the "
+        "projections. Memory is the peak of one layer, beyond queries, keys, values and output."
+    )
+    rows: list[list[str]] = []
+    for each in zip(*(cost.backends for cost in costs), strict=True):
+        pairs = sum(one.pairs * layer.num_heads for one, layer in zip(each, layers, strict=True))
+        peak = max(one.memory for one in each)
+        memory = f"{peak / 2**20:,.1f} MiB" if peak >= 2**20 else f"{peak / 2**10:,.1f} KiB"
+        rows.append([_BACKENDS[each[0].backend], grouped(pairs), f"{sum(one.flops for one in each) / 1e9:.3g}", memory])
+    table = html.table(["backend", "pairs, all heads", "GFLOP", "memory"], rows)
+    return [Section("cost", "Cost of attention", html.paragraph(lead, kind="lead") + table)]
