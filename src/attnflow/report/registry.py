@@ -21,8 +21,8 @@ from attnflow.bias.map import BiasMap, LayerMap, LayerQuery, QueryBias
 from attnflow.geometry.monitor import Monitor
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
+from attnflow.knowledge.activity_report import ActivityReport
 from attnflow.knowledge.provenance import Trace
-from attnflow.knowledge.usage import ActivityReport
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.export.packed import EngineMask, FlashInferMask, Varlen
 from attnflow.masks.export.slices import FlashMask, MagiRanges
