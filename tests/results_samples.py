@@ -18,13 +18,6 @@ from attnflow.bias.graph import BiasGraph, Edge
 from attnflow.masks import Mask
 
 LENGTH = 4  # of every axis
-# Results without a picture of their own, whose rows say it all.
-TABLES = {
-    *("ActivityReport", "BatchReport", "Cost", "Decoded", "Diagnosis", "Duplicates", "EditReport", "EngineMask"),
-    *("FlashInferMask", "FlashMask", "GreedyComparison", "LayerMap", "LayerQuery", "MagiRanges", "Matches"),
-    *("MeasuredOrder", "OrderDifference", "PairScores", "QueryBias", "ScoreAttribution", "Scores", "SharingReport"),
-    *("Sparse", "StoreStats", "Strength", "Varlen", "Verification", "Written"),
-}
 
 
 def sample(kind: type[Result]) -> Any:

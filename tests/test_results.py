@@ -11,18 +11,18 @@ import pytest
 
 import attnflow
 from attnflow._core.results import Result
-from attnflow.report.registry import EXPANDED, KINDS
-from tests.results_samples import TABLES, sample
+from tests.report.reading import parse_svg, texts
+from tests.results_samples import sample
 
 LONGEST = 2_000  # characters of what is printed
 
 
-def kinds():
-    """All subclasses of `Result`, after every module of the package was imported."""
+def kinds(base=Result):
+    """All subclasses of `base` in the package, after every module of it was imported."""
     for info in pkgutil.walk_packages(attnflow.__path__, "attnflow."):
         if info.name != "attnflow.__main__":
             importlib.import_module(info.name)
-    waiting, subclasses = [Result], set()
+    waiting, subclasses = [base], set()
     while waiting:
         more = waiting.pop().__subclasses__()
         subclasses.update(more)
@@ -57,10 +57,10 @@ def test_it_is_documented(kind):
 
 
 @every_kind
-def test_report_knows_how_to_show_it(kind):
-    if kind.__module__.startswith(("attnflow.cli.", "attnflow.testing.")):
-        return  # rooms beside `report` and above it
-    assert any(base in (*KINDS, *EXPANDED) for base in kind.__mro__) or kind.__name__ in TABLES
+def test_it_draws_itself(kind, tmp_path):
+    path = sample(kind).save(tmp_path / "picture.svg")
+    drawn = parse_svg(path.read_text())
+    assert texts(drawn) or list(drawn.iter("path"))
 
 
 @every_kind

@@ -203,7 +203,7 @@ def test_wrong_arguments_are_refused():
         page(masks.causal(3), labels=["a"])
     with pytest.raises(ValueError, match="at least one result, got none"):
         page()
-    with pytest.raises(TypeError, match=r"expected a result \(AuditReport, BiasGraph, .*\), got list"):
+    with pytest.raises(TypeError, match=r"expected a result \(ActivityReport, AuditReport, .*\), got list"):
         page([masks.causal(3)])
 
 

@@ -3,23 +3,89 @@
 import sys
 
 import pytest
+import torch
 
-from attnflow import masks, report
+from attnflow import audit, bias, geometry, knowledge, masks, report, tasks
+from attnflow._core.handles import Handle
 from attnflow._core.results import Result
+from attnflow.bias.map import LayerQuery, QueryBias
+from attnflow.knowledge.activity_report import ActivityReport, LayerActivity
 from attnflow.order import analyze
-from attnflow.report import registry
+from attnflow.report import registry, svg
 from attnflow.report.svg import Svg
-from attnflow.tasks import check
+from attnflow.tasks import Label, Task, Token, check
 from tests.bias.test_map import make as bias_map
+from tests.knowledge.hf.test_attach import modular, store_of
+from tests.knowledge.hf.test_edit import FRANCE, TEXT, WORDS, converted
 from tests.knowledge.test_provenance import made as trace
-from tests.report.reading import parse_page, parse_svg
+from tests.models import tiny
+from tests.models.saved import word_tokenizer
+from tests.report.reading import parse_page, parse_svg, texts
 from tests.report.test_entry import entry_report
 from tests.report.test_geometry import scores
-from tests.report.test_page import bad_audit, clean_task, leaking_task
+from tests.report.test_page import audit_report, bad_audit, clean_task, leaking_task
+from tests.results_samples import sample
+from tests.test_results import kinds
+
+
+def batch():
+    return torch.arange(3, 19).reshape(2, 8)
+
+
+def monitored():
+    model = tiny("Llama", torch.float32)
+    with geometry.monitor(model, every=2) as handle:
+        for _ in range(4):
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.9)
+            handle.step()
+    return handle
+
+
+def guarded():
+    model = tiny("Llama", torch.float32)
+    with audit.guard(model) as handle:
+        model(batch())
+    return handle
+
+
+def edited():
+    tokenizer = word_tokenizer(["[PAD]", "[UNK]", *WORDS], pad_token="[PAD]")
+    return knowledge.edit(converted(), [FRANCE], text=TEXT, tokenizer=tokenizer, layers=[1])
+
+
+def attached():
+    model = modular()
+    return knowledge.attach(model, store_of(model), write=True)
+
+
+def added():
+    store = knowledge.Store.open("memory", dim=8)
+    store.insert(embeddings=torch.randn(5, 8))
+    return knowledge.attach(tiny("Llama", torch.float32), store)
+
+
+HANDLES = {
+    "Guard": guarded,
+    "MaskHandle": lambda: masks.attach(tiny("Llama"), per_layer=[masks.causal(8), masks.full(8)]),
+    "BiasHandle": lambda: bias.attach(tiny("Llama", torch.float32)),
+    "Monitor": monitored,
+    "SharedPrefixes": lambda: tasks.share_prefixes(tiny("Llama", torch.float32)),
+    "Edited": edited,
+    "Attached": attached,
+    "AddedReaders": added,
+    "AveragedTokens": lambda: tasks.average_embeddings(tiny("Llama")),
+}
 
 MAKERS = {
     "Mask": lambda: masks.butterfly(5),
+    "MaskGrid": lambda: masks.per_head([masks.causal(4), masks.full(4)]),
     "Flow": lambda: analyze(masks.tree([-1, 0, 0, 1])),
+    "Task": leaking_task,
+    "MergedTask": lambda: tasks.merge(tasks.butterfly([5, 6, 7, 8])),
+    "Monitor": monitored,
+    "Handle": HANDLES["BiasHandle"],
+    "Result": lambda: masks.causal(4).cost(),
     "Hasse": lambda: analyze(masks.causal(3)).hasse,
     "LeakReport": lambda: check(leaking_task()),
     "AuditReport": bad_audit,
@@ -33,13 +99,21 @@ MAKERS = {
 }
 
 
-def test_every_registered_kind_is_tried_here():
-    assert {kind.__name__ for kind in registry.KINDS} == set(MAKERS)
+def made(name):
+    kind = next(kind for kind in registry.KINDS if kind.__name__ == name)
+    return MAKERS[name]() if name in MAKERS else sample(kind)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+KINDS = sorted(kind.__name__ for kind in registry.KINDS)
+
+
+def test_every_handle_is_tried_here():
+    assert {kind.__name__ for kind in kinds(Handle)} == set(HANDLES)
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_it_shows_itself_in_a_notebook_and_on_a_page(name):
-    result = MAKERS[name]()
+    result = made(name)
     shown = result._repr_html_() if isinstance(result, Result) else report.notebook(result)
     parse_page(shown)
     drawn = registry.kind_of(result).figure is not None
@@ -50,15 +124,9 @@ def test_it_shows_itself_in_a_notebook_and_on_a_page(name):
     assert parse_page(page).of("section")[:-1]  # besides the provenance
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_it_has_a_picture_in_every_format_or_says_that_it_has_none(name, tmp_path):
-    result = MAKERS[name]()
-    if registry.kind_of(result).figure is None:
-        with pytest.raises(
-            TypeError, match=f"{name} has no picture, report.page shows it; there are pictures of Audit"
-        ):
-            report.figure(result)
-        return
+@pytest.mark.parametrize("name", KINDS)
+def test_it_has_a_picture_in_every_format(name, tmp_path):
+    result = made(name)
     picture = report.figure(result)
     charts = () if isinstance(picture, Svg) else ((".png", b"\x89PNG"), (".pdf", b"%PDF"))
     for suffix, start in ((".svg", b"<"), *charts):
@@ -69,6 +137,103 @@ def test_it_has_a_picture_in_every_format_or_says_that_it_has_none(name, tmp_pat
         parse_svg(picture.markup)
 
 
+@pytest.mark.parametrize("name", HANDLES)
+def test_a_handle_is_drawn_as_what_it_holds(name):
+    handle = HANDLES[name]()
+    picture = report.figure(handle)
+    held = handle.results()
+    if name == "MaskHandle":
+        assert len(parse_svg(picture.markup).findall("g")) == len(held) == 2
+    elif name == "Monitor":
+        assert picture.axes[0].lines[0].get_xdata().tolist() == list(handle.history) == [0, 2, 4]
+    elif not held:
+        assert set(" ".join(texts(parse_svg(picture.markup))).split()) >= set(str(handle).split())
+    else:
+        assert svg.encode(picture, ".svg") == report.encode(held[-1], ".svg")
+    parse_page(report.page(handle).html)
+    handle.remove()
+
+
+def test_the_picture_of_a_table_has_its_cells_and_its_bars():
+    cost = masks.causal(1024).cost()
+    drawn = parse_svg(report.figure(cost).markup)
+    for row in cost.rows():
+        assert str(row["backend"]) in texts(drawn)
+        assert f"{row['pairs']:,}".replace(",", "\u202f") in texts(drawn)
+    widths = [float(bar.get("width")) for bar in drawn.iter("rect")]
+    flops = [row["flops"] for row in cost.rows()]
+    assert widths[len(flops) + 2] / widths[len(flops)] == pytest.approx(flops[2] / flops[0], abs=0.01)
+    assert "other heading" in texts(parse_svg(report.figure(cost, title="other heading").markup))
+
+
+def test_leaks_are_drawn_as_paths_through_the_layers():
+    task = leaking_task()
+    drawn = parse_svg(report.figure(check(task)).markup)
+    assert [text for text in texts(drawn) if text.isdecimal()] == ["3", "1", "0"]  # the witness
+    assert {"layer 1", "layer 2", "holds it", "predicts it"} <= set(texts(drawn))
+    tooltips = [node.findtext("title") for node in drawn.iter("rect")]
+    assert [tooltip for tooltip in tooltips if tooltip] == ["reads its label: 0", "fine: 1–3", "dead: 4"]
+    clean = texts(parse_svg(report.figure(check(clean_task())).markup))
+    assert "no label leaks within any number of layers." in clean
+
+
+def test_a_long_leak_keeps_both_of_its_ends():
+    tokens = [Token(100 + at, at) for at in range(40)]
+    chain = masks.from_edges([(at, at + 1) for at in range(39)], 40)
+    drawn = texts(parse_svg(report.figure(check(Task(tokens, [Label(0, target=tokens[39])], chain))).markup))
+    assert [int(text) for text in drawn if text.isdecimal()] == [39, 38, 37, 36, 3, 2, 1, 0]
+    assert "… 32 more" in drawn
+
+
+def test_a_task_is_drawn_as_its_mask_with_its_tokens_its_order_or_its_leaks():
+    task = leaking_task()
+    assert {"100@0", "104@4"} <= set(texts(parse_svg(report.figure(task).markup)))
+    order = report.figure(task, picture="hasse").markup
+    assert "the path of the information from 3 to 0" in order
+    assert report.figure(task, picture="leaks").markup == report.figure(check(task)).markup
+    stacked = Task(task.inputs, task.labels, [task.mask, masks.causal(5)])
+    assert "Hasse diagram" in repr(report.figure(stacked))
+    merged = tasks.merge(tasks.butterfly([5, 6, 7, 8]))
+    assert report.figure(merged).markup == report.figure(merged.task).markup
+    assert "5+7@1" in texts(parse_svg(report.figure(merged).markup))
+    with pytest.raises(ValueError, match='picture must be "mask", "hasse" or "leaks", got \'loss\''):
+        report.figure(task, picture="loss")
+
+
+def test_active_and_idle_entries_are_drawn_layer_by_layer():
+    layers = (LayerActivity(0, 9, 40, True, 10.0, 20, 4), LayerActivity(3, 9, 80, True, 8.0, 16, 40))
+    picture = report.figure(ActivityReport(layers, 80, (7,)))
+    active, never = picture.axes
+    assert [bar.get_width() for bar in active.patches] == [25.0, 10.0]
+    assert [bar.get_width() for bar in never.patches] == [10.0, 50.0]
+    assert [label.get_text() for label in active.get_yticklabels()] == ["0", "3"]
+    assert active.yaxis_inverted()
+
+
+def test_the_bias_of_a_query_is_drawn_by_layer_and_key():
+    one = LayerQuery(2, "layers.2.attn", 1.0, 0.5, {}, (1.5, -0.5, None))
+    result = QueryBias("model", ("a", "b", "c"), 1, None, None, (one,), (0.5, 0.5, 0.0), None)
+    (image,) = report.figure(result).axes[0].images
+    assert image.get_array().tolist() == [[1.5, -0.5, None]]
+    assert report.figure(one).axes[0].images[0].get_array().tolist() == [[1.5, -0.5, None]]
+
+
+def test_an_audit_without_modules_is_drawn_as_the_table_of_its_violations():
+    found = audit_report(bad_audit().violations)
+    assert "model.layers.1.self_attn" in texts(parse_svg(report.figure(found).markup))
+
+
+def test_a_monitor_without_a_record_says_how_to_make_one():
+    monitor = geometry.monitor(torch.nn.TransformerEncoderLayer(16, 4, 32))
+    with pytest.raises(ValueError, match="has no record yet: use it in a with block"):
+        report.figure(monitor)
+
+
+def test_what_is_drawn_alone_refuses_company():
+    with pytest.raises(TypeError, match="Cost is drawn alone, got 1 more"):
+        report.figure(masks.causal(4).cost(), masks.causal(5).cost())
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypatch):
     result = MAKERS[name]()
@@ -76,6 +241,8 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace", "EntryReport"}
+    opened = {"MaskGrid", "Task", "MergedTask", "Monitor"}
+    charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace", *opened}
     assert ("attnflow[report]" in report.page(result).html) == (name in charts)
     assert report.notebook(result).startswith("<div")
 
@@ -85,7 +252,9 @@ def test_a_task_is_its_order_and_its_proof():
     assert report.page(clean_task()).ok
 
 
-def test_anything_else_is_refused():
+def test_anything_else_is_refused_by_a_list_of_what_is_accepted():
     for show in (report.figure, report.page, report.notebook):
-        with pytest.raises(TypeError, match=r"expected a result \(AuditReport, .*Trace.*\), got dict"):
+        with pytest.raises(TypeError, match=", any other, or a handle\\), got dict") as error:
             show({})
+        listed = str(error.value).removeprefix("expected a result (").split(", any other")[0].split(", ")
+        assert listed == [name for name in KINDS if name not in ("Handle", "Result")]  # each of which is drawn above

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -35,6 +36,10 @@ class Handle(ABC):
         if self._active:
             self._restore()
             self._active = False
+
+    def results(self) -> Sequence[object]:
+        """The results that the handle holds now, which `af.report` shows for it (default: none)."""
+        return ()
 
     @abstractmethod
     def _restore(self) -> None:

@@ -61,6 +61,10 @@ class Guard(Handle):
         """Whether calls were audited, none of the due ones was refused, and none leaks."""
         return bool(self.reports) and not self.refusals and not any(report.violations for report in self.reports)
 
+    def results(self) -> Sequence[AuditReport]:
+        """The reports of all audits so far."""
+        return tuple(self.reports)
+
     @property
     def seconds(self) -> float:
         """Seconds that all audits took so far."""

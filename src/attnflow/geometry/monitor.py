@@ -87,6 +87,7 @@ class Monitor(Handle):
 
     Attributes:
         scores: the latest `GeometryScores`, None before the first record.
+        history: {step: values by name, as `log` gets them}, of the records since the start.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Monitor(Handle):
     ) -> None:
         super().__init__(model)
         self.scores: GeometryScores | None = None
+        self.history: dict[int, dict[str, float]] = {}
         self._path, self._every, self._per_head = path, every, per_head
         self._reading = reading
         self._attention: Attention = attention
@@ -110,6 +112,10 @@ class Monitor(Handle):
         self._file: RecordFile | None = None
         self._step: int | None = None  # None before the start
         self._last: int | None = None
+
+    def results(self) -> Sequence[GeometryScores]:
+        """The latest scores."""
+        return () if self.scores is None else (self.scores,)
 
     def start(self, step: int = 0) -> None:
         """Start recording, with a first record if `step` is 0 or a step to record.
@@ -125,6 +131,7 @@ class Monitor(Handle):
         """
         self._step = checks.integer("step", step)
         self._last = None
+        self.history.clear()
         if self._path is not None and _first_process():
             rows = sum(1 + self._per_head * layer.num_heads for layer in self._layers)
             self._file = RecordFile(self._path, rows, step)
@@ -173,8 +180,9 @@ class Monitor(Handle):
         self.scores = GeometryScores(f"step {step}", tuple(rows), *self._reading)
         if self._file is not None:
             self._file.append(step, rows)
+        self.history[step] = values_of(rows)
         if self._log is not None:
-            self._log(values_of(rows), step)
+            self._log(dict(self.history[step]), step)
         self._last = step
         return self.scores
 

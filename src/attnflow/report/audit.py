@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from attnflow._core.markup import grouped, percent, plural, shorten
+from attnflow._core.markup import grouped, percent, plural
 from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.report import charts, html
 from attnflow.report.charts import INK, blank, chart, literal
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LISTED: Final = 24  # rows of a list before the rest is only counted
-_LOOKS: Final = {
-    "clean": ("#9fcdb3", "clean"),
-    "breaks": ("#b40426", "breaks the order"),
-    "carries": ("#e8a9ac", "carries a break on"),
+_LOOKS: Final = {  # colour, hatch for print and for readers who do not tell red from green, and meaning
+    "clean": ("#9fcdb3", "", "clean"),
+    "breaks": ("#b40426", "xxxx", "breaks the order"),
+    "carries": ("#e8a9ac", "////", "carries a break on"),
 }
 _ROWS: Final = 48  # runs of layers that a chart shows
 
@@ -103,14 +104,34 @@ def audit_chart(report: AuditReport, *, title: str | None = None) -> Figure:
     panels = figure.subplots(len(strips), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, strip in zip(panels, strips, strict=True):
         _draw(axes, strip, widest)
-    count = plural(len(report.violations), "violation")
-    verdict = count if report.violations else "no flow against the order" if report.ok else report.verdict
-    tested = percent(report.coverage).replace("\xa0", " ")
-    heading = f"{verdict}: {report.order}; {tested} of the forbidden pairs tested"
-    figure.suptitle(literal(title or shorten(heading, 110)))
-    handles = [Patch(facecolor=colour, edgecolor=INK, linewidth=0.4, label=name) for colour, name in _LOOKS.values()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    lines = [title] if title else _heading(report)
+    letters = int(12.5 * figure.get_figwidth())  # of a line
+    figure.suptitle(literal("\n".join(part for line in lines for part in textwrap.wrap(line, letters) or [line])))
+    handles = [Patch(**_look(status), label=meaning) for status, (*_, meaning) in _LOOKS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, handleheight=1.4, handlelength=2.4)
     return figure
+
+
+def _heading(report: AuditReport) -> list[str]:
+    """Returns the verdict with the module where a leak starts, and what was tested: a line each."""
+    tested = f"{percent(report.coverage)} of the forbidden pairs tested".replace("\xa0", " ")
+    if not report.violations:
+        return [f"{report.verdict.capitalize()} (order: {report.order})", tested]
+    first = report.violations[0]
+    match = None if first.layer is None else _in_layer(first.layer, first.module)
+    where = first.module if match is None else f"layer {first.layer}" + (f", {match[2]}" if match[2] else "")
+    what = "Missing flow" if first.kind == "missing" else "Leak"
+    return [f"{what}: {where} (order: {report.order})", f"{plural(len(report.violations), 'violation')}; {tested}"]
+
+
+def _look(status: str) -> dict[str, Any]:
+    colour, hatch, _ = _LOOKS[status]
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": INK, "linewidth": 0.4}
+
+
+def _in_layer(layer: int, module: str) -> re.Match[str] | None:
+    """Matches the path of a module in a layer: before the layer's number, and after it."""
+    return re.match(rf"(.*?\b){layer}(?:\.(.+))?$", module)
 
 
 def _draw(axes: Any, strip: Strip, widest: int) -> None:
@@ -121,10 +142,10 @@ def _draw(axes: Any, strip: Strip, widest: int) -> None:
     for y, (_, cells) in enumerate(rows):
         for x, status in enumerate(cells):
             if status is not None:
-                look: dict[str, Any] = {"facecolor": _LOOKS[status][0], "edgecolor": INK, "linewidth": 0.4}
-                axes.add_patch(Rectangle((x - 0.42, y - 0.42), 0.84, 0.84, **look))
+                axes.add_patch(Rectangle((x - 0.42, y - 0.42), 0.84, 0.84, **_look(status)))
                 if status == "breaks":
-                    axes.text(x, y, "!", color="white", weight="bold", ha="center", va="center_baseline")
+                    sign = {"boxstyle": "circle,pad=0.1", "facecolor": "#8f0320", "linewidth": 0}
+                    axes.text(x, y, "!", color="white", weight="bold", ha="center", va="center_baseline", bbox=sign)
     axes.set(xlim=(-0.6, widest - 0.4), ylim=(len(rows) - 0.4, -0.6))
     axes.set_xticks(range(len(names)), [literal(name) for name in names], rotation=90)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
@@ -141,7 +162,7 @@ def strips_of(modules: Sequence[ModuleResult]) -> list[Strip]:
     cells: dict[str, dict[int, dict[str, str]]] = {}  # path before the layer's number -> layer -> name -> status
     outside: dict[str, str] = {}
     for result in modules:
-        match = None if result.layer is None else re.match(rf"(.*?\b){result.layer}(?:\.(.+))?$", result.module)
+        match = None if result.layer is None else _in_layer(result.layer, result.module)
         if match is None or result.layer is None:
             outside[result.module] = result.status
         else:

@@ -147,7 +147,7 @@ def _clean(node: ElementTree.Element, used: set[str], prefix: str) -> None:
         if name == "image-rendering":
             classes.append("af-pixels")
         elif name != "font-family":
-            node.set(name, value)
+            node.set(name, value.replace("url(#", f"url(#{prefix}-"))
         if name in ("fill", "stroke") and value in _NAMES:
             classes.append(f"af-{name}-{_NAMES[value]}")
     if classes:

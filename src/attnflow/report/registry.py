@@ -7,17 +7,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from attnflow._core.errors import MissingExtra
+from attnflow._core.handles import Handle
 from attnflow._core.results import Result
+from attnflow.audit.measurement import MeasuredOrder
 from attnflow.audit.report import AuditReport
 from attnflow.bias.graph import BiasGraph
-from attnflow.bias.map import BiasMap
+from attnflow.bias.map import BiasMap, LayerMap, LayerQuery, QueryBias
+from attnflow.geometry.monitor import Monitor
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
+from attnflow.knowledge.activity_report import ActivityReport
 from attnflow.knowledge.entry_report import EntryReport, Removal
 from attnflow.knowledge.provenance import Trace
+from attnflow.masks.batches import MaskGrid
+from attnflow.masks.export.packed import EngineMask, FlashInferMask, Varlen
+from attnflow.masks.export.slices import FlashMask, MagiRanges
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
-from attnflow.order.hasse import Hasse
+from attnflow.order.hasse import Hasse, Sparse
 from attnflow.report import html, svg
 from attnflow.report.audit import audit_chart, audit_part
 from attnflow.report.bias import bias_part, graph_part, graph_svg, map_chart
@@ -30,8 +37,12 @@ from attnflow.report.mask import flow_of, mask_part
 from attnflow.report.mask_picture import mask_svg
 from attnflow.report.order import growth_chart, hasse_part, leak_part
 from attnflow.report.page import Context, Page, Part, Section, build
+from attnflow.report.recorded import activity_chart, layer_chart, layer_query_chart, monitor_chart, query_chart
 from attnflow.report.svg import Svg, standalone
+from attnflow.report.tables import card, gallery, table_svg
+from attnflow.report.tasks import leak_svg, task_svg
 from attnflow.tasks.leaks import LeakReport, check
+from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -56,35 +67,71 @@ def _table_part(result: Result, _: Context) -> Part:
     return Part(name, [Section(name.lower(), name, body)], failed=ok is False)
 
 
+def _handle_part(handle: Handle, _: Context) -> Part:
+    """Shows a handle that holds no results: what it changed."""
+    body = html.join([html.paragraph(line) for line in str(handle).splitlines()])
+    return Part(type(handle).__name__, [Section("change", "What was changed", body)])
+
+
+def _audit_figure(report: AuditReport, **options: Any) -> str | Figure:
+    """Draws the watched modules; the audit of a function watches none, and its violations are drawn as a table."""
+    return audit_chart(report, **options) if report.modules else table_svg(report, **options)
+
+
+def _merged_figure(merged: MergedTask, **options: Any) -> str:
+    return task_svg(merged.task, **options)
+
+
 def _survey_figure(survey: Survey, **options: Any) -> Figure:
     return score_chart(*survey.models, **options)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a result is shown: its part of a page, its picture if any, and whether several results share both."""
+    """How a result is shown.
+
+    Attributes:
+        part: its part of a page.
+        figure: its picture; None for that of what it `opens` to, or else of its table.
+        together: whether several results share both.
+        opens: what a page shows in its place, such as the order and the proof of a task.
+    """
 
     part: Callable[[Any, Context], Part] = _table_part
     figure: Callable[..., str | Figure] | None = None
     together: bool = False
+    opens: Callable[[Any], Sequence[object]] | None = None
 
 
 TABLE: Final = Kind()
+EXPORTED: Final = Kind(opens=lambda form: [form.to_mask()])
 KINDS: Final[dict[type, Kind]] = {
-    Mask: Kind(mask_part, mask_svg),
+    Mask: Kind(mask_part, mask_svg, opens=lambda mask: [flow_of(mask)[0] or mask]),
+    MaskGrid: Kind(opens=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row))),
     Flow: Kind(mask_part, _flow_figure),
     Hasse: Kind(hasse_part, hasse_svg),
-    LeakReport: Kind(leak_part),
-    AuditReport: Kind(audit_part, audit_chart),
+    MeasuredOrder: Kind(opens=lambda measured: measured.flows),
+    Sparse: Kind(opens=lambda sparse: [sparse.mask]),
+    **dict.fromkeys((Varlen, FlashInferMask, EngineMask, FlashMask, MagiRanges), EXPORTED),
+    Task: Kind(figure=task_svg, opens=lambda task: [task.flow, check(task)]),
+    MergedTask: Kind(figure=_merged_figure, opens=lambda merged: [merged.task]),
+    LeakReport: Kind(leak_part, leak_svg),
+    AuditReport: Kind(audit_part, _audit_figure),
     BiasMap: Kind(bias_part, map_chart),
     BiasGraph: Kind(graph_part, graph_svg),
+    QueryBias: Kind(figure=query_chart),
+    LayerQuery: Kind(figure=layer_query_chart),
+    LayerMap: Kind(figure=layer_chart),
     GeometryScores: Kind(scores_part, score_chart, together=True),
-    Survey: Kind(figure=_survey_figure),
+    Survey: Kind(figure=_survey_figure, opens=lambda survey: survey.models),
+    Monitor: Kind(_handle_part, monitor_chart, opens=lambda monitor: monitor.results()),
     Trace: Kind(trace_part, trace_chart),
     EntryReport: Kind(entry_part, entry_chart),
     Removal: Kind(figure=removal_chart),
+    ActivityReport: Kind(figure=activity_chart),
+    Handle: Kind(_handle_part, opens=lambda handle: handle.results()),
+    Result: TABLE,
 }
-EXPANDED: Final = (Task,)  # a page shows their parts, see `_subjects`
 
 
 def kind_of(result: object) -> Kind:
@@ -92,23 +139,23 @@ def kind_of(result: object) -> Kind:
     for base in type(result).__mro__:
         if base in KINDS:
             return KINDS[base]
-    if isinstance(result, Result):
-        return TABLE
-    names = ", ".join(sorted(kind.__name__ for kind in KINDS))
-    raise TypeError(f"expected a result ({names}), got {type(result).__name__}")
+    names = ", ".join(sorted(kind.__name__ for kind in KINDS if kind not in (Handle, Result)))
+    raise TypeError(f"expected a result ({names}, any other, or a handle), got {type(result).__name__}")
 
 
 def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
-    """Draw a result: charts are matplotlib figures, masks and diagrams are SVG.
+    """Draw any result, task or handle: charts are matplotlib figures, masks, diagrams and tables are SVG.
 
     Both have `savefig(path)`, which writes .svg and, for charts, .png or .pdf; notebooks show them.
 
     Args:
-        result: a mask, or any result that has a picture.
+        result: a mask, a task, a handle or any other result. One without a drawing of its own is drawn as a table with
+            bars; a handle is drawn as what it holds: its masks, its latest report.
         others: more results of the same kind for pictures that show several: scores, or maps to compare.
-        options: options of the drawing. All charts take `title`.
+        options: options of the drawing. All charts and tables take `title`.
             Mask: `labels`, a text for each position, and `size`, the approximate width of the cells in pixels.
             Flow: `picture`, "hasse" or "growth".
+            Task, also merged: `picture`, "mask" (with a token for each row), "hasse" (with the first leak) or "leaks".
             Hasse, and a flow's: `labels`; `highlight`, a path as `flow.path` returns it; `max_nodes`, the number of
             boxes above which the diagram is summarised.
             BiasMap: `picture`: "bias", "weights" (post-softmax, with it) or "compare" (the weights of a query with and
@@ -120,22 +167,30 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
             shown, -1 for the last one; their `count`.
 
     Raises:
-        TypeError: the result has no picture; the message lists what can be drawn.
-        ValueError: an option does not fit the result, such as a layer that it does not have.
+        TypeError: not a result of this package, the message lists what is; or an option that the drawing lacks.
+        ValueError: an option does not fit the result, such as a layer that it does not have; or it is empty, such as a
+            monitor before its first record.
         MissingExtra: the picture is a chart, and matplotlib is not installed.
 
     >>> import attnflow as af
     >>> af.report.figure(af.masks.causal(3))
     Svg(Mask causal(n=3): 66.7\xa0% of (3, 3) pairs allowed: 2 KiB)
     """
-    draw = kind_of(result).figure
-    if draw is None:
-        names = sorted(kind.__name__ for kind, how in KINDS.items() if how.figure is not None)
-        raise TypeError(
-            f"{type(result).__name__} has no picture, report.page shows it; there are pictures of {', '.join(names)}"
-        )
-    drawn = draw(result, *others, **options)
-    return standalone(drawn) if isinstance(drawn, str) else drawn
+    kind = kind_of(result)
+    if kind.figure is not None:
+        drawn = kind.figure(result, *others, **options)
+        return standalone(drawn) if isinstance(drawn, str) else drawn
+    if others:
+        raise TypeError(f"{type(result).__name__} is drawn alone, got {len(others)} more")
+    if kind.opens is None:
+        assert isinstance(result, Result)
+        return standalone(table_svg(result, **options))
+    held = kind.opens(result)
+    if not held:  # a handle that only changes its model
+        return standalone(card(str(result), [], **options))
+    if len(held) > 1 and all(isinstance(one, Mask) for one in held):
+        return standalone(gallery([mask_svg(one, **options) for one in held], str(result)))
+    return figure(next((one for one in held if getattr(one, "ok", True) is False), held[-1]), **options)
 
 
 def page(
@@ -198,13 +253,9 @@ def page(
 
 def _subjects(result: object) -> list[object]:
     """Returns what a page shows for a result: a mask's order, a task's order and proof, a survey's models."""
-    if isinstance(result, Mask):
-        return [flow_of(result)[0] or result]
-    if isinstance(result, Task):
-        return [result.flow, check(result)]
-    if isinstance(result, Survey):
-        return list(result.models)
-    return [result]
+    opens = None if isinstance(result, Section) else kind_of(result).opens
+    held = () if opens is None else opens(result)
+    return [each for one in held for each in ([one] if type(one) is type(result) else _subjects(one))] or [result]
 
 
 def encode(result: object, suffix: str) -> bytes:
@@ -216,7 +267,7 @@ def notebook(result: object) -> str:
     """Returns the notebook view of a result: its picture, or its part of a page."""
     kind = kind_of(result)
     title = type(result).__name__
-    if kind.figure is not None:
+    if kind.figure is not None or not isinstance(result, Result):
         try:
             picture = figure(result)
             shown = picture.markup if isinstance(picture, Svg) else svg_of(picture, title)

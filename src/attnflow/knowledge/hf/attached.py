@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from attnflow.knowledge.layered import readers
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
-from attnflow.knowledge.store.entry import Vectors, matrix
+from attnflow.knowledge.store.entry import StoreStats, Vectors, matrix
 
 
 class Attached(Handle):
@@ -76,6 +77,10 @@ class Attached(Handle):
             f"expected readers that attach added, but {type(self.model).__name__}'s own layers read the store: save "
             "the model"
         )
+
+    def results(self) -> Sequence[StoreStats]:
+        """The store in numbers."""
+        return (self.store.stats(),)
 
     def _restore(self) -> None:
         self._undo.close()

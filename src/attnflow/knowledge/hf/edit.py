@@ -156,6 +156,10 @@ class Edited(Handle):
         self.relative_change = tuple(sizes)
         self._base.__dict__.setdefault(_EDITS, []).append(self)
 
+    def results(self) -> Sequence[EditReport]:
+        """The report of the edit."""
+        return (self.report,)
+
     def _rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the ids and values of a layer's entries, views."""
         rows = self._base.rows(layer)

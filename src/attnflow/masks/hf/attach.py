@@ -52,6 +52,10 @@ class MaskHandle(Handle):
         self.unchecked = unchecked
         self._interception = interception
 
+    def results(self) -> Sequence[AnyMask]:
+        """The distinct masks, in order of layers."""
+        return tuple(dict.fromkeys(self.masks.values()))
+
     def _restore(self) -> None:
         changed = self._interception.remove()
         if changed:

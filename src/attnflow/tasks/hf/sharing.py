@@ -66,6 +66,10 @@ class SharedPrefixes(Handle):
         """What the model's calls have shared so far."""
         return self._calls.report
 
+    def results(self) -> Sequence[SharingReport]:
+        """The report so far."""
+        return (self.report,)
+
     def _restore(self) -> None:
         for restore in self._restorers:
             restore()

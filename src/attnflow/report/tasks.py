@@ -1,0 +1,111 @@
+"""Pictures of tasks and of their leaks: the mask with its tokens, and the way that each label takes to its position."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any, Final, Literal
+
+from attnflow._core.markup import columns, element, escape, grouped, plural, shorten
+from attnflow.report.hasse_svg import box, hasse_svg
+from attnflow.report.mask_picture import mask_svg
+from attnflow.report.svg import MONO, framed
+from attnflow.tasks.leaks import Leak, LeakReport, check
+from attnflow.tasks.task import Task
+
+_LEAKS: Final = 12  # drawn before the rest is only counted
+_STOPS: Final = 8  # of a path; of a longer one the first and the last half
+_STEP, _ROW = 136.0, 66.0
+_STRIP: Final = 520.0
+_HOT: Final = "#d1495b"  # as the path in a Hasse diagram
+
+
+def task_svg(task: Task, *, picture: Literal["mask", "hasse", "leaks"] | None = None, **options: Any) -> str:
+    """Draws the mask of a task with a token for each row, its order with the first leak if any, or all its leaks.
+
+    A token is its id and its position, "7@2", or "5+9@2" for an average. A task with a mask per layer has no single
+    mask: its default is the order.
+    """
+    picture = picture or ("mask" if task.num_layers is None else "hasse")
+    if picture not in ("mask", "hasse", "leaks"):
+        raise ValueError(f'picture must be "mask", "hasse" or "leaks", got {picture!r}')
+    if picture == "leaks":
+        return leak_svg(check(task), **options)
+    if "labels" not in options and task.size <= 64:
+        tokens = [f"{'+'.join(map(str, token.ids))}@{token.position}" for token in task.inputs]
+        options["labels"] = tokens
+    if picture == "mask":
+        return mask_svg(task.mask, **options)
+    if "highlight" not in options:
+        options["highlight"] = next((leak.witness for leak in check(task).leaks), ())
+    return hasse_svg(task.flow.hasse, **options)
+
+
+def leak_svg(report: LeakReport) -> str:
+    """Draws each leak as the path of its label, layer by layer, above a strip of all positions.
+
+    In the strip, positions that can read their label are red, and dead ones are empty.
+    """
+    parts, y, width = list[str](), 0.0, _STRIP
+    for leak in report.leaks[:_LEAKS]:
+        drawn, across = _path(leak, y)
+        parts.append(drawn)
+        width, y = max(width, across), y + _ROW
+    parts += _strip(report, y)
+    verdict, *rest = str(report).splitlines()
+    facts = [line for line in rest if not line.startswith("  ")]
+    if len(report.leaks) > _LEAKS:
+        facts.insert(0, f"{plural(len(report.leaks) - _LEAKS, 'more leak')} not drawn.")
+    return framed("".join(parts), width, y + 34, [f"{verdict}.", *facts], f"Leaks of a task: {verdict}")
+
+
+def _path(leak: Leak, y: float) -> tuple[str, float]:
+    """Returns a leak's sentence with its boxes and arrows below, and their width."""
+    data = "" if leak.label.data_index is None else f" (data token {leak.label.data_index})"
+    sentence = f"position {leak.position} must predict token {leak.label.target_id}{data} and can read it:"
+    stops: list[tuple[int, int]] = list(enumerate(leak.witness))
+    if len(stops) > _STOPS:
+        stops = [*stops[: _STOPS // 2], *stops[-_STOPS // 2 :]]
+    parts = [_text(sentence, 0, y + 10)]
+    for place, (layer, position) in enumerate(stops):
+        x = 44 + _STEP * place
+        ends = (position == leak.carrier and layer == 0, layer == len(leak.witness) - 1)
+        role = "holds it" if ends[0] else "predicts it" if ends[1] else ""
+        if place:
+            skipped = layer - stops[place - 1][0] - 1
+            words = f"layer {layer}" if not skipped else f"… {skipped} more"
+            start, end = x - _STEP + 46, x - 48
+            parts.append(element("path", d=f"M{start} {y + 36}H{end}", stroke=_HOT, stroke_width=2.0, class_="af-hot"))
+            head = f"M{end - 2} {y + 32}l7 4l-7 4z"
+            parts.append(element("path", d=head, fill=_HOT, stroke="none", class_="af-hot"))
+            parts.append(_text(words, (start + end) / 2, y + 30, 10.5, "middle"))
+        tooltip = f"after layer {layer}" if layer else "in the input"
+        words = (grouped(position), role, f"position {position} has the token {tooltip}")
+        parts.append(box((x, y + 36, 84.0, 36.0), words, hot=any(ends)))
+    return "".join(parts), max(44 + _STEP * (len(stops) - 1) + 44, 6.2 * columns(sentence))
+
+
+def _strip(report: LeakReport, y: float) -> list[str]:
+    """Draws all positions as a bar, a piece for each run of positions of one kind."""
+    leaking, dead = {leak.position for leak in report.leaks}, set(report.dead)
+    kinds = ["leaks" if at in leaking else "dead" if at in dead else "fine" for at in range(report.num_positions)]
+    side = _STRIP / max(report.num_positions, 1)
+    key = ", red can read its label" * bool(leaking) + ", empty is dead" * bool(dead)
+    parts = [_text(f"positions 0 to {grouped(max(report.num_positions - 1, 0))}{key}", 0, y + 10)]
+    at = 0
+    for kind, run in groupby(kinds):
+        count = len(list(run))
+        look: dict[str, Any] = {"fill": _HOT, "class_": "af-hot"} if kind == "leaks" else {"fill": "currentColor"}
+        opacity = {"leaks": 1.0, "dead": 0.0, "fine": 0.22}[kind]
+        where = f"{at}" if count == 1 else f"{at}–{at + count - 1}"
+        title = element(
+            "title", escape({"leaks": "reads its label", "dead": "dead", "fine": "fine"}[kind] + f": {where}")
+        )
+        frame = {"x": side * at, "y": y + 16, "width": side * count, "height": 16, "stroke": "currentColor"}
+        parts.append(element("rect", title, **frame, fill_opacity=opacity, stroke_opacity=0.5, **look))
+        at += count
+    return parts
+
+
+def _text(text: str, x: float, y: float, size: float = 11.5, anchor: str | None = None) -> str:
+    look = {"font_size": size, "font_family": MONO if anchor else None, "fill": "currentColor", "fill_opacity": 0.85}
+    return element("text", escape(shorten(text, 120)), x=x, y=y, text_anchor=anchor, **look)
