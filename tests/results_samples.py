@@ -23,7 +23,7 @@ TABLES = {
     *("ActivityReport", "BatchReport", "Cost", "Decoded", "Diagnosis", "Duplicates", "EditReport", "EngineMask"),
     *("FlashInferMask", "FlashMask", "GreedyComparison", "LayerMap", "LayerQuery", "MagiRanges", "Matches"),
     *("MeasuredOrder", "OrderDifference", "QueryBias", "Scores", "SharingReport", "Sparse", "StoreStats", "Strength"),
-    *("ScoreAttribution", "Varlen", "Verification", "Written"),
+    *("Varlen", "Verification", "Written"),
 }
 
 

@@ -18,9 +18,17 @@ def test_order_audit_bias_geometry_and_entries_on_one_page():
         "order", "audit", "bias", "geometry", "entries"
     ]  # fmt: skip
     assert made.ok
-    assert "problems" not in names
-    assert steps == [(i, 5, what) for i, what in enumerate(["order", "audit", "bias", "geometry", "knowledge"])]
+    parts = ["order", "audit", "bias", "geometry", "attribution", "knowledge"]
+    assert steps == [(i, 6, what) for i, what in enumerate(parts)]
     assert "Over 2 layers of mine" in parse_page(made.html).text
+
+
+def test_one_head_is_explained():
+    made = model_page(tiny("Llama", torch.float32), [5, 6, 7, 8], title="mine")
+    names = [section.name for section in made.sections]
+    assert "problems" not in names
+    assert names[names.index("why") : names.index("why") + 3] == ["why", "pairs", "received"]
+    assert "In layer 1, head " in parse_page(made.html).text  # two thirds of two layers up
 
 
 def test_what_cannot_be_found_out_is_named_and_the_rest_is_shown():
@@ -30,7 +38,7 @@ def test_what_cannot_be_found_out_is_named_and_the_rest_is_shown():
     made = model_page(model, [5, 6, 7])
     names = [section.name for section in made.sections]
     assert names[0] == "problems"
-    assert {"order", "audit", "geometry"} <= set(names)
+    assert {"order", "audit", "geometry", "why"} <= set(names)
     assert "bias" not in names
     assert "Knowledge could not be shown" in parse_page(made.html).text
 

@@ -16,6 +16,8 @@ from attnflow.audit.report import AuditReport
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap
+from attnflow.geometry.attribute import attribute_one
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.provenance import Trace
@@ -24,6 +26,7 @@ from attnflow.models.loaded import Loaded, model_inputs, model_name, split, toke
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import html, svg
+from attnflow.report.attribution import attribution_chart, attribution_part
 from attnflow.report.audit import audit_chart, audit_part
 from attnflow.report.bias import bias_part, graph_part, graph_svg, map_chart
 from attnflow.report.charts import svg_of
@@ -85,6 +88,7 @@ KINDS: Final[dict[type, Kind]] = {
     BiasGraph: Kind(graph_part, graph_svg),
     GeometryScores: Kind(scores_part, score_chart, together=True),
     Survey: Kind(figure=_survey_figure),
+    ScoreAttribution: Kind(attribution_part, attribution_chart),
     Trace: Kind(trace_part, trace_chart),
 }
 EXPANDED: Final = (Task,)  # a page shows their parts, see `_subjects`
@@ -119,6 +123,9 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
             None for the mean.
             BiasGraph: `max_edges`, the number of edges above which only the strongest are drawn.
             GeometryScores: `picture`, "plane", "layers" or "heads".
+            ScoreAttribution: `picture`, "all", "map" (pairs of components), "terms" (the `count` largest) or "tokens";
+            `head` and `key`, a position, by default those with the largest weights; `raw`, for terms that are not
+            centred over the row.
             Trace: `picture`, "all", "layers" (maps) or "entries" (bars); `position` of the token whose entries are
             shown, -1 for the last one; their `count`.
 
@@ -220,6 +227,9 @@ def model_page(
 ) -> Page:
     """Write a page about a model: its declared order, audit, bias if any, geometry, and the entries that fired.
 
+    It says why one head, two thirds up, looked where it did from the last token: of its layer's heads the one with the
+    most weight on a token besides the first and the last.
+
     Args:
         model: any model, or a result of `af.load_model`.
         inputs: a text, token ids, or the model's inputs by name.
@@ -230,7 +240,7 @@ def model_page(
     Returns:
         The page. Parts that do not work for this model are listed as problems with the reason; the rest is shown.
 
-    Cost: an audit of the model, one pass over its queries and keys, and about four forward passes.
+    Cost: an audit of the model, one pass over its queries and keys, and about six forward passes.
     """
     module, tokenizer = split(model)
     name = title or model_name(module)
@@ -242,14 +252,15 @@ def model_page(
         alone = len(named["input_ids"]) == 1  # sequences of a batch may differ in their orders
         return audit.check(module, named, flow if alone else None)
 
+    first = {key: value[:1] for key, value in named.items()}
     steps: list[tuple[str, Callable[[], object]]] = [
         ("Order", lambda: audit.declared_order(module, named)),
         ("Audit", audited),
         ("Geometry", lambda: replace(geometry.score(module), model=name)),
+        ("Attribution", lambda: replace(_explained(module, first, results, tokenizer), model=name)),
         ("Knowledge", lambda: replace(knowledge.trace(module, named, tokenizer=tokenizer), model=name)),
     ]
     if any(layer_biases(module)):
-        first = {key: value[:1] for key, value in named.items()}
         steps.insert(2, ("Bias", lambda: replace(bias.capture(module, first, tokenizer=tokenizer), model=name)))
     problems: dict[str, str] = {}
     for done, (step, find) in enumerate(steps):
@@ -264,6 +275,16 @@ def model_page(
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
         labels = [text for row in rows for text in token_texts(row, tokenizer)]
     return page(*results, title=name, labels=labels, details=details, problems=problems)
+
+
+def _explained(
+    model: nn.Module, inputs: Mapping[str, Tensor], results: Sequence[object], tokenizer: Any
+) -> ScoreAttribution:
+    """Attributes the scores of one head, two thirds up the layers that were scored."""
+    scored = next((result for result in results if isinstance(result, GeometryScores)), ())
+    layers = sorted({row.layer for row in scored if row.kind == "self" and row.tower != "encoder"})
+    layer = layers[2 * len(layers) // 3] if layers else -1
+    return attribute_one(model, inputs, layer, tokenizer=tokenizer)
 
 
 def encode(result: object, suffix: str) -> bytes:
