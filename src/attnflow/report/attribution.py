@@ -135,7 +135,7 @@ def _reading(result: ScoreAttribution, row: Row, best: Leading) -> list[Content]
         query_name(result),
         " gives its largest weight to ",
         key_name(result, row.index),
-        f". The largest term of that score, {_signed(value)} logits, pairs {query_side} at the query with {key_side} "
+        f". Its largest term by magnitude, {_signed(value)} logits, pairs {query_side} at the query with {key_side} "
         "at the key.",
     ]
 
