@@ -255,6 +255,55 @@ def geometry_scored(model: PreTrainedModel) -> str:
     return f"{len(shared)} layers"
 
 
+def scores_attributed(model: PreTrainedModel) -> str:
+    """The sum of the terms is the score of the model's attention, and without biases nothing is constant in it."""
+    inputs = made.text(_text(model))
+    if any(hasattr(model.config, name) for name in _OTHER_SENSES) and not made.beside(model):
+        model, inputs = _stack(model), {"input_ids": inputs["input_ids"]}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+    model, _ = oracles.precise(model, inputs)
+    inputs = oracles.fitting(model, inputs)
+    truth = oracles.scores(model, inputs)
+    answers: list[str] = []
+    for kind in ("self", "cross") if getattr(model.config, "is_encoder_decoder", False) else ("self",):
+        result = _last_attribution(model, inputs, kind)
+        _is_attribution_of(result, truth)
+        earlier = {name.split()[name.split().index("layer") + 1] for name in result.components if "layer" in name}
+        if kind == "self" and len(earlier) < result.layer:
+            raise Wrong(f"{result.layer} layers come before, and the components are {result.components}")
+        answers.append(f"{kind}: {len(result.components)} x {len(result.key_components)} components")
+    return "; ".join(answers)
+
+
+def _last_attribution(model: PreTrainedModel, inputs: Inputs, kind: str) -> af.geometry.ScoreAttribution:
+    """Of the last layer that attends: hybrid models may end in another mixer."""
+    try:
+        return af.geometry.attribute(model, inputs, layer=-1, attention=kind)
+    except ValueError as error:
+        listed = re.search(r"layers with it: .*?(\d+)\]", str(error))
+        if listed is None:
+            raise
+        return af.geometry.attribute(model, inputs, layer=int(listed[1]), attention=kind)
+
+
+def _is_attribution_of(result: af.geometry.ScoreAttribution, truth: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Compare with the module whose scores are nearest; raise `Wrong`."""
+    sums, keys = result.raw.sum((-1, -2)) + result.constants["biases"], list(result.keys)
+    near = [name for name, (right, _) in truth.items() if right.shape[0] == len(sums) and max(keys) < right.shape[2]]
+    span = float(sums.amax() - sums.amin()) or float(sums.abs().amax()) or 1.0
+    errors = {name: float((truth[name][0][:, result.query, keys] - sums).abs().amax()) / span for name in near}
+    place = min(errors, key=lambda name: errors[name]) if errors else ""
+    if not errors or errors[place] > 1e-4:
+        raise Wrong(f"{result.attention}: no module has the scores that the terms add up to ({errors})")
+    if not torch.allclose(truth[place][1][:, result.query, keys].double(), result.weights, atol=1e-4):
+        raise Wrong(f"{result.attention}: the weights are others than those of {place}")
+    if (constant := float(result.constants["biases"].abs().amax())) > 1e-4 * span:
+        raise Wrong(f"{result.attention}: there are no biases, and the constant is {constant:.2g}")
+
+
 def feed_forward_opened(model: PreTrainedModel) -> str:
     """The logits, the effect of an edit, the way back, and every parameter accounted for."""
     inputs = made.text(_text(model))
@@ -372,5 +421,6 @@ FEATURES: dict[str, Callable[[PreTrainedModel], str | None]] = {
     "mask": mask_attached,
     "bias": bias_attached,
     "geometry": geometry_scored,
+    "attribution": scores_attributed,
     "from_ffn": feed_forward_opened,
 }

@@ -7,11 +7,13 @@ module and watches the attention interface.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -266,6 +268,34 @@ def directionality(query: Tensor, key: Tensor, gamma: float = 2.0) -> float:
 
     rows, columns = excess(product.norm(dim=1)), excess(product.norm(dim=0))
     return (rows - columns) / (rows + columns) if rows + columns else 0.0
+
+
+def scores(model: PreTrainedModel, inputs: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name of the attention module: scaling * q k^T and the weights, [heads, queries, keys], as the model runs."""
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def watched(own: Any) -> Any:
+        def watch(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            scaling = kwargs.get("scaling")
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            repeated = key[:1].double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+            product = query[:1].double() @ repeated.mT * scaling
+            unit = torch.eye(key.shape[2], dtype=value.dtype).expand(*key.shape[:2], -1, -1)  # shows the weights
+            seen.setdefault(module, (product[0], own(module, query, key, unit, *args, **kwargs)[0][0].transpose(0, 1)))
+            return own(module, query, key, value, *args, **kwargs)
+
+        return watch
+
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    functions = type(ALL_ATTENTION_FUNCTIONS)._global_mapping
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        for file in files:
+            if hasattr(file, "eager_attention_forward"):
+                patch.setattr(file, "eager_attention_forward", watched(file.eager_attention_forward))
+        patch.setitem(functions, "sdpa", watched(functions["sdpa"]))
+        model(**fitting(model, inputs))
+    names = {module: name for name, module in model.named_modules()}
+    return {names[module]: found for module, found in seen.items()}
 
 
 def attention_calls(model: PreTrainedModel, inputs: Inputs) -> list[str]:

@@ -69,11 +69,10 @@ def attribute(
     Cost: three forward passes up to the layer, two of them without the sublayers, and a backward pass through the sums
     for each component of the head. Memory: components x tokens x width.
 
-    >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
     ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
-    >>> result = af.geometry.attribute(model, [5, 6, 7, 8], layer=1, head=0)
+    >>> result = attribute(model, [5, 6, 7, 8], layer=1, head=0)
     >>> result.components
     ('embedding', 'layer 0 attention', 'layer 0 feed-forward')
     >>> bool((result.raw.sum((1, 2)) + result.constant - result.scores).abs().max() < 1e-5)
@@ -261,6 +260,12 @@ class _Parts:
         with torch.no_grad():
             rest = stream.query_and_key([None if leaf is None else torch.zeros_like(leaf) for leaf in leaves])
         used = [sorted({c for one in side for c in one}) for side in (query, key.values())]
+        if not all(used):
+            raise UnsupportedArchitecture(
+                f"{stream.site.name}: its {'queries' if used[1] else 'keys'} are not made of a residual stream that is "
+                "read, such as an encoder whose attention does not call the attention interface, or states that a "
+                "router or an indexer compresses"
+            )
         size = call.query.shape[3]
         empty = (torch.zeros(size).double(), torch.zeros(call.key.shape[2], size).double())
         return cls(

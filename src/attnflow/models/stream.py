@@ -197,13 +197,20 @@ class ResidualStream:
 
     @contextmanager
     def _first(self, values: Mapping[str, Tensor | None]) -> Generator[None]:
-        """Give the first layer of each list these inputs."""
+        """Give the first layer of each list these inputs, and later layers where they are handed the same again."""
+        prefixes = {path.rpartition(".")[0] for path in values}
+        given: dict[str, tuple[Tensor, Tensor]] = {}
 
         def enter(call: Call) -> Arguments | None:
+            prefix = str(call.name).rpartition(".")[0]
             value = values.get(call.name) if call.number == 0 else None
-            return None if value is None else _with_hidden(call, value)
+            if value is None:
+                return _again(call, *given[prefix]) if prefix in given else None
+            given[prefix] = _hidden(call).detach(), value
+            return _with_hidden(call, value)
 
-        with Watch({path: self.model.get_submodule(path) for path in values}, enter):
+        layers = {path: layer for path, layer in self._layers().items() if path.rpartition(".")[0] in prefixes}
+        with Watch(layers, enter):
             yield
 
     @contextmanager
@@ -211,8 +218,9 @@ class ResidualStream:
         """Hold the norms of the whole model."""
 
         def leave(call: Call, output: object) -> Tensor | None:
-            x = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
-            if not isinstance(output, Tensor) or not isinstance(x, Tensor) or (not x.requires_grad and not known(call)):
+            given = (*call.args, *call.kwargs.values())
+            x = given[0] if len(given) == 1 else None
+            if not isinstance(output, Tensor) or not isinstance(x, Tensor) or not (x.requires_grad or known(call)):
                 return None
             key = (str(call.name), call.number)
             if key not in self._norms:
@@ -266,7 +274,6 @@ class _Recorder:
             module
             for module in stream._modules().values()
             if module in attention
-            or moves_between_positions(module)
             or (_owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
         }
         self._holds = {m for m in stream._modules().values() if any(_owns_matrix(part) for part in m.modules())}
@@ -274,6 +281,7 @@ class _Recorder:
         self._begun: dict[int, int] = {}  # how many components there were when a call began
         self._open: list[Call] = []
         self._shapes: dict[str, torch.Size] = {}
+        self._marked: dict[str, tuple[Tensor, Tensor]] = {}  # the input of each list's first layer, without and with
         self._found: list[Component] = []
 
     @property
@@ -287,13 +295,16 @@ class _Recorder:
             return None
         self._begun[id(call)] = len(self._found)
         prefix = str(call.name).rpartition(".")[0]
-        if call.module not in self._layers or prefix in self._shapes or prefix not in self._lists:
+        if call.module not in self._layers or prefix not in self._lists:
             return None
+        if prefix in self._marked:
+            return _again(call, *self._marked[prefix])
         hidden = _hidden(call)
         self._shapes[prefix] = hidden.shape
-        marked = hidden.detach().requires_grad_()
+        marked = hidden.detach().requires_grad_().clone()
+        self._marked[prefix] = hidden.detach(), marked
         self._found.append(Component(str(call.name), -1, hidden.detach(), None))
-        return _with_hidden(call, marked.clone())
+        return _with_hidden(call, marked)
 
     def leave(self, call: Call, output: object) -> object:
         """End marks, and keep the output of a module that has none."""
@@ -381,6 +392,22 @@ def _hidden(call: Call) -> Tensor:
     if found is None:
         raise UnsupportedArchitecture(f"{call.name} is called without a tensor of hidden states")
     return found
+
+
+def _again(call: Call, old: Tensor, new: Tensor) -> Arguments | None:
+    """Replace arguments beside the stream that hold the embedding once more, as Zamba's layers get it."""
+    hidden = _hidden(call)
+
+    def change(value: object) -> object:
+        same = isinstance(value, Tensor) and value is not hidden and value.shape == old.shape
+        return new if same and torch.equal(cast(Tensor, value), old) else value
+
+    args, kwargs = tuple(map(change, call.args)), {name: change(value) for name, value in call.kwargs.items()}
+    return (
+        (args, kwargs)
+        if [*map(id, args), *map(id, kwargs.values())] != [*map(id, call.args), *map(id, call.kwargs.values())]
+        else None
+    )
 
 
 def _with_hidden(call: Call, value: Tensor) -> Arguments:
