@@ -305,11 +305,11 @@ af.report.figure(why, key=key)
 # %% [markdown]
 # Softmax ignores whatever all keys of a row share. So each term is shown less
 # its mean over the row, weighted by attention. It says how fast the logarithm of
-# the weight on " Mary" grows with the term. Black is the sum of all terms. The
+# the weight on " Mary" grows with the term. The last bar is the sum of all. The
 # colours of the map end at the 99th percentile, which the picture says.
 #
 # The answer is clear: what layer 23's attention wrote at "to" meets what layer
-# 0's feed-forward wrote at " Mary". Sublayer 23 is the one that carries the
+# 0's feed-forward wrote at " Mary". Layer 23 is the one that carries the
 # answer (section 7). So head 4 looks at a name that the query already holds.
 # That is a prediction. If layer 23 cannot read " Mary", head 4 should look away.
 

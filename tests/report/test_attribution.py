@@ -1,5 +1,6 @@
 """Why a head looked at a token, drawn: what the bars and cells hold, what is left out, and that it is said."""
 
+import inspect
 import re
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.report import figure, page
-from attnflow.report.attribution import leading, row_of
+from attnflow.report.attribution import attribution_chart, leading, row_of
 from attnflow.report.charts import NEGATIVE, POSITIVE
 from tests.report.reading import parse_page
 
@@ -201,13 +202,18 @@ def test_cross_attention_has_components_of_its_own_at_the_key():
     [
         ({"head": 1}, r"head must be one of the attributed \[3\], got 1"),
         ({"key": 9}, "key must be a position of the attributed keys, 0 to 4, got 9"),
-        ({"picture": "pie"}, "got 'pie'"),
         ({"count": 0}, "count"),
     ],
 )
 def test_what_is_not_there_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         figure(made(), **options)
+
+
+def test_an_unknown_picture_is_named():
+    draw = inspect.unwrap(attribution_chart)  # without the checker of types
+    with pytest.raises(ValueError, match="got 'pie'"):
+        draw(made(), picture="pie")
 
 
 def test_the_page_says_what_is_shown_and_what_is_not():
