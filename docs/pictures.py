@@ -121,6 +121,13 @@ def plane() -> Any:
     return af.report.figure(*(af.geometry.score(name, per_head=False) for name in ("smollm2-135m", "minilm")))
 
 
+def why() -> Any:
+    """Why a head of SmolLM2 looked at a name: pairs of components, the leading terms, and the tokens of the row."""
+    text = "When Mary and John went to the store, John gave a drink to"
+    result = af.geometry.attribute(af.load_model("smollm2-135m"), text, layer=24, head=4)
+    return af.report.figure(replace(result, model="SmolLM2"))
+
+
 def trace() -> Any:
     """Which feed-forward entries fired for a text, and what they did to the logit of the next token."""
     result = af.knowledge.trace(af.load_model("smollm2-135m"), "The capital of France is", ablate=12)
@@ -165,7 +172,7 @@ def terminal() -> Any:
 
 
 PICTURES: tuple[Callable[[], Any], ...] = (
-    mask, hasse, window, chains, growth, witness, gap, tree, measured, audit, bias, plane, trace, page, terminal,
+    mask, hasse, window, chains, growth, witness, gap, tree, measured, audit, bias, plane, why, trace, page, terminal,
 )  # fmt: skip
 
 

@@ -278,11 +278,68 @@ assert round(leads["layer 24, head 4"], 1) == 7.4
 # the layer 4.1. The weight of a cut pair goes to the other keys, so the test
 # compares looking at Mary with looking elsewhere.
 #
-# attnflow has no function that splits a score into what each earlier layer
-# contributed to it. These are the two tests that it offers: change the input,
-# and cut a pair.
+# ## 8. Why did this head look there?
 #
-# ## 8. Which feed-forward entries fired?
+# Before the softmax a score is a sum. Each earlier layer wrote something at the
+# query and something at the key, and every pair of such writings adds a term.
+# `attribute` computes these terms exactly, with the norms held at their scale in
+# this pass. Here are the largest ones for head 4 of layer 24 and " Mary".
+
+# %%
+why = af.geometry.attribute(loaded, text, layer=24, head=4)
+for term in why.top(5, key=key):
+    pair = f"{term.query_component} x {term.key_component}"
+    print(f"{term.value:+.2f}  {pair}")
+total = float(why.centred[key].sum())
+print(f"{total:+.2f}  all {why.raw[key].numel():,} terms")
+
+best = why.top(1, key=key)[0]
+assert best.query_component == "layer 23 attention"
+assert best.key_component == "layer 0 feed-forward"
+assert round(best.value, 2) == 0.38
+assert round(total, 2) == 0.50
+
+# %%
+af.report.figure(why, key=key)
+
+# %% [markdown]
+# Softmax ignores whatever all keys of a row share. So each term is shown less
+# its mean over the row, weighted by attention. It says how fast the logarithm of
+# the weight on " Mary" grows with the term. The last bar is the sum of all. The
+# colours of the map end at the 99th percentile, which the picture says.
+#
+# The answer is clear: what layer 23's attention wrote at "to" meets what layer
+# 0's feed-forward wrote at " Mary". Layer 23 is the one that carries the
+# answer (section 7). So head 4 looks at a name that the query already holds.
+# That is a prediction. If layer 23 cannot read " Mary", head 4 should look away.
+
+
+# %%
+def looks(layer):
+    """The weight of head 4 on Mary, if a layer cannot look there."""
+    with af.masks.attach(model, cut, layers=[layer]):
+        changed = af.geometry.attribute(loaded, text, layer=24, head=4)
+    return float(changed.weights[key])
+
+
+weight_on_mary = {layer: looks(layer) for layer in (10, 20, 23)}
+print(f"nothing cut   {float(why.weights[key]):.2f} on Mary")
+for layer, weight in weight_on_mary.items():
+    print(f"layer {layer} cut  {weight:.2f} on Mary")
+
+assert round(float(why.weights[key]), 2) == 0.81
+assert [round(weight, 2) for weight in weight_on_mary.values()] == [
+    0.81,
+    0.81,
+    0.05,
+]
+
+# %% [markdown]
+# The weight falls from 0.81 to 0.05 when layer 23 is cut, and stays when layer
+# 10 or 20 is. A term is not yet a cause, because norms are held and components
+# depend on one another. So cut, as here, before you believe it.
+#
+# ## 9. Which feed-forward entries fired?
 #
 # A feed-forward neuron compares the token with its key, and adds its value if
 # they match. `from_ffn` lists all neurons of a copy of the model as *entries*.
@@ -307,7 +364,7 @@ af.report.figure(trace, picture="entries")
 # words are the tokens that the entry promotes (↑) and suppresses (↓) most here:
 # weight times value, seen by the unembedding.
 #
-# ## 9. What happens without them? Ablate
+# ## 10. What happens without them? Ablate
 #
 # A direct effect answers the question: *what does this entry write straight into
 # the logit?* Later layers are ignored, and the scale of the final norm is held.
@@ -367,7 +424,7 @@ assert effects[43633][1] < -0.1
 # rises, because layer 29 reacts, too. So use direct effects to choose entries,
 # and ablation to say what they do.
 #
-# ## 10. Together, and against random entries
+# ## 11. Together, and against random entries
 #
 # One entry is seldom decisive. Take the 16 with the largest direct effects, be
 # they positive or negative, and as many random entries of the same layers as a
@@ -433,6 +490,7 @@ assert all(abs(change[1]) < 0.05 for change in changes.values())
 # | Is this layer more symmetric than chance? | `af.geometry.score` | the grey band |
 # | Where does a head look? | `af.bias.capture` | change the sentence |
 # | Does it matter that it looks there? | `af.masks.attach` | cut the pair |
+# | Why does it look there? | `af.geometry.attribute` | cut what the terms name |
 # | Which entries fired? | `af.knowledge.trace` | ablate, with a random control |
 #
 # Next: [edit what a model knows](5_edit_what_a_model_knows.py), the guides to

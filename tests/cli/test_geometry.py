@@ -131,3 +131,74 @@ def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_pa
     expected = af.geometry.score(tiny_model, per_head=False)
     assert [row.directionality for row in scores] == [row.directionality for row in expected]
     assert [row.norm for row in scores] == [row.norm for row in expected]
+
+
+WORDS = "I the of my I"
+
+
+def test_why_lists_the_leading_terms_and_they_sum_to_the_score(run: Callable, tiny_model: str) -> None:
+    code, out, err = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "--count", "3")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    assert not any(line != line.rstrip() for line in out.splitlines())
+    found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 2)
+    key = int(found.weights.argmax())
+    assert f"({found.query}) looks at “{found.tokens[key].strip()}” ({key}) with weight {found.weights[key]:.3f}" in out
+    terms = [line.split("  ")[0] for line in out.splitlines() if line[:1] in "+-" and "×" in line]
+    values = found.centred[key].flatten()
+    assert [float(term) for term in terms] == pytest.approx(
+        values[values.abs().topk(3).indices].tolist(), abs=0.51 * 10.0 ** -len(terms[0].partition(".")[2])
+    )
+    (others,) = [line for line in out.splitlines() if "other terms" in line]
+    (total,) = [line for line in out.splitlines() if "sum: its score, less the row's mean" in line]
+    assert others.split()[1] == "6"  # of nine pairs of three components
+    expected = float(found.scores[key] - found.weights @ found.scores)
+    assert float(total.split()[0]) == pytest.approx(expected, abs=1e-2 * abs(expected) + 1e-6)
+
+
+def test_why_in_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
+    out = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "0", "--query", "2", "--json").out
+    back = af.geometry.ScoreAttribution.from_json(out)
+    found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 0, 2)
+    assert torch.equal(back.raw, found.raw)
+    assert (back.model, back.query, back.head) == (tiny_model, 2, 0)
+
+
+def test_why_chooses_the_head_that_looks_at_another_token(run: Callable, tiny_model: str) -> None:
+    code, out, _ = run("geometry", "why", tiny_model, WORDS, "--layer", "0")
+    weights = af.geometry.attribute(af.load_model(tiny_model), WORDS, 0).weights
+    best = int(weights[:, 1:-1].amax(1).argmax())
+    assert code == 0
+    assert out.startswith(f"{tiny_model}, layer 0, head {best}, which has the most weight on a token besides")
+
+
+def test_why_of_a_key_raw_and_by_ids(run: Callable, tiny_model: str) -> None:
+    words = ("--layer", "1", "--head", "1", "--key", "1", "--raw")
+    code, out, _ = run("geometry", "why", tiny_model, "--ids", "5,6,7", *words)
+    found = af.geometry.attribute(af.load_model(tiny_model), [5, 6, 7], 1, 1)
+    assert code == 0
+    assert "looks at “6” (1)" in out
+    assert "centred" not in out
+    (total,) = [line for line in out.splitlines() if line.endswith("sum: its score")]
+    score = float(found.scores[1])
+    assert float(total.split()[0]) == pytest.approx(score, abs=1e-2 * abs(score) + 1e-6)
+
+
+def test_why_of_cross_attention(run: Callable, t5: str) -> None:
+    code, out, err = run("geometry", "why", t5, "--ids", "5,6,7", "--layer", "1", "--attention", "cross")
+    assert (code, err) == (0, "")
+    assert "encoder" in out
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html", ".csv", ".json"])
+def test_why_writes_files(run: Callable, tiny_model: str, tmp_path: Path, suffix: str) -> None:
+    target = tmp_path / f"why{suffix}"
+    code, out, _ = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "-o", str(target))
+    assert code == 0
+    assert f"written: {target}" in out
+    assert target.stat().st_size > 200
+
+
+def test_score_is_what_geometry_does_without_a_name(run: Callable, tiny_model: str) -> None:
+    assert run("geometry", "--per-head", tiny_model) == run("geometry", "score", tiny_model, "--per-head")
+    assert "MODEL" in run("geometry").err

@@ -29,7 +29,7 @@ def commands() -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("command", [[], ["mask"], ["bias"], *commands()], ids=" ".join)
+@pytest.mark.parametrize("command", [[], ["mask"], ["bias"], ["geometry"], *commands()], ids=" ".join)
 def test_help(run: Callable, command: list[str]) -> None:
     code, out, err = run(*command, "--help")
     assert (code, err) == (0, "")

@@ -24,7 +24,8 @@ def test_the_verdict_comes_first_and_the_mask_last():
     assert [name for name in names if name in shown] == shown
     assert made.ok
     assert "problems" not in names
-    assert steps == [(i, 5, what) for i, what in enumerate(["audit", "geometry", "bias", "knowledge", "order"])]
+    parts = ["audit", "geometry", "bias", "attribution", "knowledge", "order"]
+    assert steps == [(i, 6, what) for i, what in enumerate(parts)]
     scores = r"Symmetry \S+, directionality \S+ \(median of 2 layers\)\."
     assert re.match(rf"No leak found, 100 % of the forbidden pairs tested\. {scores}", opening(made))
     assert "queries may attend" not in opening(made)
@@ -40,6 +41,14 @@ def test_a_leak_opens_the_page_with_its_place():
     assert re.match(r"Leak found, first in model.layers.1.mlp \(layer 1\): \d+ violations?, \d+ % of", opening(made))
 
 
+def test_one_head_is_explained():
+    made = model_page(tiny("Llama", torch.float32), [5, 6, 7, 8], title="mine")
+    names = [section.name for section in made.sections]
+    assert "problems" not in names
+    assert names[names.index("why") : names.index("why") + 3] == ["why", "pairs", "received"]
+    assert "In layer 1, head " in parse_page(made.html).text  # two thirds of two layers up
+
+
 def test_what_cannot_be_found_out_is_named_at_the_end_and_the_rest_is_shown():
     model = tiny("Llama", torch.float32)
     for layer in model.model.layers:
@@ -47,7 +56,7 @@ def test_what_cannot_be_found_out_is_named_at_the_end_and_the_rest_is_shown():
     made = model_page(model, [5, 6, 7])
     names = [section.name for section in made.sections]
     assert names[-1] == "problems"
-    assert {"order", "audit", "geometry"} <= set(names)
+    assert {"order", "audit", "geometry", "why"} <= set(names)
     assert "bias" not in names
     assert "Knowledge: " in parse_page(made.html).text
     assert opening(made).endswith("Not shown: knowledge; the end of the page says why.")

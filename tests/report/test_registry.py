@@ -21,6 +21,7 @@ from tests.knowledge.test_provenance import made as trace
 from tests.models import tiny
 from tests.models.saved import word_tokenizer
 from tests.report.reading import parse_page, parse_svg, texts
+from tests.report.test_attribution import made as attribution
 from tests.report.test_entry import entry_report
 from tests.report.test_geometry import scores
 from tests.report.test_page import audit_report, bad_audit, clean_task, leaking_task
@@ -93,6 +94,7 @@ MAKERS = {
     "BiasGraph": lambda: bias_map().graph(),
     "GeometryScores": scores,
     "Survey": lambda: registry.Survey((scores(), scores("two")), {}),
+    "ScoreAttribution": attribution,
     "Trace": trace,
     "EntryReport": entry_report,
     "Removal": lambda: entry_report().ablate([5, 6, 7]),
@@ -240,9 +242,18 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
     for module in [module for module in sys.modules if module.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace", "EntryReport"}
-    opened = {"MaskGrid", "Task", "MergedTask", "Monitor"}
-    charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace", *opened}
+    charts = {
+        "Flow",
+        "Mask",
+        "AuditReport",
+        "BiasMap",
+        "GeometryScores",
+        "ScoreAttribution",
+        "Survey",
+        "Trace",
+        "EntryReport",
+    }
+    charts |= {"MaskGrid", "Task", "MergedTask", "Monitor"}
     assert ("attnflow[report]" in report.page(result).html) == (name in charts)
     assert report.notebook(result).startswith("<div")
 

@@ -88,6 +88,17 @@ def integers(text: str, option: str) -> list[int]:
         raise BadUsage(f"{option} must be integers separated by commas, such as {option} 0,2,5, got {text}") from None
 
 
+def text_or_ids(text: str | None, ids: str | None) -> str | list[int]:
+    """Returns the TEXT, or the integers of --ids; one of them must be given."""
+    if ids is not None and text is None:
+        return integers(ids, "--ids")
+    if text is None or ids is not None:
+        raise BadUsage("give either a TEXT or --ids")
+    if not text:
+        raise BadUsage("the text is empty: give at least one word")
+    return text
+
+
 def require(name: str) -> None:
     """Raises BadUsage, before any import, unless `name` is a short name, a file, a folder or a hub id."""
     from attnflow.models.names import is_out_of_reach, resolve

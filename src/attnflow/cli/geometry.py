@@ -1,4 +1,4 @@
-"""`attnflow geometry MODEL...`: score the symmetry and directionality of the attention of checkpoints."""
+"""`attnflow geometry`: score the attention of checkpoints, and say why a head looked at a token."""
 
 from __future__ import annotations
 
@@ -7,23 +7,47 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
+from typer.core import TyperGroup
 
-from attnflow._core.markup import aligned
-from attnflow.cli._arguments import OutputOption, require, settings_from
+from attnflow._core.markup import aligned, grouped, token_label
+from attnflow.cli._arguments import OutputOption, load, require, settings_from, text_or_ids
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
 if TYPE_CHECKING:
+    from attnflow.geometry.attribution import ScoreAttribution
     from attnflow.geometry.published import Summary
     from attnflow.geometry.table import GeometryScores
+    from attnflow.report.attribution import Row
+
+
+class _ScoreByDefault(TyperGroup):
+    """Reads `geometry MODEL...` as `geometry score MODEL...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = args[:1] and args[0] in (*self.commands, "-h", "--help")
+        return super().parse_args(ctx, args if named else ["score", *args])
+
+
+_HELP: Final = """Geometry of attention: score (the default), why.
+
+`attnflow geometry MODEL` is short for `attnflow geometry score MODEL`."""
+
+app = typer.Typer(
+    help=_HELP,
+    rich_markup_mode=None,
+    cls=_ScoreByDefault,
+)
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 _WIDTH: Final = 110
 
 
-def geometry(
+@app.command("score")
+def geometry_score(
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL", help="One or more: smollm2-135m, minilm, folders, files, hub ids.")
     ],
@@ -84,6 +108,96 @@ def geometry(
     for name, reason in result.unscored.items():
         print(f"attnflow: {name}: {reason}", file=sys.stderr)
     raise typer.Exit(0 if result.ok else 1 if result.models else 2)
+
+
+@app.command("why")
+def geometry_why(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2-135m, minilm, a folder, a file or a hub id.")],
+    layer: Annotated[int, typer.Option("--layer", metavar="N", min=0, help="The layer of the head.")],
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text to read.")] = None,
+    head: Annotated[
+        int | None, typer.Option("--head", metavar="N", min=0, help="The head (default: one is chosen and named).")
+    ] = None,
+    query: Annotated[
+        int, typer.Option("--query", metavar="N", help="Position of the token that looks (-1: the last).")
+    ] = -1,
+    key: Annotated[
+        int | None, typer.Option("--key", metavar="N", help="Position looked at (default: that of the largest weight).")
+    ] = None,
+    ids: Annotated[
+        str | None, typer.Option("--ids", metavar="LIST", help="Token ids in place of TEXT, such as 5,6,7.")
+    ] = None,
+    attention: Annotated[
+        Literal["self", "cross"], typer.Option("--attention", help="Which attention, of an encoder-decoder.")
+    ] = "self",
+    raw: Annotated[bool, typer.Option("--raw", help="Show terms as they are, not centred over the row.")] = False,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Terms and keys to list.")] = 10,
+    output: OutputOption = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Say why a head looked at a token.
+
+    The score of a query and a key is a sum over pairs: what an earlier attention or feed-forward layer wrote at the
+    query, against what one wrote at the key. Lists the largest terms in logits, less their mean over the row, because
+    softmax ignores what all keys share. -o writes .svg, .png, .html, .csv or .json.
+    """
+    require(model)
+    inputs = text_or_ids(text, ids)
+    target = None if output is None else output_path(output, _SUFFIXES, "an attribution as a figure")
+    with working(f"loading {model}") as spinner:
+        from attnflow.geometry.attribute import attribute, attribute_one
+        from attnflow.models.loaded import text_inputs
+        from attnflow.report.attribution import CHOICE, row_of
+
+        loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
+        loaded = loaded._replace(model=loaded.model.float())  # a sum in half precision could not be checked
+        if getattr(loaded.model.config, "is_encoder_decoder", False):  # both sides read the text, as in an audit
+            inputs = {name: value[:1] for name, value in text_inputs(loaded, inputs).items()}
+        spinner.stage(f"attributing layer {layer}")
+        if head is None:
+            found = attribute_one(loaded, inputs, layer, query, attention=attention)
+        else:
+            found = attribute(loaded, inputs, layer, head, query, attention=attention)
+        found = replace(found, model=model)
+        row = row_of(found, None, key, raw)
+        if target is not None:
+            spinner.stage(f"writing {output}")
+            write(found, target, key=key, raw=raw, count=count)
+    if json_output:
+        print_result(found)
+        return
+    screen = console()
+    say(screen, f"{model}, layer {layer}, head {row.head}" + (f", which {CHOICE}" if head is None else ""), "bold")
+    say(screen, _explained(found, row, count) + ("" if output is None else f"\nwritten: {output}"))
+
+
+def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
+    """Describes why the query looked at the key: the leading terms, and the keys with the largest weights."""
+    from attnflow.report.attribution import key_name, leading, query_name, short
+    from attnflow.report.html import numbers
+
+    best = leading(found, row, count)
+    values = [*(value for *_, value in best.terms), *best.constants.values(), best.others, best.total]
+    names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
+    names += [f"constant: {name}" for name in best.constants]
+    names += [f"{grouped(best.count)} other terms", "sum: its score" + (", less the row's mean" if row.centred else "")]
+    rows = [[number, name] for number, name in zip(numbers(values, signed=True), names, strict=True)]
+    head = ["logits", "written at the query × written at the key" + (", centred over the row" if row.centred else "")]
+    order = sorted(range(len(row.weights)), key=lambda index: -row.weights[index])[:count]
+    columns = (numbers([float(each[index]) for index in order]) for each in (row.weights, row.scores, row.totals))
+    keys = [["key", "token", "weight", "score", "sum"]]
+    for index, *cells in zip(order, *columns, strict=True):
+        keys.append([str(found.keys[index]), token_label(found.tokens[index]), *cells])
+    lines = [
+        f"{query_name(found)} looks at {key_name(found, row.index)} with weight {row.weights[row.index]:.3f}",
+        "",
+        aligned([head, *rows], left=[1]),
+        "",
+        aligned(keys, left=[1]),
+        "",
+        f"The sum over all terms agrees with the model's scores to {found.error:.0e} of their range.",
+    ]
+    return "\n".join(lines).replace("−", "-")
 
 
 def _overview(models: Sequence[GeometryScores]) -> str:

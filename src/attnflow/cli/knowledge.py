@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from attnflow._core.markup import plural
-from attnflow.cli._arguments import integers, load, require
+from attnflow.cli._arguments import integers, load, require, text_or_ids
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, show, working, write
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def knowledge_trace(
     from attnflow.knowledge import from_ffn, trace
     from attnflow.knowledge.layered import reads_entries
 
-    inputs = _inputs(text, ids)
+    inputs = text_or_ids(text, ids)
     path = None if output is None else output_path(output, _SUFFIXES, "a trace as a figure")
     longest = len(inputs.encode()) + 8 if isinstance(inputs, str) else len(inputs)  # tokens, with special ones
     if not -longest <= position < longest:
@@ -218,13 +218,3 @@ def knowledge_trace(
     say(screen, result.table(position, layer, min(count, result.top)))
     if output is not None:
         say(screen, f"written: {output}")
-
-
-def _inputs(text: str | None, ids: str | None) -> str | list[int]:
-    if ids is not None and text is None:
-        return integers(ids, "--ids")
-    if text is None or ids is not None:
-        raise BadUsage("give either a TEXT or --ids")
-    if not text:
-        raise BadUsage("the text is empty: give at least one word")
-    return text

@@ -84,6 +84,30 @@ def attribute(
     return reading.explain(head, query, keys, tokenizer or brought)
 
 
+def attribute_one(
+    model: nn.Module | Loaded,
+    inputs: Text | Mapping[str, Tensor],
+    layer: int,
+    query: int = -1,
+    *,
+    attention: Attention = "self",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> ScoreAttribution:
+    """Explain the head of a layer that has the most weight on a token other than the first one and the query.
+
+    The other heads are only read, so that this takes as long as `attribute` with one head.
+    """
+    module, brought = split(model)
+    reading = Reading.of(module, _inputs(module, inputs, tokenizer or brought), layer, attention)
+    call = reading.seen.call
+    at = _place("query", query, call.query.shape[2])
+    rows = [row_of(call, reading.seen.output, head, at) for head in range(call.query.shape[1])]
+    weights = torch.stack([row.weights for row in rows])
+    if attention == "self":
+        weights[:, [0, at]] *= 1e-9  # they decide only where there is no other token
+    return reading.explain(int(weights.amax(1).argmax()), at, None, tokenizer or brought)
+
+
 @dataclass(frozen=True, eq=False)
 class Reading:
     """A recorded pass of a model up to one attention module."""
@@ -129,6 +153,7 @@ class Reading:
             name: torch.stack([one["constants"].get(name, torch.zeros_like(one["scores"])) for one in terms])[:, chosen]
             for name in names
         }
+        means = {name: torch.stack([one["expected_constants"].get(name, _ZERO) for one in terms]) for name in names}
         titles = self.stream.names(sorted({*parts.query_components, *parts.key_components}))
         query_texts, key_texts = self._texts(tokenizer)
         return ScoreAttribution(
@@ -149,6 +174,7 @@ class Reading:
             stack("weights")[..., chosen],
             stack("slope")[..., chosen],
             stack("expected"),
+            {name: expected if head is None else expected[0] for name, expected in means.items()},
             error,
         )
 
@@ -180,6 +206,7 @@ class Reading:
             "weights": weights,
             "slope": slope,
             "expected": torch.einsum("j,jcd->cd", weights * slope, raw),
+            "expected_constants": {"biases": weights * slope @ biases} | {n: weights @ v for n, v in row.added.items()},
             "error": error,
         }
 
@@ -301,6 +328,7 @@ def _inputs(model: nn.Module, inputs: object, tokenizer: PreTrainedTokenizerBase
     return named
 
 
+_ZERO: Final = torch.zeros((), dtype=torch.float64)
 _PRECISE: Final = (torch.float32, torch.float64)
 
 

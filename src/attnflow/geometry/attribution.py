@@ -49,6 +49,7 @@ class ScoreAttribution(Result):
     weights: Float64[Tensor, "*heads keys"]
     slope: Float64[Tensor, "*heads keys"]  # d cap(score) / d score; 1 without a softcap
     expected: Float64[Tensor, "*heads query_components key_components"]  # sum_k a_ik slope_k t_ik over all keys
+    expected_constants: Mapping[str, Float64[Tensor, "*heads"]]  # the same of each constant
     error: float  # largest difference between sum and score, relative to the range of the row
 
     @property
@@ -63,6 +64,14 @@ class ScoreAttribution(Result):
         With a softcap each term is first multiplied by the slope of the cap at its score.
         """
         return self.raw * self.slope[..., None, None] - self.expected[..., None, :, :]
+
+    @property
+    def centred_constants(self) -> dict[str, Tensor]:
+        """Each part of the constant, centred like the terms; only the biases are under a softcap."""
+        return {
+            name: values * (self.slope if name == "biases" else 1.0) - self.expected_constants[name][..., None]
+            for name, values in self.constants.items()
+        }
 
     def top(self, k: int = 10, key: int | None = None, *, raw: bool = False) -> list[Term]:
         """List the k terms of largest magnitude, centred (or `raw`), of all keys or of the key at one position."""

@@ -13,10 +13,13 @@ from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import grouped, plural
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
+from attnflow.geometry.attribute import attribute_one
+from attnflow.geometry.table import GeometryScores
 from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
 from attnflow.order.flow import Flow
 from attnflow.report import html
+from attnflow.report.attribution import attribution_part
 from attnflow.report.audit import audit_part
 from attnflow.report.bias import bias_part
 from attnflow.report.geometry import scores_part
@@ -38,6 +41,9 @@ def model_page(
 ) -> Page:
     """Write a page about a model: its audit, geometry, bias if any, the entries that fired, and the declared order.
 
+    It says why one head, two thirds up, looked where it did from the last token: of its layer's heads the one with the
+    most weight on a token besides the first and the last.
+
     Args:
         model: any model, or a result of `af.load_model`.
         inputs: a text, token ids, or the model's inputs by name. The audit reads all sequences, the rest the first one.
@@ -48,7 +54,7 @@ def model_page(
     Returns:
         The page. Parts that do not work for this model are listed at its end with the reason; the rest is shown.
 
-    Cost: an audit of the model, one pass over its queries and keys, and about five forward passes.
+    Cost: an audit of the model, one pass over its queries and keys, and about seven forward passes.
     """
     module, tokenizer = split(model)
     name = title or model_name(module)
@@ -59,10 +65,19 @@ def model_page(
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
         labels = tuple(text for row in rows for text in token_texts(row, tokenizer))
     context = Context(labels=labels)
+    scored: list[GeometryScores] = []
+
+    def scores() -> Part:
+        scored.append(replace(geometry.score(module), model=name))
+        return scores_part(scored, context)
+
     steps: dict[str, Callable[[], Part]] = {
         "audit": lambda: audit_part(audit.check(module, named), context),
-        "geometry": lambda: scores_part([replace(geometry.score(module), model=name)], context),
+        "geometry": scores,
         "bias": lambda: bias_part(replace(bias.capture(module, first, tokenizer=tokenizer), model=name), context),
+        "attribution": lambda: attribution_part(
+            replace(attribute_one(module, first, _upper(scored), tokenizer=tokenizer), model=name), context
+        ),
         "knowledge": lambda: trace_part(
             replace(knowledge.trace(module, first, tokenizer=tokenizer), model=name), context
         ),
@@ -85,6 +100,12 @@ def model_page(
     if problems:
         parts.append(_missing(problems))
     return build(parts, name, details, {})
+
+
+def _upper(scored: Sequence[GeometryScores]) -> int:
+    """Returns the layer two thirds up those that were scored."""
+    layers = sorted({row.layer for one in scored for row in one if row.kind == "self" and row.tower != "encoder"})
+    return layers[2 * len(layers) // 3] if layers else -1
 
 
 def _missing(problems: Mapping[str, str]) -> Part:

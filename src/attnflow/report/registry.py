@@ -13,6 +13,7 @@ from attnflow.audit.measurement import MeasuredOrder
 from attnflow.audit.report import AuditReport
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.map import BiasMap, LayerMap, LayerQuery, QueryBias
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.monitor import Monitor
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
@@ -26,6 +27,7 @@ from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse, Sparse
 from attnflow.report import html, svg
+from attnflow.report.attribution import attribution_chart, attribution_part
 from attnflow.report.audit import audit_chart, audit_part
 from attnflow.report.bias import bias_part, graph_part, graph_svg, map_chart
 from attnflow.report.charts import svg_of
@@ -125,6 +127,7 @@ KINDS: Final[dict[type, Kind]] = {
     GeometryScores: Kind(scores_part, score_chart, together=True),
     Survey: Kind(figure=_survey_figure, opens=lambda survey: survey.models),
     Monitor: Kind(_handle_part, monitor_chart, opens=lambda monitor: monitor.results()),
+    ScoreAttribution: Kind(attribution_part, attribution_chart),
     Trace: Kind(trace_part, trace_chart),
     EntryReport: Kind(entry_part, entry_chart),
     Removal: Kind(figure=removal_chart),
@@ -163,6 +166,9 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
             None for the mean.
             BiasGraph: `max_edges`, the number of edges above which only the strongest are drawn.
             GeometryScores: `picture`, "plane", "layers" or "heads".
+            ScoreAttribution: `picture`, "all", "map" (pairs of components), "terms" (the `count` largest) or "tokens";
+            `head` and `key`, a position, by default those with the largest weights; `raw`, for terms that are not
+            centred over the row.
             Trace: `picture`, "all", "layers" (maps) or "entries" (bars); `position` of the token whose entries are
             shown, -1 for the last one; their `count`.
 

@@ -1,0 +1,388 @@
+"""Why a query looked at a key: a map of pairs of components, the leading terms as bars, and the tokens of the row."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from attnflow._core import checks
+from attnflow._core.markup import grouped, plural, shorten, token_label
+from attnflow.geometry.attribution import ScoreAttribution
+from attnflow.report import charts, html
+from attnflow.report.charts import INK, NEGATIVE, POSITIVE, SIGNED, SOFT, blank, chart, literal, name_axis
+from attnflow.report.html import Content, tag
+from attnflow.report.page import Context, Part, Section
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Array = npt.NDArray[np.floating[Any]]
+Picture = Literal["all", "map", "terms", "tokens"]
+
+_NAMED: Final = 24  # components up to which a map has a row for each; of more components, a row for each layer
+_KEYS: Final = 48  # tokens in the picture of a row
+_PARTS: Final = 5  # components in the picture of a row, each with a line of its own
+_LISTED: Final = 40  # terms in the table of a page
+_SHADES: Final = 4  # of each colour, in the text of a page
+_LAYER: Final = re.compile(r"^(.*?layer \d+)\b ?(.*)$")
+CHOICE: Final = "has the most weight on a token besides the first and the query"
+CENTRED: Final = "above the row’s mean"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One head's row of an attribution, and the key that is explained.
+
+    `terms` are [keys, query components, key components]; `constants` hold their parts, [keys] each; in logits.
+    """
+
+    head: int | None
+    index: int
+    centred: bool
+    terms: Array
+    constants: Mapping[str, Array]
+    scores: Array
+    weights: Array
+
+    @property
+    def constant(self) -> Array:
+        """The sum of all constants, [keys]."""
+        return np.sum(list(self.constants.values()), axis=0) if self.constants else np.zeros(len(self.scores))
+
+    @property
+    def totals(self) -> Array:
+        """What the terms and constants of each key sum to: its score, or its score above the row's mean."""
+        return self.terms.sum((1, 2)) + self.constant
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The leading terms of a key as (query component, key component, value), and the sum of the others."""
+
+    terms: Sequence[tuple[str, str, float]]
+    constants: Mapping[str, float]
+    count: int  # of the other terms
+    others: float
+    total: float
+
+
+def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = None, raw: bool = False) -> Row:
+    """Returns the row of a head and the position in it of the key to explain.
+
+    By default the head is the one with the largest weight on a token other than the first and the query itself, and the
+    key is the one with the largest weight of that head.
+    """
+    heads = list(result.heads)
+    constants = result.constants if raw else result.centred_constants
+    everything = [result.weights, result.scores, result.raw if raw else result.centred, *constants.values()]
+    if result.head is not None:
+        everything = [values[None] for values in everything]
+    weights, scores, terms, *parts = (np.asarray(values, dtype=np.float64) for values in everything)
+    if head is not None and head not in heads:
+        raise ValueError(f"head must be one of the attributed {heads}, got {head}")
+    if key is not None and key not in result.keys:
+        raise ValueError(f"key must be a position of the attributed keys, {_positions(result.keys)}, got {key}")
+    if head is None:
+        usual = {result.query, min(result.keys)} if result.attention == "self" else set()
+        others = [index for index, position in enumerate(result.keys) if position not in usual]
+        head = heads[int((weights[:, others] if others else weights).max(axis=1).argmax())]
+    place = heads.index(head)
+    row = weights[place]
+    index = int(row.argmax()) if key is None else result.keys.index(key)
+    chosen = {name: values[place] for name, values in zip(constants, parts, strict=True)}
+    return Row(head, index, not raw, terms[place], chosen, scores[place], row)
+
+
+def leading(result: ScoreAttribution, row: Row, count: int) -> Leading:
+    """Returns the largest terms of the explained key, by magnitude."""
+    checks.integer("count", count, 1)
+    table = row.terms[row.index]
+    order = np.argsort(-np.abs(table), axis=None, kind="stable")[:count]
+    places = [(int(place) // table.shape[1], int(place) % table.shape[1]) for place in order]
+    terms = [(result.components[q], result.key_components[k], float(table[q, k])) for q, k in places]
+    constants = {name: float(values[row.index]) for name, values in row.constants.items() if values.any()}
+    others = math.fsum(table.ravel().tolist()) - math.fsum(value for *_, value in terms)
+    return Leading(terms, constants, table.size - len(terms), others, float(row.totals[row.index]))
+
+
+def attribution_part(result: ScoreAttribution, _: Context) -> Part:
+    """Describes on a page why a query looked at a key."""
+    row = row_of(result)
+    best = leading(result, row, 10)
+    numbers: list[tuple[str, Content]] = [
+        (
+            "Attention weight",
+            tag("span", f"{row.weights[row.index]:.3f}", tag("small", f"on {key_name(result, row.index)}")),
+        ),
+        ("Score", tag("span", f"{row.scores[row.index]:.3g}", tag("small", f"{_signed(best.total)} {CENTRED}"))),
+        ("Terms", grouped(row.terms[row.index].size)),
+    ]
+    where = _where(result, row)
+    sections = [_terms(result, row, best), _map(result, row), _tokens(result, row)]
+    return Part(f"Why {where} looked there", sections, _reading(result, row, best), numbers, [("Model", result.model)])
+
+
+def _reading(result: ScoreAttribution, row: Row, best: Leading) -> list[Content]:
+    query_side, key_side, value = best.terms[0]
+    return [
+        f"In {_where(result, row)} the query ",
+        query_name(result),
+        " gives its largest weight to ",
+        key_name(result, row.index),
+        f". Its largest term by magnitude, {_signed(value)} logits, pairs {query_side} at the query with {key_side} "
+        "at the key.",
+    ]
+
+
+def _terms(result: ScoreAttribution, row: Row, best: Leading) -> Section:
+    lead = (
+        "The score before the softmax is a sum over pairs: what an earlier component wrote at the query, against what "
+        "one wrote at the key. Norms keep the scale that they had in this pass. Softmax ignores what all keys of a row "
+        "share, so each term is shown less its mean over the row, weighted by attention: by how much log attention "
+        f"grows with the term. The sum agrees with the model’s own scores to {result.error:.0e} of the row’s range."
+    )
+    if result.head is None:
+        lead += f" Of {len(result.heads)} heads of this layer, this one {CHOICE}."
+    caption = f"Terms for {key_name(result, row.index)}. Blue raises attention to it, red lowers it."
+    drawn = charts.in_page(lambda: attribution_chart(result, picture="terms", title=" "), "Leading terms", caption)
+    listed = leading(result, row, _LISTED)
+    values = [value for *_, value in listed.terms] + [*listed.constants.values(), listed.others, listed.total]
+    names = [pair[:2] for pair in listed.terms] + [("constant", name) for name in listed.constants]
+    names += [("other terms", grouped(listed.count)), ("sum", "")]
+    cells = [(*pair, value) for pair, value in zip(names, html.numbers(values, signed=True), strict=True)]
+    table = html.table(["query side", "key side", "logits"], cells, text_columns=2)
+    numbers = tag("details", tag("summary", f"The {len(listed.terms)} largest terms in numbers"), table)
+    return Section("why", "Why did this head look there?", html.paragraph(lead, kind="lead") + drawn + numbers)
+
+
+def _map(result: ScoreAttribution, row: Row) -> Section:
+    caption = (
+        "Rows: what was written at the query; columns: what was written at the key. Bars at the sides sum rows and "
+        "columns, and are not cut."
+    )
+    drawn = charts.in_page(lambda: attribution_chart(result, picture="map", title=" "), "Pairs of components", caption)
+    return Section("pairs", "All pairs of components", drawn)
+
+
+def _tokens(result: ScoreAttribution, row: Row) -> Section:
+    lead = (
+        "Every key of the row, coloured by its score above (blue) or below (red) the row’s mean. The key that is "
+        "explained is underlined."
+    )
+    limit = _limit(row.totals) or 1.0
+    words: list[Content] = []
+    for index, (position, token, total) in enumerate(zip(result.keys, result.tokens, row.totals, strict=True)):
+        shade = min(_SHADES, math.ceil(_SHADES * abs(float(total)) / limit))
+        kind = f"token {'attract' if total > 0 else 'repel'}-{shade}" if shade else "token"
+        said = f"{position}: weight {row.weights[index]:.3f}, {_signed(float(total))} logits"
+        marked = " traced" if index == row.index else ""
+        words += [tag("span", token_label(token, 40), class_=kind + marked, title=said), " "]
+    drawn = charts.in_page(
+        lambda: attribution_chart(result, picture="tokens", title=" "),
+        "What each token received",
+        "Bars: attention weights. Rows: the score above the row’s mean, and the components at the key that make it.",
+    )
+    body = html.paragraph(lead, kind="lead") + html.paragraph(*words, kind="prompt") + drawn
+    return Section("received", "What each token received", body)
+
+
+@chart
+def attribution_chart(
+    result: ScoreAttribution,
+    *,
+    picture: Picture = "all",
+    head: int | None = None,
+    key: int | None = None,
+    raw: bool = False,
+    count: int = 10,
+    title: str | None = None,
+) -> Figure:
+    """Draws why a query looked at a key: pairs of components, the leading terms, and the tokens of the row.
+
+    Terms are centred by the row's attention, or as they enter the score if `raw`; both are in logits.
+    """
+    if picture not in ("all", "map", "terms", "tokens"):
+        raise ValueError(f'picture must be "all", "map", "terms" or "tokens", got {picture!r}')
+    row = row_of(result, head, key, raw)
+    table, sides = _collapsed(result, row.terms[row.index])
+    best = leading(result, row, count)
+    tall = 2.1 + min(8.0, max(2.4, 0.145 * len(table)))
+    bars = 1.0 + 0.22 * (len(best.terms) + len(best.constants) + 2)
+    wide = 2.4 + 0.2 * min(len(result.keys), _KEYS)
+    width, heights = {
+        "all": (12.0, [max(tall, bars), 3.6]),
+        "map": (7.4, [tall]),
+        "terms": (5.8, [bars]),
+        "tokens": (min(12.0, max(6.4, wide)), [3.6]),
+    }[picture]
+    figure = blank(width, sum(heights) + 0.2)
+    panels = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    if picture == "all":
+        left, right = panels[0].subfigures(1, 2, width_ratios=[7.0, 5.0])
+        _draw_map(left, row, table, sides)
+        _draw_terms(right, row, best)
+        _draw_tokens(panels[1], result, row)
+    elif picture == "map":
+        _draw_map(panels[0], row, table, sides)
+    elif picture == "terms":
+        _draw_terms(panels[0], row, best)
+    else:
+        _draw_tokens(panels[0], result, row)
+    said = f"{result.model}, {_where(result, row)}: why {query_name(result)} looks at {key_name(result, row.index)}"
+    figure.suptitle(literal(title or shorten(said, 110)))
+    return figure
+
+
+def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[str]]) -> None:
+    """Draws pairs of components as colours, with the sums of rows and columns as bars."""
+    grid = {"width_ratios": [6, 1], "height_ratios": [1, 6], "wspace": 0.02, "hspace": 0.02}
+    (above, corner), (axes, beside) = panel.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=grid)
+    corner.set_axis_off()
+    limit = _limit(table) or 1.0
+    look = {"aspect": "auto", "interpolation": "none", "cmap": SIGNED, "vmin": -limit, "vmax": limit}
+    image = axes.imshow(table, **look)
+    axes.spines[["top", "right"]].set_visible(True)
+    for axis, names in ((axes.yaxis, sides[0]), (axes.xaxis, sides[1])):
+        step = -(-len(names) // 32)
+        axis.set_ticks(range(0, len(names), step), [literal(short(name)) for name in names[::step]])
+    axes.tick_params(labelsize=7, length=2)
+    axes.tick_params(axis="x", rotation=90)
+    layered = len(table) != row.terms.shape[1]
+    axes.set_ylabel("written at the query, by layer" if layered else "written at the query")
+    axes.set_xlabel("written at the key, by layer" if layered else "written at the key")
+    for margin, sums, direction in ((above, table.sum(0), above.bar), (beside, table.sum(1), beside.barh)):
+        direction(np.arange(len(sums)), sums, color=_colours(sums), **{"width" if margin is above else "height": 0.8})
+        margin.tick_params(labelsize=6.5, length=2, labelbottom=margin is beside, labelleft=margin is above)
+        value, name = (margin.yaxis, "y") if margin is above else (margin.xaxis, "x")
+        value.get_major_locator().set_params(nbins=3)
+        margin.tick_params(axis="y" if name == "x" else "x", length=0)
+        (margin.axhline if name == "y" else margin.axvline)(0, color=SOFT, linewidth=0.6)
+    axes.figure.colorbar(
+        image, ax=[axes, above], location="bottom", fraction=0.04, aspect=40, label=_scale(table, limit)
+    )
+    panel.suptitle(f"pairs of components, {_quantity(row)}", fontsize=9)
+
+
+def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
+    """Draws the leading terms, each constant, the sum of the other terms, and the sum of all."""
+    names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
+    names += [f"constant: {name}" for name in best.constants] or ["constant"]
+    names += [f"{grouped(best.count)} other terms", "sum of all" if row.centred else "the score"]
+    values = [value for *_, value in best.terms] + ([*best.constants.values()] or [0.0]) + [best.others, best.total]
+    axes = panel.subplots()
+    places = np.arange(len(values)) + np.where(np.arange(len(values)) >= len(best.terms), 0.4, 0.0)
+    axes.barh(places, values, color=[*_colours(np.array(values[:-1])), INK], height=0.7)
+    axes.set_yticks(places, [literal(name) for name in names])
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    for place, value in zip(places, values, strict=True):
+        offset = {"xytext": (3 if value >= 0 else -3, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(_signed(value), (value, place), ha="left" if value >= 0 else "right", fontsize=7.5, **offset)
+    room = 0.24 * (max(*values, 0.0) - min(*values, 0.0)) or 1.0  # for the numbers beside the bars
+    axes.set_xlim(min(*values, 0.0) - (room if min(values) < 0 else 0.0), max(*values, 0.0) + room)
+    axes.axvline(0, color=SOFT, linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("logits")
+    axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
+
+
+def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:
+    """Draws the weight of each key, its score, and how the leading components at the key make it."""
+    chosen = np.sort(np.argsort(-row.weights, kind="stable")[:_KEYS])
+    sums = row.terms.sum(1)[chosen]  # of each component at the key
+    order = np.argsort(-(row.weights[chosen] @ np.abs(sums)), kind="stable")[:_PARTS]
+    rest = sums.sum(1) - sums[:, order].sum(1)
+    lines = [row.totals[chosen], *sums[:, order].T, rest, row.constant[chosen]]
+    names = ["sum of all", *(f"{short(result.key_components[part])} at the key" for part in order)]
+    names += [f"{grouped(sums.shape[1] - len(order))} others at the key", "constant"]
+    table = np.stack(lines)
+    bars, axes = panel.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 1.7], "hspace": 0.03})
+    colours = [INK if key == row.index else SOFT for key in chosen]
+    bars.bar(np.arange(len(chosen)), row.weights[chosen], color=colours, width=0.75)
+    bars.set_ylabel("weight")
+    bars.tick_params(axis="x", length=0, labelbottom=False)
+    limit = _limit(table) or 1.0
+    image = axes.imshow(table, aspect="auto", interpolation="none", cmap=SIGNED, vmin=-limit, vmax=limit)
+    axes.spines[["top", "right"]].set_visible(True)
+    axes.set_yticks(range(len(names)), [literal(name) for name in names])
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    name_axis(axes.xaxis, [token_label(result.tokens[key]) for key in chosen], list(range(len(chosen))), turned=True)
+    bar = panel.colorbar(image, ax=axes, pad=0.01, fraction=0.04, aspect=12, label="logits")
+    bar.outline.set_visible(False)
+    remark = ""
+    if len(chosen) < len(result.keys):
+        share = float(row.weights[chosen].sum())
+        remark = f"; the {len(chosen)} of {grouped(len(result.keys))} keys with the largest weights, {share:.1%} of all"
+    panel.suptitle(f"what each token received, {_quantity(row)}{remark}", fontsize=9)
+    axes.set_xlabel(_scale(table, limit).removeprefix("logits").strip(" ()"), fontsize=7.5)
+
+
+def _collapsed(result: ScoreAttribution, table: Array) -> tuple[Array, tuple[list[str], list[str]]]:
+    """Sums the components of each layer if there are many, and names rows and columns."""
+    sides: list[list[str]] = []
+    for axis, names in enumerate((result.components, result.key_components)):
+        if max(table.shape) <= _NAMED and len(sides) == axis:
+            sides.append(list(names))
+            continue
+        groups = [match[1] if (match := _LAYER.match(name)) else name for name in names]
+        kept = list(dict.fromkeys(groups))
+        member = np.array([[group == one for group in groups] for one in kept], dtype=np.float64)
+        table = member @ table if axis == 0 else table @ member.T
+        sides.append(kept)
+    return table, (sides[0], sides[1])
+
+
+def _limit(values: Array) -> float:
+    """Returns the end of the colour scale: the 99th percentile of the magnitudes, or the largest of fewer than 100."""
+    return float(np.quantile(np.abs(values), 0.99, method="higher")) if values.size else 0.0
+
+
+def _scale(table: Array, limit: float) -> str:
+    """Names the unit of a colour scale, and says what lies beyond its ends."""
+    beyond = np.abs(table) > limit
+    if not beyond.any():
+        return "logits"
+    extreme = float(table.ravel()[np.abs(table).argmax()])
+    cells = plural(int(beyond.sum()), "cell")
+    return f"logits (colours end at ±{limit:.2g}, the 99th percentile; {cells} beyond, up to {_signed(extreme)})"
+
+
+def _quantity(row: Row) -> str:
+    return "centred over the row" if row.centred else "raw"
+
+
+def _colours(values: Array) -> list[str]:
+    return [POSITIVE if value >= 0 else NEGATIVE for value in values]
+
+
+def short(name: str) -> str:
+    """Shortens "layer 7 attention" to "attention 7", and "layer 7" to "7"."""
+    return shorten(re.sub(r"\blayer (\d+)\b *(.*)", r"\2 \1", name).strip(), 34)
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}".replace("-", "−")
+
+
+def _where(result: ScoreAttribution, row: Row) -> str:
+    kind = "" if result.attention == "self" else f" of its {result.attention}-attention"
+    return f"layer {result.layer}, head {row.head}{kind}"
+
+
+def query_name(result: ScoreAttribution) -> str:
+    """Names the query by its token and position."""
+    return f"“{token_label(result.query_token)}” ({result.query})"
+
+
+def key_name(result: ScoreAttribution, index: int) -> str:
+    """Names a key of the row by its token and position."""
+    return f"“{token_label(result.tokens[index])}” ({result.keys[index]})"
+
+
+def _positions(keys: Sequence[int]) -> str:
+    return f"{min(keys)} to {max(keys)}" if len(keys) == max(keys) - min(keys) + 1 else str(list(keys))

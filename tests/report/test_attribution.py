@@ -1,0 +1,248 @@
+"""Why a head looked at a token, drawn: what the bars and cells hold, what is left out, and that it is said."""
+
+import inspect
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from attnflow.geometry.attribution import ScoreAttribution
+from attnflow.report import figure, page
+from attnflow.report.attribution import attribution_chart, leading, row_of
+from attnflow.report.charts import NEGATIVE, POSITIVE
+from tests.report.reading import parse_page
+
+pytest.importorskip("matplotlib")
+
+
+def components(layers):
+    return ("embedding", *(f"layer {n} {kind}" for n in range(layers) for kind in ("attention", "feed-forward")))
+
+
+def made(layers=2, keys=5, heads=1, seed=0, **fields):
+    """A consistent result: the scores are the sums, and the weights their softmax."""
+    random = torch.Generator().manual_seed(seed)
+    names = components(layers)
+    key_names = fields.get("key_components", names)
+    biases = torch.randn(heads, keys, generator=random, dtype=torch.float64)
+    raw = torch.randn(heads, keys, len(names), len(key_names), generator=random, dtype=torch.float64) / len(names)
+    scores = raw.sum((-1, -2)) + biases
+    weights = scores.softmax(-1)
+    tensors = {"raw": raw, "scores": scores, "weights": weights, "slope": torch.ones_like(scores)}
+    tensors["expected"] = torch.einsum("hk,hkqc->hqc", weights, raw)
+    constants = {"biases": biases, "positions": torch.zeros_like(biases)}
+    means = {name: (weights * value).sum(1) for name, value in constants.items()}
+    if heads == 1:
+        tensors, constants, means = ({n: v[0] for n, v in one.items()} for one in (tensors, constants, means))
+    tokens = tuple(f" word{n}" for n in range(keys))
+    values = {
+        "model": "tiny", "layer": layers, "head": 3 if heads == 1 else None, "attention": "self", "query": keys - 1,
+        "keys": tuple(range(keys)), "query_token": tokens[-1], "tokens": tokens, "components": names, "error": 5e-7,
+        "heads": tuple(range(heads)) if heads > 1 else (3,), "constants": constants, "expected_constants": means,
+        "key_components": key_names, **tensors, **fields,
+    }  # fmt: skip
+    return ScoreAttribution(**values)
+
+
+def centred(result, head=0):
+    """By its definition, one key at a time."""
+    raw, weights = (value[head] if result.head is None else value for value in (result.raw, result.weights))
+    mean = sum(weight * term for weight, term in zip(weights, raw, strict=True))
+    return torch.stack([term - mean for term in raw])
+
+
+def panel(drawn, start):
+    """The axes whose title, or the title of whose panel, starts with this."""
+    return next(axes for axes in drawn.axes if axes.get_title(loc="right").startswith(start))
+
+
+def bars(drawn):
+    axes = panel(drawn, "largest terms")
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    return dict(zip(names, (patch.get_width() for patch in axes.patches), strict=True)), axes
+
+
+def words(drawn):
+    return " | ".join(text.get_text() for text in drawn.findobj(lambda one: hasattr(one, "get_text")))
+
+
+def test_bars_are_the_leading_terms_and_close_to_the_score_less_the_mean_of_the_row():
+    result = made()
+    shown, axes = bars(figure(result, picture="terms", key=2, count=4))
+    terms = centred(result)[2]
+    *largest, constant, others, total = shown.values()
+    order = terms.abs().flatten().topk(4).indices
+    assert largest == pytest.approx(terms.flatten()[order].tolist())
+    query, key = divmod(int(order[0]), len(result.components))
+    first, second = (result.components[i].replace("layer ", "") for i in (query, key))
+    assert sorted(re.findall(r"\w[\w-]*", next(iter(shown)))) == sorted(re.findall(r"\w[\w-]*", f"{first} {second}"))
+    assert list(shown)[4:] == ["constant: biases", "21 other terms", "sum of all"]
+    bias = result.constants["biases"]
+    assert constant == pytest.approx(float(bias[2] - result.weights @ bias))
+    assert sum(largest) + constant + others == pytest.approx(total)
+    assert total == pytest.approx(float(result.scores[2] - result.weights @ result.scores))
+    for patch, value in zip(axes.patches[:-1], shown.values(), strict=False):
+        colour = POSITIVE if value >= 0 else NEGATIVE
+        assert np.allclose(patch.get_facecolor()[:3], [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    assert "centred over the row" in words(axes.figure)
+    assert axes.get_xlabel() == "logits"
+
+
+def test_raw_terms_are_on_request_and_sum_to_the_score():
+    result = made()
+    drawn = figure(result, picture="terms", key=1, raw=True, count=25)
+    shown, _ = bars(drawn)
+    assert list(shown)[-2:] == ["0 other terms", "the score"]
+    assert list(shown.values())[-1] == pytest.approx(float(result.scores[1]))
+    assert "raw" in words(drawn)
+    assert "centred" not in words(drawn)
+
+
+def cells(drawn):
+    return np.asarray(next(axes.images[0] for axes in drawn.axes if axes.images).get_array())
+
+
+def test_a_small_map_has_a_cell_for_every_pair_and_margins_with_their_sums():
+    result = made(layers=2)
+    drawn = figure(result, picture="map", key=2)
+    terms = centred(result)[2].numpy()
+    assert cells(drawn) == pytest.approx(terms)
+    sums = [[getattr(patch, f"get_{side}")() for patch in axes.patches] for axes, side in
+            ((drawn.axes[0], "height"), (drawn.axes[3], "width"))]  # fmt: skip
+    assert sums[0] == pytest.approx(terms.sum(0))
+    assert sums[1] == pytest.approx(terms.sum(1))
+    image = drawn.axes[2].images[0]
+    assert image.get_cmap().name == "coolwarm_r"
+    assert image.get_clim() == pytest.approx((-np.abs(terms).max(), np.abs(terms).max()))
+    assert "99th percentile" not in words(drawn)
+
+
+@pytest.mark.parametrize("layers", [20, 30])
+def test_many_components_are_collapsed_by_layer_and_the_leading_ones_are_named(layers):
+    result = made(layers=layers)
+    result.raw[1, 3, 5] = 4.0  # far beyond all others
+    result.expected[:] = torch.einsum("k,kqc->qc", result.weights, result.raw)
+    drawn = figure(result, key=1)
+    table = cells(drawn)
+    assert table.shape == (1 + layers, 1 + layers)
+    terms = centred(result)[1]
+    assert table[2, 3] == pytest.approx(float(terms[3:5, 5:7].sum()))
+    assert np.sum(table) == pytest.approx(float(terms.sum()))
+    shown, _ = bars(drawn)
+    assert next(iter(shown)) == "attention 1 × attention 2"
+    assert f"{(2 * layers + 1) ** 2 - 10} other terms" in {name.replace("\u202f", "") for name in shown}
+    names = [text.get_text() for text in drawn.axes[2].get_yticklabels()]
+    assert names == ["embedding", *map(str, range(layers))]
+    limit = np.quantile(np.abs(table), 0.99, method="higher")
+    beyond = int((np.abs(table) > limit).sum())
+    assert drawn.axes[2].images[0].get_clim()[1] == pytest.approx(limit)
+    assert re.search(rf"colours end at ±[\d.]+, the 99th percentile; {beyond} cells? beyond, up to \+", words(drawn))
+
+
+def tokens_of(drawn):
+    axes = [axes for axes in drawn.axes if axes.images and "constant" in words(axes.yaxis)][-1]
+    return axes, np.asarray(axes.images[0].get_array())
+
+
+def test_tokens_show_weights_and_a_score_that_the_lines_below_it_make():
+    result = made(layers=6, keys=7)
+    axes, table = tokens_of(figure(result, picture="tokens"))
+    assert table[0] == pytest.approx(table[1:].sum(0))
+    assert table[0] == pytest.approx((result.scores - result.weights @ result.scores).numpy())
+    assert [text.get_text() for text in axes.get_xticklabels()] == [token.strip() for token in result.tokens]
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert names[-2:] == ["8 others at the key", "constant"]
+    weights = [patch.get_height() for patch in axes.figure.axes[0].patches]
+    assert weights == pytest.approx(result.weights.tolist())
+
+
+def test_of_three_hundred_tokens_those_with_the_largest_weights_are_shown_and_the_share_is_said():
+    result = made(keys=300)
+    drawn = figure(result)
+    axes, _ = tokens_of(drawn)
+    best = result.weights.topk(48).indices.sort().values
+    assert [text.get_text() for text in axes.get_xticklabels()] == [f"word{index}" for index in best.tolist()]
+    share = float(result.weights[best].sum())
+    assert f"the 48 of 300 keys with the largest weights, {share:.1%} of all" in words(drawn)
+    assert drawn.get_size_inches().max() <= 12
+
+
+def test_the_head_that_looks_at_another_token_is_chosen_and_named():
+    result = made(heads=3)
+    best = int(result.weights[:, 1:-1].max(dim=1).values.argmax())
+    row = row_of(result)
+    assert row.head == best
+    assert row.index == int(result.weights[best].argmax())
+    assert f"head {best}" in words(figure(result))
+    other = (best + 1) % 3
+    shown, _ = bars(figure(result, head=other, key=2, picture="terms"))
+    assert list(shown.values())[-1] == pytest.approx(
+        float(centred(result, other)[2].sum() + row_constant(result, other))
+    )
+
+
+def row_constant(result, head):
+    values = result.constants["biases"][head]
+    return float(values[2] - result.weights[head] @ values)
+
+
+def test_cross_attention_has_components_of_its_own_at_the_key():
+    keys = ("encoder embedding", "encoder layer 0 attention")
+    result = made(attention="cross", key_components=keys)
+    drawn = figure(result, picture="map")
+    assert cells(drawn).shape == (5, 2)
+    assert [text.get_text() for text in drawn.axes[2].get_xticklabels()] == ["encoder embedding", "encoder attention 0"]
+    assert "head 3 of its cross-attention" in words(figure(result))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": 1}, r"head must be one of the attributed \[3\], got 1"),
+        ({"key": 9}, "key must be a position of the attributed keys, 0 to 4, got 9"),
+        ({"count": 0}, "count"),
+    ],
+)
+def test_what_is_not_there_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        figure(made(), **options)
+
+
+def test_an_unknown_picture_is_named():
+    draw = inspect.unwrap(attribution_chart)  # without the checker of types
+    with pytest.raises(ValueError, match="got 'pie'"):
+        draw(made(), picture="pie")
+
+
+def test_the_page_says_what_is_shown_and_what_is_not():
+    result = made(layers=20, keys=300)
+    shown = page(result)
+    assert [section.name for section in shown.sections] == ["why", "pairs", "received"]
+    text = parse_page(shown.html).text
+    row = row_of(result)
+    best = leading(result, row, 40)
+    assert f"“word{row.index}” ({row.index})" in text
+    assert f"{row.weights[row.index]:.3f}" in text
+    assert "1 641" in text  # other terms of 41 x 41
+    assert "5e-07 of the row’s range" in text
+    assert "weighted by attention" in text
+    table = shown.sections[0].body.markup
+    assert table.count("<tr>") == 1 + len(best.terms) + len(best.constants) + 2
+    prompt = shown.sections[2].body.markup
+    assert prompt.count('class="token') == 300
+    assert prompt.count(" traced") == 1
+    above = int((result.scores > result.weights @ result.scores).sum())
+    assert prompt.count("token attract-") == above
+    assert len(shown.html) < 2_000_000
+
+
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", "\x00\u202e", '"><img src=x>', "$x^2$"])
+def test_tokens_and_names_stay_text(hostile):
+    result = made(model=hostile, query_token=hostile, tokens=(hostile,) * 5)
+    result = replace(result, components=(hostile, *components(2)[1:]))
+    shown = page(result)
+    parse_page(shown.html)
+    assert shown.html.count("<script") == 1
+    assert "<img src=x" not in shown.html
