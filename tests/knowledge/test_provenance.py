@@ -40,7 +40,7 @@ def made(effects=True, dtype=torch.float32, **options):
     entry = int(layers[1].ids[2, 0])
     return Trace(
         "tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, (" capital", " of", "\n"), (5, 6, 7), *numbers,
-        texts={entry: "Paris | is,\n\"big\""}, promoted=(Promoted(0, int(layers[0].ids[2, 0]), 0, (" city", "town")),),
+        texts={entry: "Paris | is,\n\"big\""}, promoted=(Promoted(0, int(layers[0].ids[2, 0]), 0, (" city", "town"), ("no",)),),
     )  # fmt: skip
 
 
@@ -86,7 +86,16 @@ def test_what_was_not_traced_is_said():
             call()
 
 
-def test_a_table_says_whether_an_entry_pushes_its_tokens_up_or_down():
+def test_a_negative_weight_exchanges_what_an_entry_promotes_and_suppresses():
     found = made()
-    promoted, lines = next(one for one in found.fired() if one.promotes), found.table(None, count=40).split("\n")
-    assert any(line.endswith(("+" if promoted.weight > 0 else "−") + " city town") for line in lines)
+    entry = found.promoted[0].entry
+    place = (found.layers[0].ids[2] == entry).nonzero()[0]
+    for sign, promotes, suppresses in ((1, (" city", "town"), ("no",)), (-1, ("no",), (" city", "town"))):
+        found.layers[0].weights[2, place] = sign * 0.5
+        one = next(one for one in found.fired(-1) if one.entry == entry)
+        assert (one.promotes, one.suppresses) == (promotes, suppresses)
+        words = "+ city town  − no" if sign > 0 else "+ no  − city town"
+        assert any(line.endswith(words) for line in found.table(-1).split("\n"))
+        row = next(row for row in found.rows() if row["entry"] == entry and row["position"] == 3)
+        assert row["promotes"].split(" | ") == list(promotes)
+        assert row["suppresses"].split(" | ") == list(suppresses)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attnflow.knowledge.hf.attach import attach
     from attnflow.knowledge.hf.convert import from_ffn, to_ffn
     from attnflow.knowledge.hf.edit import edit
+    from attnflow.knowledge.hf.entry import entry
     from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
     from attnflow.knowledge.hf.trace import trace
     from attnflow.knowledge.usage import activity
@@ -36,6 +37,7 @@ __all__ = [
     "attach",
     "duplicates",
     "edit",
+    "entry",
     "from_ffn",
     "to_ffn",
     "trace",

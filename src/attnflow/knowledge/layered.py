@@ -57,6 +57,10 @@ class LayerReader(ABC):
         """What the entries at these positions add to the residual stream at weight 1, for each head."""
 
     @abstractmethod
+    def keys(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries key_dim"]:
+        """The keys of the entries at these positions, with which queries are compared."""
+
+    @abstractmethod
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
         """The thresholds of the entries at these positions, which scores contain."""
 
@@ -131,6 +135,10 @@ class SharedReader(KnowledgeReader, LayerReader):
         entries = self._rows(positions)[:, : self.attention.entry_dim]
         return torch.einsum("ne,hed->hnd", entries, self.attention.value)
 
+    def keys(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries key_dim"]:
+        """E W_K of each part and head."""
+        return torch.einsum("ne,phek->phnk", self._rows(positions)[:, : self.attention.entry_dim], self.attention.key)
+
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
         """B1(E), or the thresholds that the source stores."""
         now = self.current()
@@ -197,6 +205,11 @@ class LayerEntries(nn.Module, LayerReader):
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "1 entries model_dim"]:
         """The values of entries."""
         return self.weight.T[positions].unsqueeze(0)
+
+    def keys(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts 1 entries model_dim"]:
+        """The keys of entries."""
+        rows = self.entries[positions]
+        return torch.stack([rows[:, self.layout.key(part)] for part in self.layout.parts]).unsqueeze(1)
 
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts 1 entries"]:
         """The thresholds of entries."""

@@ -34,8 +34,8 @@ class Fired:
     norm: float  # Euclidean norm of its contribution, |weight| * |value|
     effect: float | None  # direct effect on the logit of the target, or None
     text: str = ""  # the entry's text, "" if unknown
-    # the tokens whose logits its value raises most; with a negative weight, it lowers them
-    promotes: tuple[str, ...] = ()
+    promotes: tuple[str, ...] = ()  # the tokens whose logits weight times value raises most
+    suppresses: tuple[str, ...] = ()  # those that it lowers most
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +66,13 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class Promoted:
-    """The tokens whose logits an entry's value raises most, in falling order."""
+    """The tokens whose logits an entry's value moves most at a positive weight; a negative one exchanges the two."""
 
     layer: int
     entry: int
     head: int
-    tokens: tuple[str, ...]
+    raised: tuple[str, ...]  # the most raised first
+    lowered: tuple[str, ...]  # the most lowered first
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,7 @@ class Trace(Result):
         constant_effect: what the biases of the final norm and of the unembedding add, or None.
         without: why the model has no direct effects; "" if it has.
         texts: for each kept entry with a text, its id and text.
-        promoted: the tokens that the strongest entries promote.
+        promoted: the tokens that the values of the strongest entries raise and lower.
         by: the measure ("effect" or "norm") by which the kept entries are the largest of all.
     """
 
@@ -209,8 +210,8 @@ class Trace(Result):
         ]
 
     @cached_property
-    def _words(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
-        return {(one.layer, one.entry, one.head): one.tokens for one in self.promoted}
+    def _words(self) -> dict[tuple[int, int, int], Promoted]:
+        return {(one.layer, one.entry, one.head): one for one in self.promoted}
 
     def _fired(self, one: LayerTrace, row: int) -> list[Fired]:
         position, target = self.positions[row], self.targets[row] if self.targets else ""
@@ -220,14 +221,14 @@ class Trace(Result):
             return [None] * count if table is None else table[row, :count].tolist()
 
         numbers = (one.scores, one.thresholds, one.weights, one.norms, one.effects)
-        return [
-            Fired(
-                *(one.layer, position, self.tokens[position], target, entry, head, *rest),
-                text=self.texts.get(entry, ""),
-                promotes=self._words.get((one.layer, entry, head), ()),
-            )
-            for entry, head, *rest in zip(*map(column, (one.ids, one.heads, *numbers)), strict=True)
-        ]
+        fired: list[Fired] = []
+        for entry, head, *rest in zip(*map(column, (one.ids, one.heads, *numbers)), strict=True):
+            words = self._words.get((one.layer, entry, head))
+            sides = ((), ()) if words is None else (words.raised, words.lowered)
+            up, down = sides if rest[2] > 0 else sides[::-1]  # by the sign of its weight here
+            place = (one.layer, position, self.tokens[position], target, entry, head)
+            fired.append(Fired(*place, *rest, self.texts.get(entry, ""), up, down))
+        return fired
 
     def __repr__(self) -> str:
         about = f"{plural(len(self.positions), 'position')} of {plural(len(self.tokens), 'token')}"
@@ -241,9 +242,9 @@ class Trace(Result):
 
 
 def _words(one: Fired) -> str:
-    """Format the tokens that an entry promotes, or suppresses if its weight is negative."""
-    sign = "+" if one.weight > 0 else "−"
-    return " ".join([sign, *map(token_label, one.promotes)]) if one.promotes else ""
+    """Format the tokens that an entry promotes and suppresses."""
+    sides = (("+", one.promotes), ("−", one.suppresses))
+    return "  ".join(" ".join([sign, *map(token_label, words[:3])]) for sign, words in sides if words)
 
 
 def _cell(value: object) -> object:

@@ -79,8 +79,8 @@ def _entries(trace: Trace) -> Section:
             f"What the strongest entries add to the logit of the token {token_label(trace.targets[row], 24)!r} at "
             f"{token_label(trace.tokens[trace.positions[row]], 24)!r}, less what they add to all tokens alike: their "
             "direct effect, with the scale of the final norm held still and without the detours through later layers. "
-            "An entry is named by layer and id. Its words are its text, or the tokens that it promotes; “not”, those "
-            "that it pushes down here, with a negative weight."
+            "An entry is named by layer and id. Its words are its text, or the tokens whose logits it raises (↑) and "
+            "lowers (↓) most here: weight times value, seen by the unembedding."
         )
     effects = [math.nan if one.effect is None else one.effect for one in strongest]
     columns: dict[str, Sequence[str]] = {
@@ -215,11 +215,13 @@ def entry_name(one: Fired) -> str:
 
 
 def entry_words(one: Fired, limit: int = 28) -> str:
-    """Returns the entry's text, or the tokens it promotes (with a negative weight, suppresses)."""
+    """Returns the entry's text, or the tokens that it promotes (↑) and suppresses (↓), as many as fit."""
     if one.text:
         return shorten(one.text, limit)
-    words = " ".join(token_label(word) for word in one.promotes[:3])
-    return shorten(words if one.weight > 0 or not words else f"not {words}", limit).translate(_PICTURES)
+    count = 2 if limit < 40 else 3
+    sides = (("↑", one.promotes), ("↓", one.suppresses))
+    words = (" ".join([arrow, *map(token_label, each[:count])]) for arrow, each in sides if each)
+    return shorten("  ".join(words), limit).translate(_PICTURES)
 
 
 def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool) -> None:

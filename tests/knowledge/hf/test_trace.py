@@ -256,7 +256,15 @@ def test_promoted_tokens_are_those_of_the_value_read_by_the_unembedding():
     base, head = model.knowledge, model.lm_head.weight.detach()
     for one in found.promoted:
         value = base.get([one.entry])[0][base.layout.value] * model.model.norm.weight.detach()
-        assert one.tokens == tuple(map(str, (head @ value).topk(5).indices.tolist()))
+        assert one.raised == tuple(map(str, (head @ value).topk(5).indices.tolist()))
+        assert one.lowered == tuple(map(str, (head @ -value).topk(5).indices.tolist()))
+    signs = set()
+    for one in found.fired(count=5):  # a negative weight exchanges them: they are those of weight times value
+        value = base.get([one.entry])[0][base.layout.value] * model.model.norm.weight.detach()
+        assert one.promotes == tuple(map(str, (head @ (one.weight * value)).topk(5).indices.tolist()))
+        assert one.suppresses == tuple(map(str, (head @ (-one.weight * value)).topk(5).indices.tolist()))
+        signs.add(one.weight > 0)
+    assert signs == {True, False}
     assert trace(model, ids, promoted=0).promoted == ()
 
 

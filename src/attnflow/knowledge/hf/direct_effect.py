@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow.knowledge.layered import LayerReader
@@ -21,6 +22,7 @@ Add = Callable[[Kind, int, Tensor], object]
 _SUM: Final = 32  # units of rounding by which a sum over all layers may differ from the model's own
 _NORM: Final = re.compile(r"norm", re.IGNORECASE)
 _ELEMENT: Final = re.compile(r"\.\d+(?:\.|$)")  # of a list of blocks
+_VOCABULARY: Final = 1 << 14  # tokens whose unembedding is held at once
 _LARGE: Final = 1e2  # size of a norm's probe: the constant beside the variance vanishes
 
 
@@ -82,11 +84,11 @@ class Directions:
     norm: _Norm  # the final norm
     unembedding: Tensor  # its rows w
 
-    def promoted(self, values: Tensor, count: int) -> list[list[int]]:
-        """Return the tokens whose logits each value raises most, ignoring the scale of the norm."""
-        normed = _centred(values, self.norm.centred) * self.norm.gain
-        weight = self.unembedding.detach()
-        return (normed.to(weight.dtype) @ weight.T).topk(min(count, len(weight)), dim=-1).indices.tolist()
+    def pushes(self, values: Tensor) -> Float[Tensor, "values vocabulary"]:
+        """Return what each value adds to the logits of all tokens, where the norm's scale is 1."""
+        normed = _centred(values.to(self.rows), self.norm.centred) * self.norm.gain
+        blocks = self.unembedding.detach().split(_VOCABULARY)  # one block at a time in the precision of sums
+        return torch.cat([normed @ block.to(normed).T for block in blocks], dim=-1)
 
 
 def directions(

@@ -187,8 +187,11 @@ def _promoted(
             where, at = (torch.tensor(column, device=frozen.rows.device) for column in zip(*mine, strict=True))
             values = one.reader.values(where).detach().to(frozen.rows)[at, torch.arange(len(at), device=at.device)]
             ids = one.reader.ids(where).tolist()
-            for entry, (_, head), tokens in zip(ids, mine, frozen.promoted(values, _PROMOTED), strict=True):
-                words.append(Promoted(one.reader.layer, entry, head, tuple(token_texts(tokens, tokenizer))))
+            pushes = frozen.pushes(values)
+            sides = [pushes.topk(min(_PROMOTED, pushes.shape[-1]), largest=up).indices.tolist() for up in (True, False)]
+            for entry, (_, head), *moved in zip(ids, mine, *sides, strict=True):
+                texts = (tuple(token_texts(tokens, tokenizer)) for tokens in moved)
+                words.append(Promoted(one.reader.layer, entry, head, *texts))
     return tuple(words)
 
 
