@@ -142,10 +142,10 @@ def test_an_entry_that_several_layers_read_is_asked_for_with_its_layer(monkeypat
 
 def test_an_entry_taken_out_changes_the_next_token_as_a_zeroed_column_does(page, network):
     reply = ask(page, "without", text=TEXT, entry=60, position=4)
-    before = network(torch.tensor([IDS])).logits[0, 4].softmax(-1)
     with torch.no_grad():
+        before = network(torch.tensor([IDS])).logits[0, 4].softmax(-1)
         network.model.layers[1].mlp.down_proj.weight[:, 12] = 0
-    after = network(torch.tensor([IDS])).logits[0, 4].softmax(-1)
+        after = network(torch.tensor([IDS])).logits[0, 4].softmax(-1)
     for row in reply["rows"]:
         token = int(row["token"])
         assert row["before"] == pytest.approx(float(before[token]), rel=1e-3)
