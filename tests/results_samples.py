@@ -23,7 +23,7 @@ TABLES = {
     *("ActivityReport", "BatchReport", "Cost", "Decoded", "Diagnosis", "Duplicates", "EditReport", "EngineMask"),
     *("FlashInferMask", "FlashMask", "GreedyComparison", "LayerMap", "LayerQuery", "MagiRanges", "Matches"),
     *("MeasuredOrder", "OrderDifference", "QueryBias", "Scores", "SharingReport", "Sparse", "StoreStats", "Strength"),
-    *("Varlen", "Verification", "Written"),
+    *("ScoreAttribution", "Varlen", "Verification", "Written"),
 }
 
 
@@ -77,6 +77,12 @@ def _tiny_map(read: Callable[[Any], Any]) -> Any:
     return read(af.bias.capture(model, torch.tensor([[5, 6, 7, 8]])))
 
 
+def _tiny_attribution() -> Any:
+    from tests.models import tiny
+
+    return af.geometry.attribute(tiny("Llama", torch.float32), [5, 6, 7], layer=1, head=1)
+
+
 PLAIN: dict[Any, Any] = {
     int: 3,
     float: 0.25,
@@ -98,6 +104,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
     "Trace": _tiny_trace,
+    "ScoreAttribution": _tiny_attribution,
     "EngineMask": lambda: af.masks.export.te(af.masks.butterfly(2)),
     "FlashInferMask": lambda: af.masks.export.flashinfer(af.masks.causal(LENGTH)),
     "FlashMask": lambda: af.masks.export.flashmask(af.masks.longformer(9, 2)),

@@ -1,0 +1,130 @@
+"""Why a query attended to a key: a score before the softmax as a sum over pairs of what each sublayer wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from attnflow._core import checks
+from attnflow._core.results import Result
+
+
+class Term(NamedTuple):
+    """One term of a score: how much the pair of components moves log a_ij (`centred`), and its size (`raw`)."""
+
+    head: int
+    key: int  # position
+    query_component: str
+    key_component: str
+    value: float  # centred
+    raw: float
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreAttribution(Result):
+    """The scores of one query, in one head or in all, as sums of terms t(c, c') of pairs of components.
+
+    With one head the tensors have the axes below; with `head=None` each has a leading axis of `heads`.
+    """
+
+    model: str
+    layer: int
+    head: int | None
+    heads: tuple[int, ...]  # those that the tensors hold
+    attention: Literal["self", "cross"]
+    query: int
+    query_token: str
+    keys: tuple[int, ...]  # positions
+    tokens: tuple[str, ...]  # texts of the keys
+    components: tuple[str, ...]  # of the query's stream
+    key_components: tuple[str, ...]  # of the keys' stream: the same, except in cross-attention
+    raw: Float64[Tensor, "*heads keys query_components key_components"]
+    constants: Mapping[str, Float64[Tensor, "*heads keys"]]  # "biases", and where present "positions", "attached bias"
+    scores: Float64[Tensor, "*heads keys"]  # what the model computed, before a softcap and the softmax
+    weights: Float64[Tensor, "*heads keys"]
+    slope: Float64[Tensor, "*heads keys"]  # d cap(score) / d score; 1 without a softcap
+    expected: Float64[Tensor, "*heads query_components key_components"]  # sum_k a_ik slope_k t_ik over all keys
+    error: float  # largest difference between sum and score, relative to the range of the row
+
+    @property
+    def constant(self) -> Tensor:
+        """The part of each score that no pair of components makes: biases of projections, positions, added biases."""
+        return torch.stack(list(self.constants.values())).sum(0)
+
+    @property
+    def centred(self) -> Tensor:
+        """t_ij - sum_k a_ik t_ik: the derivative of log a_ij by the size of the term, like `raw`.
+
+        With a softcap each term is first multiplied by the slope of the cap at its score.
+        """
+        return self.raw * self.slope[..., None, None] - self.expected[..., None, :, :]
+
+    def top(self, k: int = 10, key: int | None = None, *, raw: bool = False) -> list[Term]:
+        """List the k terms of largest magnitude, centred (or `raw`), of all keys or of the key at one position."""
+        count = checks.integer("k", k, 1)
+        chosen = range(len(self.keys)) if key is None else [self._column(key)]
+        raws, centred = self._with_heads(self.raw)[:, chosen], self._with_heads(self.centred)[:, chosen]
+        order = (raws if raw else centred).abs().flatten().topk(min(count, raws.numel())).indices
+        places = zip(*(axis.tolist() for axis in torch.unravel_index(order, raws.shape)), strict=True)
+        return [
+            Term(
+                self.heads[h],
+                self.keys[chosen[j]],
+                self.components[c],
+                self.key_components[d],
+                float(centred[h, j, c, d]),
+                float(raws[h, j, c, d]),
+            )
+            for h, j, c, d in places
+        ]
+
+    def by_query_component(self, *, raw: bool = False) -> Tensor:
+        """Sum the terms over the key's components: [keys, query components], centred unless `raw`."""
+        return (self.raw if raw else self.centred).sum(-1)
+
+    def by_key_component(self, *, raw: bool = False) -> Tensor:
+        """Sum the terms over the query's components: [keys, key components], centred unless `raw`."""
+        return (self.raw if raw else self.centred).sum(-2)
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """One row for each head, key and pair of components."""
+        raw, centred = self._with_heads(self.raw), self._with_heads(self.centred)
+        return [
+            {
+                "head": head,
+                "query": self.query,
+                "key": key,
+                "token": token,
+                "query_component": first,
+                "key_component": second,
+                "raw": raw_value,
+                "centred": centred_value,
+            }
+            for h, head in enumerate(self.heads)
+            for key, token, raws, values in zip(
+                self.keys, self.tokens, raw[h].tolist(), centred[h].tolist(), strict=True
+            )
+            for first, raw_row, row in zip(self.components, raws, values, strict=True)
+            for second, raw_value, centred_value in zip(self.key_components, raw_row, row, strict=True)
+        ]
+
+    def _column(self, key: int) -> int:
+        if key not in self.keys:
+            raise ValueError(f"key must be one of the positions {checks.preview(self.keys)}, got {key!r}")
+        return self.keys.index(key)
+
+    def _with_heads(self, tensor: Tensor) -> Tensor:
+        return tensor if self.head is None else tensor[None]
+
+    def __repr__(self) -> str:
+        what = "all heads" if self.head is None else f"head {self.head}"
+        return (
+            f"ScoreAttribution({self.model}, layer {self.layer}, {what}, query {self.query} {self.query_token!r}, "
+            f"{len(self.keys)} keys, {len(self.components)} x {len(self.key_components)} components, "
+            f"error {self.error:.1g})"
+        )

@@ -1,0 +1,117 @@
+"""One row of attention: its scores as the model computed them, what was added to them, and the weights they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from attnflow._core.errors import UnsupportedArchitecture
+
+if TYPE_CHECKING:
+    from attnflow.models.interception import AttentionCall
+
+_ADDED: Final = ("position_bias", "relative_position_bias", "alibi")
+_UNKNOWN: Final = ("head_mask",)
+_CLOSE: Final = 2e-4  # of the largest value, for what attention put out
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """softmax(cap(product) + added) over the allowed keys and a sink, for one head and query; float64."""
+
+    allowed: Tensor  # bool[keys]
+    product: Tensor  # [keys], scaling * q.k
+    added: Mapping[str, Tensor]  # by name: [keys]
+    softcap: float | None
+    sink: Tensor | None
+    scaling: float
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights of the keys; without the part of a sink."""
+        scores = self.product if self.softcap is None else torch.tanh(self.product / self.softcap) * self.softcap
+        scores = sum(self.added.values(), scores).masked_fill(~self.allowed, -torch.inf)
+        everything = scores if self.sink is None else torch.cat([scores, self.sink[None]])
+        return everything.softmax(0)[: len(scores)]
+
+    @property
+    def slope(self) -> Tensor:
+        """The derivative of the score that softmax reads by the product: 1 without a softcap."""
+        if self.softcap is None:
+            return torch.ones_like(self.product)
+        return 1 - torch.tanh(self.product / self.softcap) ** 2
+
+
+def row_of(call: AttentionCall, output: Tensor, head: int, query: int) -> Row:
+    """Read one row of a call, and check that it explains what attention put out for it."""
+    from attnflow.models.interception import in_force
+
+    module, kwargs = call.module, call.kwargs
+    strange = [name for name in _UNKNOWN if kwargs.get(name) is not None]
+    if strange:
+        raise UnsupportedArchitecture(f"{type(module).__name__} passes {strange[0]} to attention, which is not read")
+    group = call.query.shape[1] // call.key.shape[1]
+    keys = call.key[0, head // group].double()
+    scaling = kwargs.get("scaling")
+    scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    product = scaling * (keys @ call.query[0, head, query].double())
+    allowed, added = _mask(call, head, query)
+    for name in _ADDED:
+        if isinstance(kwargs.get(name), Tensor):
+            bias = _at(kwargs[name], head, query, len(keys))
+            allowed = allowed & (bias > torch.finfo(kwargs[name].dtype).min / 2)
+            added["positions"] = added.get("positions", 0.0) + bias.masked_fill(~allowed, 0.0)
+    for interceptor in in_force(module, "bias"):
+        terms = cast("Callable[[AttentionCall], Tensor | None] | None", getattr(interceptor, "added", None))
+        bias = None if terms is None else terms(call)
+        if bias is not None:
+            added["attached bias"] = _at(bias, head, query, len(keys)).masked_fill(~allowed, 0.0)
+    sinks = kwargs.get("s_aux", kwargs.get("sinks"))
+    sink = None if sinks is None else cast(Tensor, sinks).double()[head]
+    row = Row(
+        allowed, product, added, kwargs.get("softcap"), sink if sink is None or sink.ndim == 0 else sink[query], scaling
+    )
+    _check(row, call, output, head, query)
+    return row
+
+
+def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Which keys the row may attend to, and what the mask adds."""
+    keys, mask = call.key.shape[2], cast("Tensor | None", call.mask)
+    if mask is None:
+        causal: Any = call.kwargs.get("is_causal")
+        causal = getattr(call.module, "is_causal", True) if causal is None else causal
+        all_of_them = torch.ones(keys, dtype=torch.bool, device=call.key.device)
+        if not causal or call.query.shape[2] == 1 or call.implementation != "sdpa":
+            return all_of_them, {}
+        return all_of_them & (torch.arange(keys, device=call.key.device) <= query), {}
+    row = _at(mask, head, query, keys)
+    if mask.dtype == torch.bool:
+        return row.bool(), {}
+    allowed = row > torch.finfo(mask.dtype).min / 2
+    finite = row.masked_fill(~allowed, 0.0)
+    return allowed, {"positions": finite} if bool(finite.any()) else {}
+
+
+def _at(table: Tensor, head: int, query: int, keys: int) -> Tensor:
+    """One row of a table [batch or 1, heads or 1, queries or 1, keys], in float64."""
+    table = table.reshape(*(1,) * (4 - table.ndim), *table.shape)
+    row = table[0, head if table.shape[1] > 1 else 0, query if table.shape[2] > 1 else 0, :keys]
+    return row.double().expand(keys)
+
+
+def _check(row: Row, call: AttentionCall, output: Tensor, head: int, query: int) -> None:
+    """Compare with the output: the row explains it only if nothing else was added to the scores."""
+    value = call.value[0, head * call.value.shape[1] // call.query.shape[1]].double()
+    if output.ndim == 3:
+        output = output.unflatten(-1, (call.query.shape[1], -1))
+    expected, found = row.weights @ value, output[0, query, head].double()
+    if not bool((expected - found).abs().amax() <= _CLOSE * value.abs().amax()):
+        raise UnsupportedArchitecture(
+            f"{type(call.module).__name__} computes other weights than its scores, mask and sinks give (its output "
+            f"differs by {float((expected - found).abs().amax()):.2g}), so that its scores are not known"
+        )

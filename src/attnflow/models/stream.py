@@ -1,0 +1,389 @@
+"""The residual stream of one forward pass: what each sublayer added, and queries and keys as a function of that.
+
+`ResidualStream` runs a model up to one attention module. Afterwards it can run the same code again with each sublayer
+replaced by a given output, and with norms held: queries and keys are then an affine function of those outputs, whatever
+lies between them (residual sums, scales, norms after sublayers, rotations, latent projections).
+
+A sublayer is found by what it does, not by its name. The input of the first layer is marked for automatic
+differentiation, and the mark ends at every module that owns a matrix and at every attention. The outermost modules
+whose outputs bear no mark carry no residual path: they are the sublayers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.evaluation import REFUSALS, evaluating, precision, refusal, unchanged
+from attnflow.models.held import HeldNorm, hold, may_be_norm
+from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, base_implementation, intercept
+from attnflow.models.mixing import moves_between_positions
+from attnflow.models.sites import Site, models_around
+from attnflow.models.watching import Arguments, Call, Watch
+
+_SUPPORTED: Final = ("eager", "sdpa")
+
+
+class _Reached(Exception):
+    """The pass is at the attention module that it was for."""
+
+
+@dataclass(eq=False)
+class Component:
+    """One summand of the residual stream: the input of the first layer, or the output of one call of a sublayer."""
+
+    path: str  # of the module
+    number: int  # of its call
+    value: Tensor | None  # None for an output that is not of the stream's shape; it is kept as it is
+    output: Any  # everything that the module returned
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The attention call that a pass reached, and what attention put out."""
+
+    call: AttentionCall
+    output: Tensor
+
+
+@dataclass(eq=False)
+class ResidualStream:
+    """The summands of a model's stream before the attention at `site`, and passes with other values for them.
+
+    `lists` are the paths of the lists of layers whose sublayers count; `labels` names each of them ("" or "encoder").
+    """
+
+    model: nn.Module
+    inputs: Mapping[str, object]
+    site: Site
+    sites: Sequence[Site]
+    lists: Mapping[str, str]
+    components: list[Component] = field(default_factory=lambda: list[Component]())
+    _norms: dict[tuple[str, int], HeldNorm | None] = field(default_factory=lambda: dict[Any, Any]())
+
+    # -------- passes
+
+    @contextmanager
+    def still(self) -> Generator[None]:
+        """Hold the model in eval mode, eager and without gradients of parameters; everything is restored.
+
+        A model in float64 computes all of itself in float64, its norms and softmax too.
+        """
+        flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        eager = cast(Any, torch.compiler).set_stance("force_eager")
+        exact = torch.autocast(next(self.model.parameters()).device.type, enabled=False)
+        double = torch.float64 if flags[0][0].dtype == torch.float64 else None
+        still = (unchanged(self.model), evaluating(self.model), precision(self.model, double), eager, exact)
+        with ExitStack() as stack:
+            for one in (*still, torch.enable_grad()):
+                stack.enter_context(one)
+            try:
+                for parameter, _ in flags:
+                    parameter.requires_grad_(False)
+                yield
+            finally:
+                for parameter, flag in flags:
+                    parameter.requires_grad_(flag)
+
+    def record(self) -> Seen:
+        """Run the model up to the site, and keep what its sublayers put out."""
+        recorder = _Recorder(self)
+        with Watch(self._modules(), recorder.enter, recorder.leave):
+            seen = self._reach()
+        self.components = recorder.components
+        return seen
+
+    def query_and_key(
+        self,
+        values: Sequence[Tensor | None],
+        *,
+        held: bool = True,
+        opened: Mapping[int, Mapping[nn.Module, Interceptor]] | None = None,
+    ) -> AttentionCall:
+        """Return the call that the site makes if the components have these values.
+
+        `held` keeps every norm at its scale in the first such pass. The components in `opened` run their own code, with
+        interceptors in their attention.
+        """
+        opened = opened or {}
+        stubs: dict[str, list[tuple[Component, Tensor | None]]] = {}
+        for index, (component, value) in enumerate(zip(self.components, values, strict=True)):
+            if component.number >= 0 and index not in opened:
+                stubs.setdefault(component.path, []).append((component, value))
+        inside: dict[nn.Module, Interceptor] = {}
+        for one in opened.values():
+            inside |= one
+        first = {c.path: v for c, v in zip(self.components, values, strict=True) if c.number < 0}
+        modules = {path: self.model.get_submodule(path) for path in stubs}
+        saved = {path: module.__dict__.get("forward") for path, module in modules.items()}
+        try:
+            for path, module in modules.items():
+                module.forward = _Stub(stubs[path], module.forward)
+            with self._first(first), self._held() if held else nullcontext():
+                return self._reach(inside).call
+        finally:
+            for path, module in modules.items():
+                module.__dict__.pop("forward", None)
+                if saved[path] is not None:
+                    module.forward = saved[path]
+
+    def recomputed(self, index: int, value: Tensor) -> Seen:
+        """Run the model with another value for one component; everything after it is computed anew."""
+        component = self.components[index]
+        if component.number < 0:
+            with self._first({component.path: value}):
+                return self._reach()
+
+        def leave(call: Call, output: object) -> object:
+            return _with(component.output, component.value, value) if call.number == component.number else None
+
+        with Watch({component.path: self.model.get_submodule(component.path)}, leave=leave):
+            return self._reach()
+
+    def _reach(self, inside: Mapping[nn.Module, Interceptor] | None = None) -> Seen:
+        """Run the model until the site has attended."""
+        seen: list[Seen] = []
+
+        def look(call: AttentionCall, proceed: Proceed) -> Output:
+            output, _ = proceed(call)
+            seen.append(Seen(call, output))
+            raise _Reached
+
+        owner = self.site.owner
+        current = base_implementation(owner.config)
+        implementation = current if current in _SUPPORTED else "sdpa"
+        around = models_around(self.sites)
+        interceptors = {self.site.module: cast(Interceptor, look), **(inside or {})}
+        interception = intercept(around, interceptors, role="pool", implementation=implementation)
+        try:
+            self.model(**self.inputs)
+        except _Reached:
+            return seen[0]
+        except REFUSALS as error:
+            raise UnsupportedArchitecture(
+                f"{type(self.model).__name__} does not run on these inputs ({type(error).__name__}: {refusal(error)})"
+            ) from error
+        finally:
+            interception.remove()
+        raise UnsupportedArchitecture(
+            f"{self.site.name} did not attend in this pass, so that it has no scores of these inputs"
+        )
+
+    # -------- parts
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """The layers of the lists and everything in them, by path."""
+        return {
+            path: module
+            for prefix in self.lists
+            for path, module in self.model.get_submodule(prefix).named_modules(prefix=prefix)
+            if path != prefix or not isinstance(module, nn.ModuleList)
+        }
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """The layers themselves, by path."""
+        return {
+            f"{prefix}.{name}": layer
+            for prefix in self.lists
+            for name, layer in self.model.get_submodule(prefix).named_children()
+        }
+
+    @contextmanager
+    def _first(self, values: Mapping[str, Tensor | None]) -> Generator[None]:
+        """Give the first layer of each list these inputs."""
+
+        def enter(call: Call) -> Arguments | None:
+            value = values.get(call.name) if call.number == 0 else None
+            return None if value is None else _with_hidden(call, value)
+
+        with Watch({path: self.model.get_submodule(path) for path in values}, enter):
+            yield
+
+    @contextmanager
+    def _held(self) -> Generator[None]:
+        """Hold the norms of the whole model."""
+
+        def leave(call: Call, output: object) -> Tensor | None:
+            x = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
+            if not isinstance(output, Tensor) or not isinstance(x, Tensor) or (not x.requires_grad and not known(call)):
+                return None
+            key = (str(call.name), call.number)
+            if key not in self._norms:
+                self._norms[key] = hold(call.module, x.detach(), output.detach())
+            held = self._norms[key]
+            return None if held is None else held(x)
+
+        def known(call: Call) -> bool:
+            return (str(call.name), call.number) in self._norms
+
+        norms = {name: module for name, module in self.model.named_modules() if may_be_norm(module)}
+        with Watch(norms, leave=leave):
+            yield
+
+    def names(self, used: Sequence[int]) -> dict[int, str]:
+        """Name components by layer and kind, and by module and call where that is ambiguous among these."""
+        around = {site.module: site.kind for site in self.sites}
+        titles = {n: self._title(self.components[n].path, self.components[n].number, around) for n in used}
+        counts = Counter(titles.values())
+        for n in used:
+            if counts[titles[n]] > 1:
+                component = self.components[n]
+                call = f", call {component.number + 1}" if component.number else ""
+                titles[n] += f" ({component.path.rpartition('.')[2]}{call})"
+        return titles
+
+    def _title(self, path: str, number: int, around: Mapping[nn.Module, str]) -> str:
+        prefix = max((one for one in self.lists if path.startswith(one)), key=len)
+        label = self.lists[prefix] + " " if self.lists[prefix] else ""
+        if number < 0:
+            return f"{label}embedding"
+        parts = path[len(prefix) + 1 :].split(".")
+        start = f"{label}layer {parts[0]}"
+        for end in range(len(parts), 1, -1):
+            module = self.model.get_submodule(".".join([prefix, *parts[:end]]))
+            kinds = {around[one] for one in module.modules() if one in around}
+            if kinds and not isinstance(module, nn.ModuleList):
+                return f"{start} {'cross-attention' if kinds == {'cross'} else 'attention'}"
+        mixes = any(moves_between_positions(one) for one in self.model.get_submodule(path).modules())
+        return f"{start} {'mixer' if mixes else 'feed-forward'}"
+
+
+class _Recorder:
+    """Ends the marks at matrices and attention, and keeps the outputs of the outermost modules without a mark."""
+
+    def __init__(self, stream: ResidualStream) -> None:
+        self._layers = {layer: path for path, layer in stream._layers().items()}
+        attention = {site.module for site in stream.sites}
+        self._target = stream.site.module
+        self._ends = {
+            module
+            for module in stream._modules().values()
+            if module in attention
+            or moves_between_positions(module)
+            or (_owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
+        }
+        self._holds = {m for m in stream._modules().values() if any(_owns_matrix(part) for part in m.modules())}
+        self._lists = stream.lists
+        self._begun: dict[int, int] = {}  # how many components there were when a call began
+        self._open: list[Call] = []
+        self._shapes: dict[str, torch.Size] = {}
+        self._found: list[Component] = []
+
+    @property
+    def components(self) -> list[Component]:
+        """The components outside of the site itself."""
+        return self._found
+
+    def enter(self, call: Call) -> Arguments | None:
+        """Mark the input of a list's first layer."""
+        if call.module is self._target:
+            return None
+        self._begun[id(call)] = len(self._found)
+        prefix = str(call.name).rpartition(".")[0]
+        if call.module not in self._layers or prefix in self._shapes or prefix not in self._lists:
+            return None
+        hidden = _hidden(call)
+        self._shapes[prefix] = hidden.shape
+        marked = hidden.detach().requires_grad_()
+        self._found.append(Component(str(call.name), -1, hidden.detach(), None))
+        return _with_hidden(call, marked.clone())
+
+    def leave(self, call: Call, output: object) -> object:
+        """End marks, and keep the output of a module that has none."""
+        path, begun = str(call.name), self._begun.pop(id(call), None)
+        inside_target = any(open_call.module is self._target for open_call in _callers(call))
+        ended = _mapped(output, lambda t: t.detach()) if call.module in self._ends else output
+        if begun is None or inside_target or call.module not in self._holds:
+            return ended if call.module in self._ends else None
+        tensors = _tensors(ended)
+        if not tensors or any(tensor.requires_grad for tensor in tensors):
+            return ended if call.module in self._ends else None
+        del self._found[begun:]
+        prefix = max((one for one in self._lists if path.startswith(one)), key=len)
+        shape = self._shapes.get(prefix, torch.Size())
+        main = next((t for t in tensors if t.is_floating_point() and _alike(t.shape, shape)), None)
+        self._found.append(Component(path, call.number, None if main is None else main.detach(), ended))
+        return ended if call.module in self._ends else None
+
+
+class _Stub:
+    """Stands in for a sublayer: returns what it put out, with another tensor for its part of the stream."""
+
+    def __init__(self, calls: Sequence[tuple[Component, Tensor | None]], forward: Callable[..., Any]) -> None:
+        self._calls = {component.number: (component, value) for component, value in calls}
+        self._forward, self._next = forward, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        number, self._next = self._next, self._next + 1
+        if number not in self._calls:
+            return self._forward(*args, **kwargs)
+        component, value = self._calls[number]
+        return component.output if value is None else _with(component.output, component.value, value)
+
+
+def _owns_matrix(module: nn.Module) -> bool:
+    return any(p is not None and p.ndim >= 2 for p in module._parameters.values())
+
+
+def _callers(call: Call) -> Generator[Call]:
+    one = call.caller
+    while one is not None:
+        yield one
+        one = one.caller
+
+
+def _alike(shape: torch.Size, stream: torch.Size) -> bool:
+    """Whether an output has the stream's vectors, with or without the axis of the batch."""
+    return (
+        shape[-1:] == stream[-1:]
+        and len(shape) >= 2
+        and shape[:-1].numel() in (stream[-3:-1].numel(), stream[:-1].numel())
+    )
+
+
+def _tensors(output: object) -> list[Tensor]:
+    """List the floating-point tensors of an output."""
+    found: list[Tensor] = []
+    _mapped(output, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+def _mapped(output: object, change: Callable[[Tensor], Tensor]) -> object:
+    """Change each floating-point tensor of an output, in tuples, lists and mappings."""
+    if isinstance(output, Tensor):
+        return change(output) if output.is_floating_point() else output
+    if isinstance(output, tuple | list):
+        parts = [_mapped(one, change) for one in cast("Sequence[object]", output)]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    return output
+
+
+def _with(output: object, old: Tensor | None, new: Tensor) -> object:
+    """Replace one tensor of an output."""
+    return _mapped(output, lambda tensor: new if old is not None and _same(tensor, old) else tensor)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
+
+
+def _hidden(call: Call) -> Tensor:
+    """The tensor of a layer's call that is the stream."""
+    values = (*call.args, *(call.kwargs[n] for n in ("hidden_states", *call.kwargs) if n in call.kwargs))
+    found = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2), None)
+    if found is None:
+        raise UnsupportedArchitecture(f"{call.name} is called without a tensor of hidden states")
+    return found
+
+
+def _with_hidden(call: Call, value: Tensor) -> Arguments:
+    hidden = _hidden(call)
+    args = tuple(value if one is hidden else one for one in call.args)
+    return args, {name: value if one is hidden else one for name, one in call.kwargs.items()}
