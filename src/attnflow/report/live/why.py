@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import torch
 from torch import Tensor
 
 from attnflow._core.markup import percent, token_label
@@ -32,15 +31,16 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
     if head not in found.heads:
         raise ValueError(f"layer {found.layer} has heads 0 to {max(found.heads)}, got head {head}")
     row = found.heads.index(head)
-    weights = found.weights[row]
+    weights, slope = found.weights[row], found.slope[row]
     if key is not None and key not in found.keys:
         raise ValueError(f"the query at position {found.query} has keys {found.keys[0]} to {found.keys[-1]}, got {key}")
     at = int(weights.argmax()) if key is None else found.keys.index(key)
-    raw = found.raw[row]
-    tokens = [token_label(text) for text in texts]
-    centred = _centred(raw, weights, at)
-    score, above = float(found.scores[row, at]), float(_centred(found.scores[row], weights, at))
-    share, side = percent(float(weights[at])), "above" if above >= 0 else "below"
+    centred = found.raw[row, at] * slope[at] - found.expected[row]
+    constants = {
+        name: (each[row, at], _centred(each[row] * slope, weights, at)) for name, each in found.constants.items()
+    }
+    above = float(centred.sum()) + sum(float(each) for _, each in constants.values())
+    tokens, share = [token_label(text) for text in texts], percent(float(weights[at]))
     return {
         "tokens": tokens,
         "layer": found.layer,
@@ -53,22 +53,22 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
         "components": list(found.components),
         "key_components": list(found.key_components),
         "table": table(centred),
-        **_terms(found, raw[at], centred),
+        **_terms(found, found.raw[row, at], centred),
         "constants": [
-            {"name": name, **numbers(raw=float(each[row, at]), centred=float(_centred(each[row], weights, at)))}
-            for name, each in found.constants.items()
+            {"name": name, **numbers(raw=float(raw), centred=float(each))} for name, (raw, each) in constants.items()
         ],
-        "sum": numbers(raw=score, centred=above),
+        "sum": numbers(raw=float(found.scores[row, at]), centred=above),
         "verdict": f"Head {head} of layer {found.layer} gives {share} of the attention of {tokens[found.query]} to "
-        f"{tokens[found.keys[at]]}: its score is {abs(above):.3g} {side} the mean of the row.",
+        f"{tokens[found.keys[at]]}: its score is {abs(above):.3g} {'above' if above >= 0 else 'below'} the mean of "
+        "the row.",
         "check": f"The sum differs from the score in the model’s own attention by {found.error:.1g} of the row’s "
         "range. A centred term is the term less its mean over the row, weighted by attention: softmax sees no more.",
     }
 
 
-def _centred(values: Tensor, weights: Tensor, at: int) -> Tensor:
+def _centred(row: Tensor, weights: Tensor, at: int) -> Tensor:
     """Subtracts the mean over the row from what one key has."""
-    return values[at] - torch.tensordot(weights, values, 1)
+    return row[at] - weights @ row
 
 
 def _terms(found: ScoreAttribution, raw: Tensor, centred: Tensor) -> Reply:
