@@ -67,6 +67,7 @@ export function Entry({ state, value }) {
         <Nearest title="Nearest by value: say the same" rows={value.near.value} isBusy={isBusy} head={value.head} open={open} />
         <Nearest title="Nearest by key: fire for the same" rows={value.near.key} isBusy={isBusy} head={value.head} open={open} />
       </div>
+      {!value.without && <p class="quiet">σ is the standard deviation, over the vocabulary, of what the entry adds to logits at weight 1.</p>}
       <Passages state={state} value={value} isBusy={isBusy} />
     </>
   );
@@ -79,7 +80,7 @@ function Passages({ state, value, isBusy }) {
     <section class="passages" aria-label="Where it fires most">
       <h3>Where it fires most <span class="aside n">{found ? `active at ${percent(found.active / found.read)} of ${plural(found.read, "token")}` : ""}</span></h3>
       {error && <p class="trouble" role="alert">{error}</p>}
-      {!found && <p class="quiet"><button type="button" disabled={isBusy} onClick={state.findPassages}>Look for it</button> in the text and, for a model of words, in a few sonnets of Shakespeare</p>}
+      {!found && <p class="quiet"><button type="button" disabled={isBusy} onClick={state.findPassages}>Look for it</button> in the text{state.info.value.reads ? " and in twelve sonnets of Shakespeare" : ""}</p>}
       {found?.examples.map((one) => (
         <div class="passage" key={one.text}>
           <span class="n">{signed(one.weight)}</span>
@@ -104,8 +105,8 @@ function Without({ state, value, isBusy }) {
       {shown && (
         <>
           <table class="numbers">
-            <thead><tr><th scope="col">next token</th><th scope="col" class="n">with</th><th scope="col" class="n">without</th><th scope="col" class="n">change</th><td /></tr></thead>
-            <tbody>{shown.rows.map((row, i) => <tr key={i}><th scope="row">{row.token}</th><td class="n">{percent(row.before)}</td><td class="n">{percent(row.after)}</td><td class="n">{points(row.change)}</td><td><Bar value={row.change} limit={limit} /></td></tr>)}</tbody>
+            <thead><tr><th scope="col">next token</th><th scope="col" class="n">with</th><th scope="col" class="n">without</th><th scope="col" class="n">points</th><td /></tr></thead>
+            <tbody>{shown.rows.map((row, i) => <tr key={i}><th scope="row">{row.token}</th><td class="n">{chance(row.before)}</td><td class="n">{chance(row.after)}</td><td class="n">{points(row.change)}</td><td><Bar value={row.change} limit={limit} /></td></tr>)}</tbody>
           </table>
           <p class="quiet">The most likely token {shown.changed ? "changes" : "stays"}; the chances differ by {shown.kl} nats (Kullback-Leibler). Later layers have run again, so this is not the direct effect.</p>
         </>
@@ -114,8 +115,9 @@ function Without({ state, value, isBusy }) {
   );
 }
 
-/** A change of a chance, in hundredths. */
-const points = (change) => `${change < 0 ? "−" : "+"}${Math.abs(100 * change).toFixed(Math.abs(change) < 0.001 ? 3 : 2)} %`;
+const chance = (share) => (share < 0.001 ? `${(100 * share).toPrecision(2)} %` : percent(share));
+/** A change of a chance, in percentage points. */
+const points = (change) => (Math.abs(change) < 5e-7 ? "0" : signed(100 * change));
 
 function Words({ title, rows }) {
   const limit = Math.max(...rows.map((row) => Math.abs(row.value)));
