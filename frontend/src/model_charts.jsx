@@ -164,7 +164,7 @@ export function Tokens({ label, tokens, values = null, chosen = null, disabled =
 
 function Token({ text, value, limit, pressed, disabled, title, onClick }) {
   const share = limit && value ? Math.round(50 * Math.min(1, Math.abs(value) / limit)) : 0;
-  const style = share ? { background: `color-mix(in srgb, var(${value < 0 ? "--repel" : "--attract"}) ${share}%, var(--page))` } : undefined;
+  const style = share ? { background: `color-mix(in srgb, var(${value < 0 ? "--minus" : "--plus"}) ${share}%, var(--page))` } : undefined;
   if (!onClick) return <span class="token" style={style} title={title}>{text}</span>;
   return <button type="button" class="token" style={style} aria-pressed={pressed} disabled={disabled} title={title} onClick={onClick}>{text}</button>;
 }
