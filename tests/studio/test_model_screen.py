@@ -143,7 +143,7 @@ def entry(page):
     settled(page)
     assert view.locator("h3").first.text_content().startswith(f"Entry {identity} ")
     refused(page, "entry", "999", "no entry 999: the 96 ids go from 0 to 95")
-    refused(page, "entry", "one", "entry: expected an integer, got text")
+    refused(page, "entry", "one", "entry: expected an integer, got the text 'one'")
     page.locator(".work").get_by_label("entry").fill("3")
     refused(page, "layer", "1", "entry 3 belongs to layer 0, got layer=1: leave it out")
     page.locator(".work").get_by_label("layer").fill("")
