@@ -39,6 +39,19 @@ def test_json(run, tiny_model):
     assert all(one.layer == 1 and 48 <= one.entry < 96 for one in entries)
 
 
+def test_entries_are_taken_out(run, tiny_model):
+    arguments = ("knowledge", "trace", tiny_model, TEXT, "--position", "3", "--ablate", "4")
+    found = Trace.from_json(run(*arguments, "--json").out)
+    assert found.positions == (3,)
+    tried = [one.ablated_effect is not None for one in found.fired(-1)]
+    assert tried == [True] * 4 + [False] * (len(tried) - 4)
+    lines = run(*arguments, "--count", "5").out.splitlines()
+    assert {"direct", "ablated"} < set(lines[5].split())
+    refused = run(*arguments, "--top", "3", "--count", "2")
+    assert refused.code == 2
+    assert "--ablate 4 takes out more than the --top 3" in refused.err
+
+
 def test_files(run, tiny_model, tmp_path):
     for suffix in ("svg", "png", "html", "csv", "json"):
         file = tmp_path / f"trace.{suffix}"

@@ -40,7 +40,8 @@ def made(effects=True, dtype=torch.float32, **options):
     entry = int(layers[1].ids[2, 0])
     return Trace(
         "tiny", (" The", " capital", " of", " x"), (0, 1, 3), layers, (" capital", " of", "\n"), (5, 6, 7), *numbers,
-        texts={entry: "Paris | is,\n\"big\""}, promoted=(Promoted(0, int(layers[0].ids[2, 0]), 0, (" city", "town"), ("no",)),),
+        texts={entry: "Paris | is,\n\"big\""},
+        promoted=(Promoted(0, int(layers[0].ids[2, 0]), 0, (" city", "town"), ("no",)),),
     )  # fmt: skip
 
 

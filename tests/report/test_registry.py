@@ -13,6 +13,7 @@ from attnflow.tasks import check
 from tests.bias.test_map import make as bias_map
 from tests.knowledge.test_provenance import made as trace
 from tests.report.reading import parse_page, parse_svg
+from tests.report.test_entry import entry_report
 from tests.report.test_geometry import scores
 from tests.report.test_page import bad_audit, clean_task, leaking_task
 
@@ -27,6 +28,8 @@ MAKERS = {
     "GeometryScores": scores,
     "Survey": lambda: registry.Survey((scores(), scores("two")), {}),
     "Trace": trace,
+    "EntryReport": entry_report,
+    "Removal": lambda: entry_report().ablate([5, 6, 7]),
 }
 
 
@@ -72,7 +75,7 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
     for module in [module for module in sys.modules if module.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace"}
+    charts = {"Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "Survey", "Trace", "EntryReport"}
     assert ("attnflow[report]" in report.page(result).html) == (name in charts)
     assert report.notebook(result).startswith("<div")
 

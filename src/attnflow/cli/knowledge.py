@@ -160,9 +160,12 @@ def knowledge_trace(
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option("--top", metavar="N", min=1, help="Entries kept per token and layer (default: 16, or --count)."),
+        typer.Option("--top", metavar="N", min=1, help="Entries kept per token and layer (default: at least 16)."),
     ] = None,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Entries to list.")] = 12,
+    ablate: Annotated[
+        int, typer.Option("--ablate", metavar="N", min=0, help="Leading entries to take out of the model, one by one.")
+    ] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html, .csv or .json.")
     ] = None,
@@ -171,8 +174,9 @@ def knowledge_trace(
     """Show which feed-forward entries fire for a text.
 
     Lists the entries with the largest direct effect on the logit of the next token: what an entry adds to that logit,
-    minus what it adds to all logits alike. The words beside an entry are its text, or the tokens that it promotes (+)
-    or suppresses (-).
+    minus what it adds to all logits alike. With --ablate, also what that logit and the token's probability lose when
+    the model runs without the entry. The words beside an entry are its text, or the tokens that it promotes (+) and
+    suppresses (-).
     """
     require(model)
     from attnflow.knowledge import from_ffn, trace
@@ -185,6 +189,9 @@ def knowledge_trace(
         raise BadUsage(f"--position {position} lies outside {'this text' if ids is None else '--ids'}")
     if not json_output and path is None and top is not None and top < count:
         raise BadUsage(f"--count {count} lists more than the --top {top} entries that are kept for each layer")
+    wanted = max(16, count, ablate) if top is None else top
+    if ablate > wanted:
+        raise BadUsage(f"--ablate {ablate} takes out more than the --top {top} entries that are kept for each layer")
     with working(f"loading {model}") as spinner:
         targets = int(target) if ids is not None and target is not None and target.isdecimal() else target
         loaded = load(model, ids is None, _WITHOUT)
@@ -192,8 +199,10 @@ def knowledge_trace(
             spinner.stage("converting its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
         spinner.stage("tracing")
-        wanted = max(16, count) if top is None else top
-        result = replace(trace(loaded, inputs, top=wanted, targets=targets), model=model)
+        # An ablation runs the model for each position: only the one to explain is traced then.
+        places = position if ablate else None
+        result = trace(loaded, inputs, top=wanted, targets=targets, positions=places, ablate=ablate)
+        result = replace(result, model=model)
         result.row(position)
         if layer is not None:
             result.layer(layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -33,6 +33,10 @@ class Fired:
     weight: float  # the factor of its value
     norm: float  # Euclidean norm of its contribution, |weight| * |value|
     effect: float | None  # direct effect on the logit of the target, or None
+    ablated_effect: float | None = (
+        None  # what that logit loses once the entry is taken out of the model; None: not tried
+    )
+    probability_effect: float | None = None  # what the target's probability loses then
     text: str = ""  # the entry's text, "" if unknown
     promotes: tuple[str, ...] = ()  # the tokens whose logits weight times value raises most
     suppresses: tuple[str, ...] = ()  # those that it lowers most
@@ -62,6 +66,8 @@ class LayerTrace:
     explained: Float[Tensor, " positions"]
     effect: Float[Tensor, " positions"] | None = None  # direct effect of the layer's whole output with b2; or None
     attention_effect: Float[Tensor, " positions"] | None = None  # that of the attention of the same block, or None
+    ablated_effects: Float[Tensor, "positions kept"] | None = None  # as in `Fired`; NaN for entries not taken out
+    probability_effects: Float[Tensor, "positions kept"] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,18 @@ class Trace(Result):
     logit, less what it adds to all logits on average, not counting paths through later layers. The effects of the
     embedding, all attention layers, all entries and the constants sum exactly to the centred logit.
 
+    The effect of an ablation answers another question: by how much does that logit fall, and the target's probability,
+    when the model runs again without the entry's value at any token? Later layers then react, and all paths count.
+
     Attributes:
         model: name of the model.
         tokens: the text of each token of the prompt.
         positions: the positions of the traced tokens.
         layers: the traced layers.
-        targets: for each position, the text of the token whose logit the effects refer to; empty without effects.
+        targets: for each position, the text of the token whose logit the effects refer to; empty if there are none.
         target_ids: their ids.
         logits: the logits of the targets, less the mean over the vocabulary; or None.
+        probabilities: the probabilities of the targets, or None.
         embedding_effect: direct effect of the input of the first block, or None.
         constant_effect: what the biases of the final norm and of the unembedding add, or None.
         without: why the model has no direct effects; "" if it has.
@@ -107,6 +117,7 @@ class Trace(Result):
     targets: tuple[str, ...] = ()
     target_ids: tuple[int, ...] = ()
     logits: Float[Tensor, " positions"] | None = None
+    probabilities: Float[Tensor, " positions"] | None = None
     embedding_effect: Float[Tensor, " positions"] | None = None
     constant_effect: Float[Tensor, " positions"] | None = None
     without: str = ""
@@ -175,7 +186,8 @@ class Trace(Result):
         said += [f"token {token_label(self.tokens[self.positions[row]])} at position {self.positions[row]}"]
         if self.targets and self.logits is not None:
             said[1] += f", target {token_label(self.targets[row])}: logit {float(self.logits[row]):.3g} above the mean"
-        else:
+            said[1] += "" if self.probabilities is None else f", probability {percent(float(self.probabilities[row]))}"
+        if self.without:
             said.append(f"no direct effects: {self.without}")
         active = sum(int(one.active[row]) for one in self.layers)
         every = sum(one.num_entries for one in self.layers)
@@ -183,22 +195,26 @@ class Trace(Result):
 
     def table(self, position: int | None = -1, layer: int | None = None, count: int = 12) -> str:
         """The strongest entries as lines for a terminal; see `fired`."""
-        words = "text, or + promoted, − suppressed tokens"
-        lines = [["layer", "token", "entry", "score", "threshold", "weight", "norm", "effect", words]] + [
-            [
-                str(one.layer),
-                f"{token_label(one.token)} ({one.position})",
-                str(one.entry) if one.head == 0 else f"{one.entry} (head {one.head})",
-                f"{one.score:+.3g}",
-                f"{one.threshold:+.3g}",
-                f"{one.weight:+.3g}",
-                f"{one.norm:.3g}",
-                "" if one.effect is None else f"{one.effect:+.3g}",
-                shorten(one.text, 40) if one.text else _words(one),
-            ]
-            for one in self.fired(position, layer, count)
-        ]
-        return aligned(lines, left=[1, 8])
+        fired = self.fired(position, layer, count)
+        columns: dict[str, Callable[[Fired], str]] = {
+            "layer": lambda one: str(one.layer),
+            "token": lambda one: f"{token_label(one.token)} ({one.position})",
+            "entry": lambda one: str(one.entry) if one.head == 0 else f"{one.entry} (head {one.head})",
+            "score": lambda one: f"{one.score:+.3g}",
+            "threshold": lambda one: f"{one.threshold:+.3g}",
+            "weight": lambda one: f"{one.weight:+.3g}",
+            "norm": lambda one: f"{one.norm:.3g}",
+            "direct": lambda one: _signed(one.effect),
+            "ablated": lambda one: _signed(one.ablated_effect),
+            "p lost": lambda one: _signed(one.probability_effect),
+            "text, or + promoted, − suppressed tokens": lambda one: shorten(one.text, 40) if one.text else _words(one),
+        }
+        if not any(one.threshold for one in fired):  # as in models without biases
+            del columns["threshold"]
+        if all(one.ablated_effect is None for one in fired):
+            del columns["ablated"], columns["p lost"]
+        lines = [list(columns)] + [[show(one) for show in columns.values()] for one in fired]
+        return aligned(lines, left=[1, len(columns) - 1])
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each kept entry of each token and layer."""
@@ -221,8 +237,10 @@ class Trace(Result):
             return [None] * count if table is None else table[row, :count].tolist()
 
         numbers = (one.scores, one.thresholds, one.weights, one.norms, one.effects)
+        ablated = (one.ablated_effects, one.probability_effects)
         fired: list[Fired] = []
-        for entry, head, *rest in zip(*map(column, (one.ids, one.heads, *numbers)), strict=True):
+        for entry, head, *rest in zip(*map(column, (one.ids, one.heads, *numbers, *ablated)), strict=True):
+            rest[5:] = [None if value is None or value != value else value for value in rest[5:]]
             words = self._words.get((one.layer, entry, head))
             sides = ((), ()) if words is None else (words.raised, words.lowered)
             up, down = sides if rest[2] > 0 else sides[::-1]  # by the sign of its weight here
@@ -239,6 +257,10 @@ class Trace(Result):
             kept = one.ids.shape[1]
             lines.append(f"  layer {one.layer}: {active} of entries active, {kept} kept explain {explained}")
         return "\n".join(lines + ([f"  no direct effects: {self.without}"] if self.without else []))
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3g}"
 
 
 def _words(one: Fired) -> str:

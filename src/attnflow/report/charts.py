@@ -36,6 +36,7 @@ _STYLE: Final = {
     "ytick.labelcolor": INK, "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.frameon": False,
     "legend.fontsize": 8, "figure.titlesize": 10, "savefig.dpi": 200, "hatch.linewidth": 0.5,
 }  # fmt: skip
+PICTURES: Final = dict.fromkeys(range(0x2400, 0x2427), "·")  # of control characters; few fonts have them
 _CELL: Final = 0.26  # inches of a row or column whose name is written
 _NAMED: Final = 64  # rows or columns up to which each has its name
 _WIDEST: Final = 12.0

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.knowledge.provenance import Fired, Trace
 from attnflow.report import charts, html
-from attnflow.report.charts import NEGATIVE, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
+from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, Part, Section
 
@@ -25,7 +25,6 @@ _BARS: Final = 16
 _ROWS: Final = 40
 _PROMPT: Final = 400  # tokens of a prompt that are shown; of a longer one the last
 _WIDEST: Final = 96  # tokens of a map; of a longer text the last ones
-_PICTURES: Final = dict.fromkeys(range(0x2400, 0x2427), "·")  # of control characters; few fonts have them
 
 
 def trace_part(trace: Trace, _: Context) -> Part:
@@ -221,7 +220,7 @@ def entry_words(one: Fired, limit: int = 28) -> str:
     count = 2 if limit < 40 else 3
     sides = (("↑", one.promotes), ("↓", one.suppresses))
     words = (" ".join([arrow, *map(token_label, each[:count])]) for arrow, each in sides if each)
-    return shorten("  ".join(words), limit).translate(_PICTURES)
+    return shorten("  ".join(words), limit).translate(PICTURES)
 
 
 def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool) -> None:

@@ -18,6 +18,7 @@ from attnflow.bias.kind import layer_biases
 from attnflow.bias.map import BiasMap
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
+from attnflow.knowledge.entry_report import EntryReport, Removal
 from attnflow.knowledge.provenance import Trace
 from attnflow.masks.mask import Mask
 from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
@@ -27,6 +28,7 @@ from attnflow.report import html, svg
 from attnflow.report.audit import audit_chart, audit_part
 from attnflow.report.bias import bias_part, graph_part, graph_svg, map_chart
 from attnflow.report.charts import svg_of
+from attnflow.report.entry import entry_chart, entry_part, removal_chart
 from attnflow.report.geometry import score_chart, scores_part
 from attnflow.report.hasse_svg import hasse_svg
 from attnflow.report.knowledge import trace_chart, trace_part
@@ -86,6 +88,8 @@ KINDS: Final[dict[type, Kind]] = {
     GeometryScores: Kind(scores_part, score_chart, together=True),
     Survey: Kind(figure=_survey_figure),
     Trace: Kind(trace_part, trace_chart),
+    EntryReport: Kind(entry_part, entry_chart),
+    Removal: Kind(figure=removal_chart),
 }
 EXPANDED: Final = (Task,)  # a page shows their parts, see `_subjects`
 

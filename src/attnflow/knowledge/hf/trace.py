@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -13,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, directions, wide
 from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries
@@ -24,6 +26,7 @@ from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, spari
 from attnflow.models.offload import refuse_offloaded
 
 _PROMOTED: Final = 5  # tokens named for an entry
+_LAST: Final = 40  # entries of the last position, as a page lists them, whose tokens are named first
 _WEIGHTS: Final = 1 << 22  # weights that are worked on at once, of all entries and as many tokens as that allows
 _BLOCK: Final = 1 << 13  # entries whose values are held at once
 
@@ -37,6 +40,7 @@ def trace(
     by: By | None = None,
     targets: str | int | Sequence[str | int] | None = None,
     promoted: int = 128,
+    ablate: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Trace:
     """Record which entries fired for each token and layer of a text, and their effect on the next token's logit.
@@ -50,7 +54,10 @@ def trace(
             ("norm"); by default "effect" if the model has direct effects.
         targets: the tokens whose logits the effects refer to, one for all positions or one each; by default the next
             token of the text, and at its end the token that the model finds most likely.
-        promoted: for how many entries to find the tokens that they promote most, the strongest of each position first.
+        promoted: for how many entries to find the tokens that they promote and suppress most: the strongest 40 of the
+            last position first, then the strongest of each.
+        ablate: how many leading entries of each position, of all layers, to take out of the model one by one (0 to
+            `top`), to measure what the target's logit and probability lose.
         tokenizer: needed for a text unless `model` has one; for token ids, it names the tokens.
 
     Returns:
@@ -60,11 +67,13 @@ def trace(
 
     Raises:
         ValueError: a position does not exist, or a target is not one token.
-        UnsupportedArchitecture: an encoder-decoder model, or one with unknown feed-forward layers.
+        UnsupportedArchitecture: an encoder-decoder model, or one with unknown feed-forward layers; to ablate, also a
+            model without logits, or one whose sequences of a batch influence one another.
 
-    Cost: two forward passes (the first finds the scale of the final norm), and one more product with the values for
-    each layer. Memory: positions x top for each layer, and a few tables as large as one layer's weights, of at most 64
-    MiB; never tokens x entries x model_dim.
+    Cost: two forward passes (the first finds the scale of the final norm), one more product with the values for each
+    layer, and with `ablate` for each position one forward pass of a batch of `ablate` + 1 copies of the text. Memory:
+    positions x top for each layer, and a few tables as large as one layer's weights, of at most 64 MiB; never tokens x
+    entries x model_dim. In half precision small effects of an ablation are rounding: load the model in float32.
 
     >>> import attnflow as af
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -85,6 +94,7 @@ def trace(
         )
     checks.integer("top", top, 1)
     checks.integer("promoted", promoted)
+    checks.integer("ablate", ablate, 0, top)
     if by not in (None, "norm", "effect"):
         raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
     if not reads_entries(model):
@@ -100,7 +110,7 @@ def trace(
     run = partial(cast(Any, model), **arguments, **sparing(model))
     with evaluating(model), torch.no_grad(), observed([(reader, None) for reader in every]):
         towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
-        if isinstance(towards, str) and (by == "effect" or targets is not None):
+        if isinstance(towards, str) and (by == "effect" or (targets is not None and not ablate)):
             raise ValueError(f"this model has no direct effects, since {towards}: use by='norm' without targets")
         frozen = towards if isinstance(towards, Directions) else None
         order: By = by or ("norm" if frozen is None else "effect")
@@ -112,23 +122,72 @@ def trace(
                 effects[kind, layer] = effect + effects.get((kind, layer), 0)
 
         with observed([(one.reader, one.see) for one in watched]), stream.watching(add):
-            run()
+            said = run()
         watched = [
             one for one in watched if one.pieces
         ] or watched  # layers of another stack, such as an image tower, do not run
         traced = tuple(one.finish(effects) for one in watched)
         words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
-    effect: dict[str, Any] = {"without": towards}
-    if frozen is not None:
-        effect = {
-            "targets": tuple(token_texts(frozen.targets.tolist(), tokenizer)),
-            "target_ids": tuple(frozen.targets.tolist()),
-            "logits": frozen.logits.cpu(),
-            "embedding_effect": next(effect for (kind, _), effect in effects.items() if kind == "embedding"),
-            "constant_effect": frozen.constant.cpu(),
-        }
-    texts, tokens = _texts(every[0], traced), tuple(token_texts(ids, tokenizer))
-    return Trace(model_name(model), tokens, tuple(rows), traced, texts=texts, promoted=words, by=order, **effect)
+        about: dict[str, Any] = {"without": towards}
+        if frozen is not None:
+            about = {
+                "target_ids": tuple(frozen.targets.tolist()),
+                "logits": frozen.logits.cpu(),
+                "probabilities": frozen.probabilities.cpu(),
+                "embedding_effect": next(effect for (kind, _), effect in effects.items() if kind == "embedding"),
+                "constant_effect": frozen.constant.cpu(),
+            }
+        elif ablate:
+            last = getattr(said, "logits", None)
+            if not isinstance(last, Tensor):
+                raise UnsupportedArchitecture(f"{type(model).__name__} returns no logits that an ablation could change")
+            about["target_ids"] = tuple(_targets(targets, ids, rows, tokenizer, last[0, -1]))
+        about["targets"] = tuple(token_texts(about.get("target_ids", ()), tokenizer))
+        texts, tokens = _texts(every[0], traced), tuple(token_texts(ids, tokenizer))
+        result = Trace(model_name(model), tokens, tuple(rows), traced, texts=texts, promoted=words, by=order, **about)
+        return _ablated(result, model, arguments, watched, ablate) if ablate else result
+
+
+def _ablated(
+    trace: Trace, model: nn.Module, arguments: Mapping[str, Tensor], watched: Sequence[LayerWatch], count: int
+) -> Trace:
+    """Take the leading entries of each position out of the model, one by one, and record what the targets lose."""
+    columns = [one.ids.shape[1] for one in trace]
+    layer_of = torch.repeat_interleave(torch.tensor(columns)).tolist()
+    places = torch.cat([one.joined("places") for one in watched], dim=1).cpu()
+    heads = torch.cat([one.joined("heads") for one in watched], dim=1).cpu()
+    tables = [one.norms if trace.by == "norm" else cast(Tensor, one.effects).abs() for one in trace]
+    sizes = torch.cat(tables, dim=1).masked_fill(places < 0, -1)
+    lost = sizes.new_full((2, *sizes.shape), torch.nan)
+    rounding = max(torch.finfo(one.dtype).eps for one in model.parameters() if one.is_floating_point())
+    seen: list[tuple[float, float]] = []
+    for row, (position, target) in enumerate(zip(trace.positions, trace.target_ids, strict=True)):
+        leading = sizes[row].topk(min(count, sizes.shape[1])).indices
+        leading = leading[sizes[row, leading] >= 0]
+        removed = [
+            LocatedEntry(watched[layer_of[at]].reader, int(places[row, at]), int(heads[row, at]))
+            for at in leading.tolist()
+        ]
+        before, after = logits_without(model, arguments, removed, position)
+        every = torch.cat([before[None], after])
+        logits, chances = every[:, target] - every.mean(dim=-1), every.softmax(dim=-1)[:, target]
+        lost[0, row, leading], lost[1, row, leading] = ((each[0] - each[1:]).to(lost) for each in (logits, chances))
+        seen.append((float(logits[0]), float(chances[0])))
+        apart = 0.0 if trace.logits is None else abs(seen[-1][0] - float(trace.logits[row]))
+        if not apart <= rounding**0.5 * float(before.abs().max()):
+            raise UnsupportedArchitecture(
+                f"{type(model).__name__} answers otherwise in a batch of copies of a text (a logit is off by "
+                f"{apart:.2g}), so entries cannot be taken out in one: trace it without ablate"
+            )
+    layers = [
+        replace(one, ablated_effects=effects, probability_effects=probabilities)
+        for one, effects, probabilities in zip(trace, *(each.split(columns, dim=1) for each in lost), strict=True)
+    ]
+    trace = replace(trace, layers=tuple(layers))
+    if trace.logits is not None:
+        return trace
+    logits, chances = torch.tensor(seen, dtype=lost.dtype).T
+    return replace(trace, logits=logits, probabilities=chances)
 
 
 def _positions(positions: int | Sequence[int] | None, size: int) -> list[int]:
@@ -171,15 +230,16 @@ def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
 def _promoted(
     watched: Sequence[LayerWatch], frozen: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Promoted, ...]:
-    """Find the tokens of the strongest entry of each position, then of the second, `count` entries in all."""
+    """Find the tokens of the last position's strongest entries, then of each position's, `count` entries in all."""
     places, heads, effects = (
         torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "effects")
     )
     which = torch.repeat_interleave(torch.tensor([one.joined("places").shape[1] for one in watched]))
     order = effects.abs().masked_fill(places < 0, -1).argsort(dim=1, descending=True)
-    tables = (table.gather(1, order).T.flatten() for table in (which.expand_as(places), places, heads))
-    ranked = [key for key in zip(*(table.tolist() for table in tables), strict=True) if key[1] >= 0]
-    asked = list(dict.fromkeys(ranked))[:count]
+    columns = [table.gather(1, order) for table in (which.expand_as(places), places, heads)]
+    ranked = [key for key in zip(*(table.T.flatten().tolist() for table in columns), strict=True) if key[1] >= 0]
+    last = [key for key in zip(*(table[-1].tolist() for table in columns), strict=True) if key[1] >= 0]
+    asked = list(dict.fromkeys(last[:_LAST] + ranked))[:count]
     words: list[Promoted] = []
     for index, one in enumerate(watched):
         mine = [(place, head) for place_of, place, head in asked if place_of == index]
