@@ -80,7 +80,7 @@ function wayOf(context, { at, colours, path }) {
 }
 
 function rectangle(context, { at, colours, tool }, { query, key, lastQuery, lastKey }) {
-  context.fillStyle = tool === "allow" ? colours.flow : colours.page;
+  context.fillStyle = tool === "allow" ? colours.extra : colours.page;
   context.globalAlpha = 0.55;
   const [width, height] = [(lastKey - key) * at.cell, (lastQuery - query) * at.cell];
   context.fillRect(at.x(key), at.y(query), width, height);
@@ -113,6 +113,7 @@ function axes(context, scene, size, tokens) {
   const words = tokens.length > 0 && at.cell > 9;
   context.font = `11px ${colours.font}`;
   context.textBaseline = "middle";
+  names(context, at, colours);
   const room = words ? 13 : 15;
   for (const position of ticks(at.query, Math.min(at.span, size - at.query), at.cell, room)) {
     const y = at.y(position) + at.cell / 2;
@@ -139,6 +140,21 @@ function axes(context, scene, size, tokens) {
     }
     context.restore();
   }
+}
+
+/** Which way is which, where both axes begin. */
+function names(context, at, colours) {
+  context.fillStyle = colours.soft;
+  context.font = `600 11px ${colours.font}`;
+  context.textAlign = "left";
+  context.fillText("key →", at.left, 7);
+  context.save();
+  context.translate(7, at.top);
+  context.rotate(-Math.PI / 2);
+  context.textAlign = "right";
+  context.fillText("← query", 0, 0);
+  context.restore();
+  context.font = `11px ${colours.font}`;
 }
 
 /** A dot beside each labelled row. */

@@ -55,6 +55,7 @@ async function openRecord(place) {
 }
 
 const keysOf = (studio) => (event) => {
+  if (event.key === "Escape" && studio.candidate.peek()) return void studio.consider(null);
   const typing = event.target.matches?.("input:not([type=radio], [type=range], [type=checkbox]), select, textarea");
   if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "z" && !typing) {
     event.preventDefault();

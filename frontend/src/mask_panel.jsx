@@ -1,7 +1,7 @@
 // What is drawn: the catalogue with its parameters, the algebra, the layers, the brush.
 
 import { useSignal, useSignalEffect } from "@preact/signals";
-import { grouped, percent } from "./format.js";
+import { grouped, percent, plural } from "./format.js";
 
 export function MaskPanel({ studio }) {
   const masks = studio.catalogue.value?.masks ?? [];
@@ -9,36 +9,44 @@ export function MaskPanel({ studio }) {
   const settings = useSignal({});
   const entry = masks.find((mask) => mask.name === name.value);
   const spec = studio.view.value?.layers[studio.layer.value]?.spec;
+  const candidate = studio.candidate.value;
+  const { value: preview, error } = studio.preview.value;
 
-  // The form shows the layer's own mask while that is one of the catalogue.
+  // The form shows what was chosen; else the layer's own mask, while that is one of the catalogue.
   useSignalEffect(() => {
-    const shown = studio.view.value?.layers[studio.layer.value]?.spec;
+    const own = studio.view.value?.layers[studio.layer.value]?.spec;
+    const chosen = studio.candidate.value;
+    const begun = studio.preview.value.value;
     if (!studio.catalogue.value) return;
-    if (shown) {
-      name.value = shown.name;
-      settings.value = textsOf(shown.parameters ?? {});
+    if (chosen) {
+      name.value = chosen.name;
+      if (chosen.settings || begun?.name === chosen.name) settings.value = chosen.settings ?? begun.settings;
+    } else if (own) {
+      name.value = own.name;
+      settings.value = textsOf(own.parameters ?? {});
     } else if (!settings.peek().n && studio.size.value) settings.value = { ...settings.peek(), n: String(studio.size.value) };
   });
 
   const choose = (event) => {
-    const mask = masks.find((each) => each.name === event.currentTarget.value);
-    const begin = { ...mask.example };
-    const typed = spec && settings.value.n; // it may wait to be used yet
-    if (mask.parameters.some((parameter) => parameter.name === "n")) begin.n = typed || String(studio.size.value);
-    name.value = mask.name;
-    settings.value = begin;
-    studio.act("pick", { layer: studio.layer.value, name: mask.name, settings: begin });
+    studio.hurry();
+    studio.consider({ name: event.currentTarget.value });
   };
 
-  // What is typed is used when the hand rests, not with each of its digits.
+  // What is typed counts when the hand rests, not with each of its digits: it changes the mask that the form shows, or
+  // else what is considered.
   const set = (parameter, value, delay = 0) => {
     if (settings.value[parameter] === value) return delay || studio.hurry();
     settings.value = { ...settings.value, [parameter]: value };
-    if (spec?.name !== name.value) return;
-    studio.soon(() => studio.act("pick", { layer: studio.layer.value, name: name.value, settings: settings.value }), delay);
+    const typed = { name: name.value, settings: settings.value };
+    if ((candidate && !candidate.own) || spec?.name !== typed.name) return studio.soon(() => studio.consider(typed), delay);
+    studio.soon(async () => (await studio.act("pick", { layer: studio.layer.value, ...typed })) || studio.consider({ ...typed, own: true }), delay);
   };
 
   const send = (op, values = {}) => studio.act(op, { layer: studio.layer.value, name: name.value, settings: settings.value, ...values });
+  const isOwn = !candidate && Boolean(spec);
+  const isRead = !candidate || candidate.settings || preview?.name === candidate.name; // the form has its settings
+  const isUsable = !isOwn && !error && isRead;
+  const fits = !preview || preview.size === studio.size.value;
 
   return (
     <section class="panel" aria-labelledby="mask-title">
@@ -55,14 +63,22 @@ export function MaskPanel({ studio }) {
         ))}
       </div>
       <p class="relation" title={entry?.relation}>{entry?.relation ?? "\u00a0"}</p>
+      <p class={error ? "choice trouble" : "choice"} role="status">{error || choiceText(studio, isOwn, preview)}</p>
       <div class="buttons" role="group" aria-label="Combine">
-        <button type="button" onClick={() => send("pick")}>Use</button>
-        <button type="button" onClick={() => send("combine", { sign: "and" })} title="Pairs that both allow">& and</button>
-        <button type="button" onClick={() => send("combine", { sign: "or" })} title="Pairs that either allows">| or</button>
+        <button type="button" class={candidate ? "ready" : ""} disabled={!isUsable} onClick={() => send("pick")} title="Replace the mask">Use</button>
+        <button type="button" disabled={!isUsable || !fits} onClick={() => send("combine", { sign: "and" })} title="Pairs that both allow">& and</button>
+        <button type="button" disabled={!isUsable || !fits} onClick={() => send("combine", { sign: "or" })} title="Pairs that either allows">| or</button>
         <button type="button" onClick={() => studio.act("invert", { layer: studio.layer.value })} title="Pairs that the mask forbids">~ not</button>
       </div>
     </section>
   );
+}
+
+function choiceText(studio, isOwn, preview) {
+  if (isOwn) return "This is the mask. Choose another one to replace it or to join both.";
+  if (!preview) return studio.candidate.value ? "…" : "Use replaces the mask by this one; & and | join both.";
+  if (preview.size === studio.size.value) return "A preview. Use takes it, & and | join it to the mask, Esc leaves it.";
+  return `A preview with ${plural(preview.size, "position")}. The mask has ${grouped(studio.size.value)}, so only Use can take it.`;
 }
 
 export function Parameter({ parameter, value, set }) {

@@ -14,7 +14,10 @@ export function Matrix({ studio }) {
   const focused = useSignal(false);
   const marks = useComputed(() => marksOf(studio));
   const draw = useMemo(painter, []);
-  const place = () => geometry(side.value, studio.size.value, studio.window.value, studio.view.value?.tokens.length > 0);
+  const considered = () => studio.preview.value.value;
+  const stranger = () => (considered() && considered().size !== studio.size.value ? considered() : null); // of another size: shown alone
+  const place = () =>
+    stranger() ? geometry(side.value, stranger().size, null, false) : geometry(side.value, studio.size.value, studio.window.value, studio.view.value?.tokens.length > 0);
 
   useEffect(() => {
     const box = canvas.current.parentElement;
@@ -43,13 +46,11 @@ export function Matrix({ studio }) {
     const context = element.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const colours = (void theme.value, palette(element));
-    const tile = studio.tile.value;
+    const tile = considered()?.tile ?? studio.tile.value;
+    const canvasOf = { at: place(), colours, side: side.value, picture: tile && draw(tile, colours), tile };
+    if (stranger()) return drawMatrix(context, { ...canvasOf, ...ALONE, size: stranger().size });
     drawMatrix(context, {
-      at: place(),
-      colours,
-      side: side.value,
-      picture: tile && draw(tile, colours),
-      tile,
+      ...canvasOf,
       size: view.size,
       tokens: view.tokens,
       field: studio.field.value,
@@ -64,6 +65,7 @@ export function Matrix({ studio }) {
   });
 
   const pointed = (event) => {
+    if (stranger()) return null;
     const box = canvas.current.getBoundingClientRect();
     return place().at(event.clientX - box.left, event.clientY - box.top);
   };
@@ -104,7 +106,7 @@ export function Matrix({ studio }) {
     },
     onBlur: () => (focused.value = false),
     onKeyDown(event) {
-      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.ctrlKey || event.metaKey || event.altKey || stranger()) return;
       const n = studio.size.value;
       const here = studio.cursor.value ?? { query: 0, key: 0 };
       const far = event.shiftKey ? 8 : 1;
@@ -167,6 +169,8 @@ export function Matrix({ studio }) {
     </div>
   );
 }
+
+const ALONE = { tokens: [], field: null, path: null, drag: null, cursor: null, labelled: new Set(), leaking: new Set(), dead: new Set() };
 
 /** The rectangle between two places, in whole blocks of the brush. */
 function areaOf(from, to, studio) {

@@ -2,7 +2,8 @@
 
 import { batch, signal } from "@preact/signals";
 
-export const VIEWS = ["audit", "geometry", "bias", "trace"];
+export const VIEWS = ["audit", "geometry", "bias", "trace", "entry", "why"];
+const QUESTIONS = [...VIEWS, "passages", "without"];
 
 export function createModel(studio) {
   const state = {
@@ -11,7 +12,9 @@ export function createModel(studio) {
     text: signal(""),
     tab: signal("audit"),
     busy: signal(null), // what is at work
-    results: Object.fromEntries(VIEWS.map((name) => [name, signal({ value: null, error: "", text: null })])),
+    fields: { entry: signal(""), of: signal(""), layer: signal("0"), head: signal("0") }, // as typed
+    isOut: signal(false), // whether the entry of the page is taken out
+    results: Object.fromEntries(QUESTIONS.map((name) => [name, signal({ value: null, error: "", text: null })])),
   };
 
   // One thing at a time: a second one would wait for the first, and look as if it were at work.
@@ -29,6 +32,33 @@ export function createModel(studio) {
     return reply;
   }
 
+  async function answerTo(name, more, text) {
+    const old = state.results[name].value;
+    const reply = await ask({ op: name, text, ...more });
+    if (!reply) return;
+    state.results[name].value = reply.ok ? { value: reply, error: "", text } : { ...old, error: reply.error };
+    if (name === "entry" && reply.ok && state.isOut.value) await askEntry("without");
+  }
+
+  /** Ask about the entry of the page: "passages" or "without". */
+  function askEntry(name) {
+    const { value, text } = state.results.entry.value;
+    const { entry, layer, head, position } = value;
+    return answerTo(name, { entry, layer, head, position }, text);
+  }
+
+  // A whole number as typed; anything else goes as text, and the server says what it expects.
+  const number = (text) => (/^-?\d{1,15}$/.test(text.trim()) ? Number(text) : text);
+
+  function typed(name) {
+    const { entry, of, layer, head } = state.fields;
+    if (name === "entry") return entry.value.trim() ? { entry: number(entry.value), ...(of.value.trim() ? { layer: number(of.value) } : {}) } : {};
+    if (name !== "why") return {};
+    const { value, text } = state.results.why.value;
+    const place = value && text === state.text.value ? { query: value.query, key: value.key } : {};
+    return { layer: number(layer.value), head: number(head.value), ...place };
+  }
+
   return Object.assign(state, {
     async open() {
       if (state.info.value) return;
@@ -39,14 +69,25 @@ export function createModel(studio) {
       state.info.value = reply;
       state.text.value = reply.text ?? "";
     },
-    /** Ask the question of a view; `more` chooses a part of its answer, and keeps what there is until it comes. */
-    async run(name, more = {}) {
-      const old = state.results[name].value;
-      const text = Object.keys(more).length && old.text !== null ? old.text : state.text.value;
-      const reply = await ask({ op: name, text, ...more });
-      if (!reply) return;
-      state.results[name].value = reply.ok ? { value: reply, error: "", text } : { ...old, error: reply.error };
+    /** Ask the question of a view about the text of the left side. */
+    run: (name) => answerTo(name, typed(name), state.text.value),
+    /** Ask for a part of what is shown: another layer, token or head of the same text. */
+    choose: (name, more) => answerTo(name, more, state.results[name].value.text),
+    /** Open the page of an entry {entry, layer, head}, at a token of a text. */
+    async openEntry({ entry, layer, head }, position, text) {
+      state.tab.value = "entry";
+      batch(() => {
+        state.fields.entry.value = `${entry}`;
+        state.fields.of.value = `${layer}`;
+      });
+      await answerTo("entry", { entry, layer, head, position }, text);
     },
+    /** Take the entry of the page out, at the token that is chosen there, or put it back. */
+    async takeOut(isOut) {
+      state.isOut.value = isOut;
+      if (isOut) await askEntry("without");
+    },
+    findPassages: () => askEntry("passages"),
     stop: studio.stopModel,
   });
 }

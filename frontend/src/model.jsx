@@ -1,18 +1,24 @@
 // The model that the studio was started with: its audit, its geometry, its bias, what its feed-forward layers do.
 
-import { useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
+import { Entry, Trace } from "./entry.jsx";
 import { grouped, percent, plural } from "./format.js";
 import { AuditMap, HeatMap, Plane, signed } from "./model_charts.jsx";
 import { createModel, VIEWS } from "./model.js";
+import { Why } from "./why.jsx";
 
-const TITLES = { audit: "Audit", geometry: "Geometry", bias: "Bias", trace: "Trace" };
+const TITLES = { audit: "Audit", geometry: "Geometry", bias: "Bias", trace: "Trace", entry: "Entry", why: "Why" };
 const ABOUT = {
   audit: "Changes tokens and watches every module. An output that changes although the model’s order forbids it is a leak, shown with the layer and module where it starts.",
   geometry: "Symmetry and directionality of W_q and W_k in every layer and head, from the weights alone.",
   bias: "What the attached bias adds to the attention scores for this text, layer by layer, centred over each row.",
   trace: "Which entries of the feed-forward layers fire for each token, and what they add to the logit of the next one.",
+  entry: "One entry of the feed-forward layers: the tokens it pushes up and down, the texts where it fires most, the entries most like it, and the next token without it.",
+  why: "Why a query attends to a key: the score of one head as an exact sum over pairs of what earlier layers wrote at the two tokens.",
 };
+
+// What is typed for a view: a signal of the state, its label, what an empty field means.
+const FIELDS = { entry: [["entry", "entry", "the strongest"], ["of", "layer", "its own"]], why: [["layer", "layer", ""], ["head", "head", ""]] };
 
 export function Model({ studio }) {
   studio.model ??= createModel(studio);
@@ -24,7 +30,7 @@ export function Model({ studio }) {
       <main class="model-none">
         <div class="ended">
           <h2>No model</h2>
-          <p>Start the studio with one, and its audit, geometry, bias and trace are here: <code>attnflow studio smollm2-135m</code>, a folder, a GGUF file or a model of the hub.</p>
+          <p>Start the studio with one, and its audit, geometry, bias, trace, entries and scores are here: <code>attnflow studio smollm2-135m</code>, a folder, a GGUF file or a model of the hub.</p>
         </div>
       </main>
     );
@@ -80,10 +86,18 @@ function Work({ state, studio }) {
     <section class="panel work" aria-labelledby="work-title">
       <h2 id="work-title">{TITLES[name]}</h2>
       <p class="quiet about">{ABOUT[name]}</p>
-      <div class="buttons">
-        <button type="button" disabled={!ready} onClick={() => state.run(name)}>{result.value ? "Run again" : "Run"}</button>
-        <button type="button" disabled={!busy} onClick={state.stop}>Stop</button>
-      </div>
+      <form onSubmit={(event) => { event.preventDefault(); if (ready) state.run(name); }}>
+        {(FIELDS[name] ?? []).map(([field, label, empty]) => (
+          <label class="field" key={field}>
+            <span>{label}</span>
+            <input type="text" inputMode="numeric" autocomplete="off" placeholder={empty} value={state.fields[field].value} onInput={(event) => (state.fields[field].value = event.currentTarget.value)} />
+          </label>
+        ))}
+        <div class="buttons">
+          <button type="submit" disabled={!ready}>{result.value ? "Run again" : "Run"}</button>
+          <button type="button" disabled={!busy} onClick={state.stop}>Stop</button>
+        </div>
+      </form>
       <div class="progress" role="status">
         {busy && (
           <>
@@ -120,7 +134,7 @@ function View({ state }) {
   const name = state.tab.value;
   const { value, error, text } = state.results[name].value;
   const info = state.info.value;
-  const Shown = { audit: Audit, geometry: Geometry, bias: Bias, trace: Trace }[name];
+  const Shown = { audit: Audit, geometry: Geometry, bias: Bias, trace: Trace, entry: Entry, why: Why }[name];
   return (
     <>
       {error && <p class="trouble" role="alert">{error}</p>}
@@ -179,8 +193,8 @@ function Geometry({ value }) {
         <Plane stack={stack} />
         {stack.heads.symmetry && (
           <div class="heads">
-            <HeatMap title="Symmetry of heads" values={stack.heads.symmetry} sides={stack.heads.symmetry.map((_, i) => `layer ${i}`)} columns={stack.heads.symmetry[0].map((_, i) => `head ${i}`)} />
-            <HeatMap title="Directionality of heads" values={stack.heads.directionality} sides={stack.heads.directionality.map((_, i) => `layer ${i}`)} columns={stack.heads.directionality[0].map((_, i) => `head ${i}`)} />
+            <Heads title="Symmetry of heads" values={stack.heads.symmetry} />
+            <Heads title="Directionality of heads" values={stack.heads.directionality} />
           </div>
         )}
       </div>
@@ -189,6 +203,8 @@ function Geometry({ value }) {
     </section>
   ));
 }
+
+const Heads = ({ title, values }) => <HeatMap title={title} values={values} x="head" y="layer" sides={values.map((_, i) => `layer ${i}`)} columns={values[0].map((_, i) => `head ${i}`)} />;
 
 function Bias({ state, value }) {
   return (
@@ -199,7 +215,7 @@ function Bias({ state, value }) {
         <tbody>
           {value.layers.map((each) => (
             <tr key={each.layer}>
-              <th scope="row"><button type="button" aria-pressed={value.layer === each.layer} disabled={state.busy.value !== null} onClick={() => state.run("bias", { layer: value.layer === each.layer ? null : each.layer })}>{each.layer}</button></th>
+              <th scope="row"><button type="button" aria-pressed={value.layer === each.layer} disabled={state.busy.value !== null} onClick={() => state.choose("bias", { layer: value.layer === each.layer ? null : each.layer })}>{each.layer}</button></th>
               <td class="n">{each.strength ?? "–"}</td>
               <td class="n">{each.moved === null ? "–" : percent(each.moved)}</td>
               <td class="n">{each.rank1 === null ? "–" : percent(each.rank1)}</td>
@@ -207,49 +223,8 @@ function Bias({ state, value }) {
           ))}
         </tbody>
       </table>
-      <HeatMap title={value.layer === null ? "The last query in every layer" : `Every query in layer ${value.layer}`} values={value.values} sides={value.sides} columns={value.tokens} />
+      <HeatMap title={value.layer === null ? "The last query in every layer" : `Every query in layer ${value.layer}`} values={value.values} x="key" y={value.layer === null ? "layer" : "query"} sides={value.sides} columns={value.tokens} />
       <p class="quiet">The bias is centred over each row, because softmax sees nothing else of it. Choose a layer to see all its queries.</p>
-    </>
-  );
-}
-
-function Trace({ state, value }) {
-  const map = useSignal("values");
-  const effects = !value.without;
-  return (
-    <>
-      <div class="strip pick" role="group" aria-label="Token whose entries are listed">
-        {value.tokens.map((token, i) => (
-          <button type="button" class="token" aria-pressed={i === value.position} disabled={state.busy.value !== null} title={`position ${i}`} onClick={() => state.run("trace", { position: i })}>{token}</button>
-        ))}
-      </div>
-      <label class="field map-field">
-        <span>map</span>
-        <select value={map.value} onChange={(event) => (map.value = event.currentTarget.value)}>
-          <option value="values">{effects ? "direct effect on the logit of the next token" : "norm of what entries write"}</option>
-          <option value="active">share of active entries</option>
-        </select>
-      </label>
-      <HeatMap title={map.value === "active" ? "Share of active entries" : effects ? "Direct effect" : "Norm written"} values={value[map.value]} sides={value.sides} columns={value.tokens} column={value.position} />
-      <h3>Entries at {value.tokens[value.position]} <span class="aside">{value.target ? `effects on the logit of ${value.target}` : ""}{value.logit === null ? "" : `, ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean`}</span></h3>
-      {value.without && <p class="quiet">No direct effects: {value.without}.</p>}
-      {value.entries.length ? (
-        <table class="numbers">
-          <thead><tr><th scope="col">layer · entry</th><th scope="col">promotes</th><th scope="col" class="n">score</th><th scope="col" class="n">weight</th><th scope="col" class="n">norm</th><th scope="col" class="n">effect</th></tr></thead>
-          <tbody>
-            {value.entries.map((entry) => (
-              <tr key={entry.name}>
-                <th scope="row" class="n">{entry.name}</th>
-                <td>{entry.words}</td>
-                <td class="n">{signed(entry.score)}</td>
-                <td class="n">{signed(entry.weight)}</td>
-                <td class="n">{entry.norm === null ? "–" : entry.norm.toPrecision(3)}</td>
-                <td class="n">{signed(entry.effect)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      ) : <p class="quiet">No entry fired for this token.</p>}
     </>
   );
 }

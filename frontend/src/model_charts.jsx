@@ -94,37 +94,77 @@ function scale(values, from, to) {
 
 const WIDEST = 720;
 
-/** Numbers as colours, the first row at the top: the accent where positive, amber where negative. */
-export function HeatMap({ title, values, sides, columns, column = null }) {
+/** Numbers as colours, the first row at the top: blue where positive, red where negative; `onPick(row, column)` takes a click. */
+export function HeatMap({ title, values, sides, columns, x, y, row = null, column = null, onPick = null, words = signed }) {
   const pointed = useSignal(null);
-  const limit = values.reduce((most, row) => row.reduce((least, value) => Math.max(least, Math.abs(value ?? 0)), most), 0);
+  const { limit, largest } = reach(values);
   const cell = Math.max(4, Math.min(18, Math.floor(WIDEST / columns.length)));
   const high = Math.max(8, Math.min(18, Math.floor(420 / values.length)));
-  const left = 8 + 6.4 * Math.min(16, Math.max(...sides.map((side) => side.length)));
+  const left = 24 + 6.4 * Math.min(16, Math.max(...sides.map((side) => side.length)));
   const named = cell >= 11 && columns.some((name) => !name.startsWith("head "));
-  const top = named ? 8 + 6.4 * Math.min(12, Math.max(...columns.map((name) => name.length))) : 18;
+  const top = (named ? 8 + 6.4 * Math.min(12, Math.max(...columns.map((name) => name.length))) : 18) + 14;
   const step = Math.ceil(11 / high);
   const here = pointed.value;
+  const [wide, tall] = [cell * columns.length, high * values.length];
   return (
-    <figure class="chart heat">
+    <figure class={onPick ? "chart heat picks" : "chart heat"}>
       <figcaption>{title}</figcaption>
       <div class="scroll" tabIndex={0} role="region" aria-label={title}>
-        <svg width={left + cell * columns.length + 4} height={top + high * values.length + 4} role="img" aria-label={`${title}: ${values.length} rows, ${columns.length} columns, largest size ${limit.toPrecision(3)}`} onPointerLeave={() => (pointed.value = null)}>
+        <svg width={Math.max(left + wide, left + 6 * x.length) + 4} height={Math.max(top + tall, top + 6 * y.length) + 4} role="img" aria-label={`${title}: ${values.length} rows (${y}), ${columns.length} columns (${x}), largest size ${largest.toPrecision(3)}`} onPointerLeave={() => (pointed.value = null)}>
+          <text class="axis" x={left} y={11}>{x} →</text>
+          <text class="axis" transform={`translate(11 ${top}) rotate(-90)`} text-anchor="end">← {y}</text>
           {columns.map((name, i) => (named ? <text class="tick" transform={`translate(${left + (i + 0.5) * cell + 3.5} ${top - 4}) rotate(-90)`}>{clipped(name, 12)}</text> : i % Math.ceil(28 / cell) === 0 && <text class="tick" x={left + (i + 0.5) * cell} y={top - 5} text-anchor="middle">{i}</text>))}
-          {values.map((row, r) => (
+          {values.map((cells, r) => (
             <g>
               {r % step === 0 && <text class="tick" x={left - 5} y={top + (r + 0.5) * high + 3.5} text-anchor="end">{clipped(sides[r], 16)}</text>}
-              {row.map((value, c) => (
-                <rect x={left + c * cell} y={top + r * high} width={cell - 0.6} height={high - 0.6} class={value === null ? "void" : value < 0 ? "minus" : "plus"} fill-opacity={value === null ? 1 : limit ? Math.max(0.03, Math.abs(value) / limit) : 0.03} onPointerEnter={() => (pointed.value = [r, c])} />
+              {cells.map((value, c) => (
+                <rect x={left + c * cell} y={top + r * high} width={cell - 0.6} height={high - 0.6} class={value === null ? "void" : value < 0 ? "minus" : "plus"} fill-opacity={value === null ? 1 : limit ? Math.max(0.03, Math.min(1, Math.abs(value) / limit)) : 0.03} onPointerEnter={() => (pointed.value = [r, c])} onClick={onPick && value !== null ? () => onPick(r, c) : undefined} />
               ))}
             </g>
           ))}
-          {column !== null && <rect class="chosen" x={left + column * cell - 0.5} y={top - 0.5} width={cell + 0.4} height={high * values.length} />}
+          {column !== null && <rect class="chosen" x={left + column * cell - 0.8} y={top + (row ?? 0) * high - 0.8} width={cell + 1} height={(row === null ? tall : high) + 1} />}
         </svg>
       </div>
-      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${signed(values[here[0]][here[1]])}` : `Largest size ${limit.toPrecision(3)}; the accent is positive, amber negative.`}</p>
+      <p class="readout n">{here ? `${sides[here[0]]}, ${columns[here[1]]}: ${words(values[here[0]][here[1]])}` : `Largest size ${largest.toPrecision(3)}${limit < largest ? `; colours end at ${limit.toPrecision(3)}, which 99 of 100 stay below` : ""}. Blue is positive, red negative.`}</p>
     </figure>
   );
 }
 
+/** Up to which size colours grow: one cell far beyond the others would leave these all pale. */
+function reach(values) {
+  const sizes = values.flat().filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+  const largest = sizes.at(-1) ?? 0;
+  return { largest, limit: sizes[Math.floor(0.99 * (sizes.length - 1))] || largest };
+}
+
 const clipped = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+
+/** A signed number as a bar from the middle of its cell, so that a column of them is read at a glance. */
+export function Bar({ value, limit }) {
+  const share = limit ? Math.min(1, Math.abs(value ?? 0) / limit) : 0;
+  return (
+    <svg class="bar" viewBox="-50 0 100 10" width="100" height="10" aria-hidden="true">
+      <path d="M0,0V10" />
+      <rect class={value < 0 ? "minus" : "plus"} x={value < 0 ? -50 * share : 0} y="1.5" width={50 * share} height="7" />
+    </svg>
+  );
+}
+
+/** Tokens as buttons, coloured by a number; the chosen one is pressed. */
+export function Tokens({ label, tokens, values = null, chosen = null, disabled = false, onPick, words = signed }) {
+  const limit = values ? Math.max(...values.map((value) => Math.abs(value ?? 0))) : 0;
+  return (
+    <div class="strip pick" role="group" aria-label={label}>
+      {tokens.map((token, i) => (
+        <Token key={i} text={token} value={values?.[i] ?? null} limit={limit} pressed={i === chosen} disabled={disabled} title={`position ${i}${values ? `: ${words(values[i])}` : ""}`} onClick={onPick ? () => onPick(i) : null} />
+      ))}
+    </div>
+  );
+}
+
+function Token({ text, value, limit, pressed, disabled, title, onClick }) {
+  const share = limit && value ? Math.round(50 * Math.min(1, Math.abs(value) / limit)) : 0;
+  const style = share ? { background: `color-mix(in srgb, var(${value < 0 ? "--minus" : "--plus"}) ${share}%, var(--page))` } : undefined;
+  if (!onClick) return <span class="token" style={style} title={title}>{text}</span>;
+  return <button type="button" class="token" style={style} aria-pressed={pressed} disabled={disabled} title={title} onClick={onClick}>{text}</button>;
+}

@@ -2,7 +2,7 @@
 
 import { useSignalEffect } from "@preact/signals";
 import { Answers, CopyButton, Order } from "./answers.jsx";
-import { grouped, percent } from "./format.js";
+import { grouped, percent, plural } from "./format.js";
 import { Hasse } from "./hasse.jsx";
 import { LabelsPanel } from "./labels_panel.jsx";
 import { BrushPanel, FileButton, LayersPanel, MaskPanel } from "./mask_panel.jsx";
@@ -82,18 +82,33 @@ function toggleTheme() {
   document.dispatchEvent(new Event("themechange"));
 }
 
+/** What the colours of a matrix mean: [name of the colour, text]. */
+export function Legend({ items }) {
+  return <p class="legend">{items.map(([colour, text]) => <><span class={`swatch ${colour}`} /> {text}</>)}</p>;
+}
+
+function legendOf(studio) {
+  const preview = studio.preview.value.value;
+  const lit = studio.lit.value;
+  if (!preview) return [["given", "allowed"], ["flow", `read after ${plural(lit, "layer")}`], ...(studio.path.value ? [["leak", "path of the leak"]] : [])];
+  const name = preview.name.replaceAll("_", " ");
+  if (preview.size !== studio.size.value) return [["given", `allowed by ${name}, not used yet: ${plural(preview.pairs, "pair")}`]];
+  return [["given", `in both ${grouped(preview.both)}`], ["missing", `only in the mask ${grouped(preview.here)}`], ["extra", `only in ${name} ${grouped(preview.chosen)}`]];
+}
+
 export function Readout({ studio }) {
   const most = studio.maxLayers.value;
   const field = studio.field.value;
-  const lit = studio.lit.value;
+  const lit = Math.min(studio.lit.value, field?.followed ?? Infinity);
   const read = field ? field.runs.reduce((sum, [first, last, layer]) => sum + (layer <= lit ? last - first : 0), 0) : 0;
   const n = studio.size.value;
   return (
     <div class="reading">
+      <Legend items={legendOf(studio)} />
       <label class="slider">
         <span>Layers</span>
-        <input type="range" aria-label="Layers" min="0" max={most} value={lit} aria-valuetext={`after ${lit} of ${most} layers`} onInput={(event) => (studio.layers.value = Number(event.currentTarget.value))} />
-        <output class="n">{lit} / {most}</output>
+        <input type="range" aria-label="Layers" min="0" max={most} value={studio.lit.value} aria-valuetext={`after ${studio.lit.value} of ${studio.depth.value} layers`} onInput={(event) => (studio.layers.value = Number(event.currentTarget.value))} />
+        <output class="n">{grouped(studio.lit.value)} / {grouped(studio.depth.value)}</output>
       </label>
       <div class="buttons zoom" role="group" aria-label="Zoom">
         <button type="button" aria-label="Zoom in" onClick={() => studio.zoom(0.5, studio.cursor.value ?? undefined)}>+</button>
@@ -102,7 +117,7 @@ export function Readout({ studio }) {
       </div>
       <output id="readout" aria-live="polite">
         {field && studio.cursor.value
-          ? <><b class="n">{pairText(studio)}</b> <span>{`after ${lit} layer${lit === 1 ? "" : "s"} ${field.position} has read ${grouped(read)} of ${grouped(n)} (${percent(read / n)})`}{studio.pinned.value ? " · held" : ""}</span></>
+          ? <><b class="n">{pairText(studio)}</b> <span>{`after ${plural(lit, "layer")} ${field.position} has read ${grouped(read)} of ${grouped(n)} (${percent(read / n)})`}{studio.pinned.value ? " · held" : ""}</span></>
           : <span>Point at a row to see what it has read. Click holds it; the arrow keys walk.</span>}
       </output>
     </div>
@@ -114,7 +129,9 @@ function pairText(studio) {
   const tokens = studio.view.value.tokens;
   const name = (position) => (tokens[position] ? `${position} “${tokens[position]}”` : `${position}`);
   const run = studio.field.value.position === query && studio.field.value.runs.find(([first, last]) => first <= key && key < last);
-  const when = !run ? (studio.field.value.position === query ? "never" : "…") : run[2] === 0 ? "itself" : run[2] === 1 ? "in one layer" : `in ${run[2]} layers`;
+  const { followed } = studio.field.value;
+  const end = followed < studio.depth.value ? `not in ${plural(followed, "layer")}` : "never";
+  const when = !run ? (studio.field.value.position === query ? end : "…") : run[2] === 0 ? "itself" : run[2] === 1 ? "in one layer" : `in ${run[2]} layers`;
   return `${name(query)} ← ${name(key)}: ${when}`;
 }
 

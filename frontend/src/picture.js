@@ -1,19 +1,19 @@
 // How a tile becomes pixels and where things lie on the canvas. Colours come from the style sheet.
 
-const MARGIN = { left: 44, top: 30, right: 6, bottom: 6 };
-const WIDE = { left: 82, top: 76, right: 6, bottom: 6 };
+const MARGIN = { left: 54, top: 38, right: 6, bottom: 6 };
+const WIDE = { left: 92, top: 88, right: 6, bottom: 6 };
 
 export function palette(element) {
   const style = getComputedStyle(element);
   const colour = (name) => style.getPropertyValue(name).trim();
-  const names = ["page", "panel", "ink", "soft", "rule", "cell", "flow", "leak", "missing", "dead"];
+  const names = ["page", "panel", "ink", "soft", "rule", "cell", "flow", "leak", "missing", "extra", "dead"];
   return { ...Object.fromEntries(names.map((name) => [name, colour(`--${name}`)])), font: colour("--mono") };
 }
 
 /** Where the matrix lies in a square of `side` pixels, and what one position takes. */
 export function geometry(side, size, window, withTokens) {
   const { query, key, span } = window ?? { query: 0, key: 0, span: size };
-  const margin = withTokens && side / span > 9 ? WIDE : size > 1e5 ? { ...MARGIN, left: 52 } : MARGIN;
+  const margin = withTokens && side / span > 9 ? WIDE : size > 1e5 ? { ...MARGIN, left: 62 } : MARGIN;
   const extent = Math.max(1, side - margin.left - margin.right);
   const height = Math.max(1, side - margin.top - margin.bottom);
   const inner = Math.min(extent, height);
@@ -63,7 +63,7 @@ export function painter() {
   let last = { cells: null, colours: null };
   let canvas = null;
   return (tile, colours) => {
-    const hues = [colours.cell, colours.missing, colours.flow].join();
+    const hues = [colours.cell, colours.missing, colours.extra].join();
     const same = last.cells === tile.cells && last.hues === hues;
     if (same) return canvas;
     canvas = new OffscreenCanvas(Math.max(1, tile.columns), Math.max(1, tile.rows));
@@ -80,7 +80,7 @@ function pixels(tile, colours) {
   const { rows, columns } = tile;
   const data = new ImageData(columns, rows);
   const view = new Uint32Array(data.data.buffer);
-  for (const [plane, colour] of [["allowed", colours.cell], ["missing", colours.missing], ["extra", colours.flow]]) {
+  for (const [plane, colour] of [["allowed", colours.cell], ["missing", colours.missing], ["extra", colours.extra]]) {
     const cells = tile.cells[plane];
     if (!cells) continue;
     const [r, g, b] = rgb(colour);

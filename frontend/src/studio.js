@@ -4,6 +4,8 @@ import { batch, computed, effect, signal } from "@preact/signals";
 import { decoded } from "./picture.js";
 
 const QUESTIONS = ["flow", "diagram", "leaks", "cost"];
+const ABOUT_LABELS = ["labels", "label", "source", "tokens"]; // what changes no mask
+const RESTS = 250; // milliseconds after which a pointer that rests is told what takes longer
 const COARSE_CELLS = 512;
 export const FINE = 1024; // positions up to which every pair is drawn
 
@@ -18,6 +20,8 @@ export function createStudio(place) {
     view: signal(null),
     catalogue: signal(null),
     tile: signal(null),
+    candidate: signal(null), // {name, settings}: a mask chosen in the form that is not used yet
+    preview: signal({ value: null, error: "" }), // the candidate beside the layer's mask
     answers: Object.fromEntries([...QUESTIONS, "code"].map((name) => [name, signal({ value: null, error: "" })])),
     field: signal(null),
     message: signal({ kind: "", text: "" }),
@@ -42,10 +46,11 @@ export function createStudio(place) {
   let linking = 0;
 
   studio.size = computed(() => studio.view.value?.size ?? 0);
-  studio.maxLayers = computed(() => {
+  studio.depth = computed(() => {
     const flow = studio.answers.flow.value.value;
-    return flow ? Math.min(flow.num_layers ?? flow.depth, 256) : 1;
+    return flow ? (flow.num_layers ?? flow.depth) : 1;
   });
+  studio.maxLayers = computed(() => Math.min(studio.depth.value, studio.answers.flow.value.value?.followed ?? Infinity));
   studio.lit = computed(() => Math.min(studio.layers.value ?? studio.maxLayers.value, studio.maxLayers.value));
   studio.path = computed(() => {
     const leaks = studio.answers.leaks.value.value?.leaks ?? [];
@@ -76,6 +81,7 @@ export function createStudio(place) {
   /** Change the design; `start` is when the reader's hand asked for it, in milliseconds of this page. */
   async function act(op, values = {}, start = performance.now()) {
     hurry(); // what was typed before comes first
+    const isMask = !ABOUT_LABELS.includes(op);
     const size = studio.size.value;
     const window = size ? windowOf() : undefined;
     const reply = await ask({ op, ...values, ...(window ? { tile: window } : {}) });
@@ -85,7 +91,10 @@ export function createStudio(place) {
       if (reply.restarted) await synchronise();
       return false;
     }
-    const drawn = take(reply, window);
+    const drawn = batch(() => {
+      if (isMask) consider(null);
+      return take(reply, window);
+    });
     afterPaint(() => {
       const end = performance.now();
       performance.measure("attnflow redrawn", { start, end });
@@ -131,8 +140,22 @@ export function createStudio(place) {
     }, 300);
   }
 
+  /** Look at a mask of the catalogue beside the layer's, with settings that suit it where none are given; or at none. */
+  async function consider(candidate) {
+    studio.candidate.value = candidate;
+    if (!candidate) return void (studio.preview.value = { value: null, error: "" });
+    studio.message.value = { kind: "", text: "" };
+    const { revision } = studio.view.peek();
+    const reply = await ask({ op: "preview", layer: studio.layer.value, ...candidate, tile: windowOf(), revision });
+    studio.waiting.value = null;
+    if (studio.candidate.peek() !== candidate) return; // another one has been chosen, or this one used
+    if (reply.stale) return consider(candidate);
+    studio.preview.value = reply.ok ? { value: { ...reply, tile: decoded(reply.tile) }, error: "" } : { value: null, error: reply.error };
+  }
+
   async function draw() {
     const window = windowOf();
+    if (studio.candidate.peek()) consider({ ...studio.candidate.peek() });
     const reply = await ask({ op: "tile", ...window, revision: studio.view.value.revision });
     studio.waiting.value = null;
     if (reply.ok && !reply.stale && sameWindow(window, windowOf())) show(reply, window);
@@ -177,23 +200,35 @@ export function createStudio(place) {
   async function catchUp() {
     const reply = await ask({ op: "state" });
     if (!reply.ok || reply.revision === studio.view.peek()?.revision) return;
-    take(reply);
+    batch(() => {
+      consider(null);
+      take(reply);
+    });
     await Promise.all([draw(), inquire()]);
   }
 
   let following = false;
-  async function follow() {
+  let resting = 0;
+  async function follow(layers = 0) {
+    clearTimeout(resting);
     if (following) return;
     following = true;
     const isNew = () => studio.field.value?.position !== studio.cursor.value.query || studio.field.value.of !== studio.view.value.revision;
-    while (studio.cursor.value && isNew()) {
+    const isShort = () => layers > studio.field.value.followed;
+    while (studio.cursor.value && (isNew() || isShort())) {
       const position = studio.cursor.value.query;
       const { revision } = studio.view.value;
-      const reply = await ask({ op: "field", position, revision });
+      const reply = await ask({ op: "field", position, revision, layers });
       if (!reply.ok || reply.stale) break;
       studio.field.value = { ...reply, of: revision };
+      layers = 0; // the next position is new
     }
     following = false;
+    if (studio.cursor.value && studio.lit.value > studio.field.value?.followed) followLater();
+  }
+  function followLater() {
+    clearTimeout(resting);
+    resting = setTimeout(() => follow(studio.lit.value), RESTS);
   }
 
   Object.assign(studio, {
@@ -201,6 +236,7 @@ export function createStudio(place) {
     ask,
     draw,
     catchUp,
+    consider,
     async showCode() {
       const reply = await ask({ op: "code" });
       if (reply.ok) studio.answers.code.value = { value: reply, error: "" };
@@ -245,7 +281,10 @@ export function createStudio(place) {
       }
     },
     selectLayer(layer) {
-      studio.layer.value = layer;
+      batch(() => {
+        consider(null);
+        studio.layer.value = layer;
+      });
       draw();
       inquire();
     },
@@ -304,6 +343,9 @@ export function createStudio(place) {
     }, 40);
   }
 
+  effect(() => {
+    if (studio.lit.value > (studio.field.peek()?.followed ?? Infinity)) followLater();
+  });
   effect(() => {
     if (studio.tab.value === "code" && studio.view.peek()) studio.showCode();
   });

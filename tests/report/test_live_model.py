@@ -3,12 +3,13 @@
 import json
 
 import pytest
+import torch
 
 import attnflow as af
 from attnflow.models.loaded import Loaded
 from attnflow.report.live import model as live
 from attnflow.report.live.model import MAX_CHARACTERS, ModelSession
-from tests.models import ZOO
+from tests.models import ZOO, modular, tiny
 
 TEXT = "5 6 7 8 9 10 11 12"
 IDS = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -95,6 +96,92 @@ def test_the_trace_is_that_of_knowledge(page, network):
     assert "position must be one of" in ask(page, "trace", text=TEXT, position=99)["error"]
 
 
+def test_promoted_and_suppressed_tokens_are_those_of_weight_times_value(page, network):
+    entries = ask(page, "trace", text=TEXT)["entries"]
+    assert {entry["weight"] > 0 for entry in entries} == {True, False}
+    unembedding = network.lm_head.weight * network.model.norm.weight
+    for entry in entries:
+        layer, place = divmod(entry["entry"], 48)
+        change = unembedding @ network.model.layers[layer].mlp.down_proj.weight[:, place] * entry["weight"]
+        assert entry["promotes"].split() == [str(token) for token in change.topk(5).indices.tolist()]
+        assert entry["suppresses"].split() == [str(token) for token in (-change).topk(5).indices.tolist()]
+
+
+def test_the_page_of_an_entry_is_that_of_knowledge(page, network):
+    strongest = ask(page, "trace", text=TEXT)["entries"][0]
+    reply = ask(page, "entry", text=TEXT)
+    assert reply["entry"] == strongest["entry"], "the strongest of the last token, unless one is asked for"
+    assert reply["weights"][reply["position"]] == strongest["weight"]
+
+    reply = ask(page, "entry", text=TEXT, entry=60, position=2)
+    found = af.knowledge.entry(network, 60, texts=[IDS])
+    assert (reply["entry"], reply["layer"], reply["position"]) == (60, 1, 2)
+    assert [one["token"] for one in reply["up"]] == [one.token for one in found.raised]
+    assert [one["value"] for one in reply["down"]] == pytest.approx([one.strength for one in found.lowered], rel=1e-3)
+    assert [one["entry"] for one in reply["near"]["value"]] == [one.entry for one in found.near_by_value]
+    assert [one["cosine"] for one in reply["near"]["key"]] == pytest.approx(
+        [one.cosine for one in found.near_by_key], rel=1e-3
+    )
+    found = ask(page, "passages", text=TEXT, entry=60)
+    assert (found["entry"], found["read"]) == (60, 8)
+    [example] = found["examples"]
+    assert example["tokens"] == TEXT.split()
+    assert abs(example["weights"][example["at"]]) == max(map(abs, example["weights"]))
+
+
+def test_an_entry_that_several_layers_read_is_asked_for_with_its_layer(monkeypatch):
+    network = modular(torch.float32)
+    monkeypatch.setattr(live, "load_model", lambda name, tokenizer=True: Loaded(network, None))
+    page = ModelSession("tiny")
+    strongest = ask(page, "trace", text=TEXT)["entries"][0]
+    place = {name: strongest[name] for name in ("entry", "layer", "head")}
+    assert place.items() <= ask(page, "entry", text=TEXT).items()
+    assert place.items() <= ask(page, "entry", text=TEXT, **place).items()
+    assert "layers [0, 1] all read entry 5" in ask(page, "entry", text=TEXT, entry=5)["error"]
+
+
+def test_an_entry_taken_out_changes_the_next_token_as_a_zeroed_column_does(page, network):
+    reply = ask(page, "without", text=TEXT, entry=60, position=4)
+    with torch.no_grad():
+        before = network(torch.tensor([IDS])).logits[0, 4].softmax(-1)
+        network.model.layers[1].mlp.down_proj.weight[:, 12] = 0
+        after = network(torch.tensor([IDS])).logits[0, 4].softmax(-1)
+    for row in reply["rows"]:
+        token = int(row["token"])
+        assert row["before"] == pytest.approx(float(before[token]), rel=1e-3)
+        assert row["after"] == pytest.approx(float(after[token]), rel=1e-3)
+        assert row["change"] == pytest.approx(float(after[token] - before[token]), rel=1e-2, abs=1e-6)
+    assert reply["kl"] == pytest.approx(float((before * (before / after).log()).sum()), rel=1e-2)
+    assert reply["changed"] == (int(before.argmax()) != int(after.argmax()))
+
+
+def test_the_terms_of_a_score_are_those_of_geometry_and_add_up_to_it(page, network):
+    reply = ask(page, "why", text=TEXT, layer=1, head=2, query=5, key=3)
+    found = af.geometry.attribute(network, IDS, 1, head=2, query=5)
+    at = found.keys.index(3)
+    assert (reply["query"], reply["key"], reply["head"], reply["heads"]) == (5, 3, 2, [0, 1, 2, 3])
+    assert reply["weights"][2] == pytest.approx(found.weights.tolist(), rel=1e-3, abs=1e-6)
+    largest = reply["terms"][0]
+    places = found.components.index(largest["query"]), found.components.index(largest["key"])
+    assert largest["raw"] == pytest.approx(float(found.raw[at][places]), rel=1e-3)
+    assert abs(largest["centred"]) == pytest.approx(float(found.centred[at].abs().max()), rel=1e-3)
+    assert reply["sum"]["raw"] == pytest.approx(float(found.scores[at]), rel=1e-3)
+    for name in ("raw", "centred"):
+        parts = [each[name] for each in [*reply["terms"], reply["rest"], *reply["constants"]]]
+        assert sum(parts) == pytest.approx(reply["sum"][name], rel=2e-3, abs=2e-3)
+    chosen = ask(page, "why", text=TEXT, layer=1, head=2)
+    assert (chosen["query"], chosen["key"]) == (7, max(range(8), key=lambda key: chosen["weights"][2][key]))
+
+
+def test_a_model_without_entries_says_so_in_a_sentence(monkeypatch):
+    bare = tiny("Mamba2", torch.float32)
+    monkeypatch.setattr(live, "load_model", lambda name, tokenizer=True: Loaded(bare, None))
+    page = ModelSession("tiny")
+    for op in ("trace", "entry", "without"):
+        error = ask(page, op, text=TEXT, entry=3)["error"]
+        assert error.startswith("Mamba2ForCausalLM has no feed-forward layers that are known")
+
+
 @pytest.mark.parametrize(
     ("op", "message", "error"),
     [
@@ -106,6 +193,20 @@ def test_the_trace_is_that_of_knowledge(page, network):
         ("audit", {"text": "1" * 3000}, "no tokenizer"),
         ("bias", {"text": TEXT}, "bias"),
         ("trace", {"text": TEXT, "position": "0"}, "position: expected an integer"),
+        ("entry", {"text": TEXT, "entry": 96}, "no entry 96: the 96 ids go from 0 to 95"),
+        ("entry", {"text": TEXT, "entry": -1}, "id must be at least 0, got -1"),
+        ("entry", {"text": TEXT, "entry": "first"}, "entry: expected an integer"),
+        ("entry", {"text": TEXT, "position": 8}, "position must be one of"),
+        ("entry", {"text": "5 " * MAX_CHARACTERS, "entry": 3}, "at most 4,000 characters"),
+        ("passages", {"text": TEXT, "entry": 96}, "no entry 96"),
+        ("without", {"text": TEXT}, "entry: expected an integer"),
+        ("without", {"text": TEXT, "entry": 3, "position": 8}, "position must be"),
+        ("why", {"text": TEXT, "layer": 0, "head": 4}, "layer 0 has heads 0 to 3, got head 4"),
+        ("why", {"text": TEXT, "layer": 2, "head": 0}, "layer"),
+        ("why", {"text": TEXT, "layer": 0, "head": ""}, "head: expected an integer"),
+        ("why", {"text": TEXT, "layer": 0, "head": 0, "query": 8}, "query"),
+        ("why", {"text": TEXT, "layer": 0, "head": 0, "query": 2, "key": 8}, "has keys 0 to"),
+        ("why", {"text": "5 " * MAX_CHARACTERS, "layer": 0, "head": 0}, "at most 4,000 characters"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_words(page, op, message, error):

@@ -137,9 +137,21 @@ def ink(page) -> str:
 
 
 def choose(page, name) -> None:
-    """A mask of the catalogue."""
+    """A mask of the catalogue, looked at and not used yet."""
     page.get_by_label("Catalogue").select_option(name)
     settled(page)
+
+
+def join(page, how) -> None:
+    """Take the mask that is chosen: "Use", "& and" or "| or"."""
+    page.get_by_role("button", name=how, exact=True).click()
+    settled(page)
+
+
+def use(page, name) -> None:
+    """A mask of the catalogue in place of what there is."""
+    choose(page, name)
+    join(page, "Use")
 
 
 def look(page) -> None:

@@ -15,12 +15,14 @@ from tests.studio.browser import (
     design,
     fact,
     ink,
+    join,
     layer_title,
     legible,
     look,
     mask_of,
     opened,
     settled,
+    use,
 )
 
 pytestmark = pytest.mark.slow
@@ -38,27 +40,132 @@ def test_it_shows_the_mask_it_was_opened_with(page):
     assert colours(page, *pairs) == [allowed if WINDOW.allows(*pair) else forbidden for pair in pairs]
 
 
-def test_every_mask_of_the_catalogue_can_be_chosen(page):
+def write(page, name, text):
+    """Type a parameter of the mask."""
+    page.get_by_label(name, exact=True).fill(text)
+    page.keyboard.press("Tab")
+    settled(page)
+
+
+def test_every_mask_of_the_catalogue_can_be_used(page):
     names = page.get_by_label("Catalogue").locator("option").evaluate_all("all => all.map((each) => each.value)")
     assert len(names) == 17
     for name in names:
-        choose(page, name)
+        use(page, name)
         assert mask_of(page).name == name
         assert page.get_by_role("alert").count() == 0
         assert page.locator(".relation").text_content().strip()
 
 
+def test_the_first_mask_of_the_readme_is_drawn_by_clicks(page):
+    for name, text in (("n", "12"), ("window", "3")):
+        write(page, name, text)
+    choose(page, "document")
+    assert page.get_by_label("lengths").input_value() == "6,6"
+    join(page, "& and")
+    assert mask_of(page) == masks.document([6, 6]) & masks.sliding_window(12, 3)
+    assert fact(page, "Depth") == "3"
+
+
+def test_choosing_a_mask_previews_it_and_changes_nothing(page):
+    page.get_by_role("button", name="Next token").click()
+    settled(page)
+    before, undo, picture = design(page), page.get_by_role("button", name="Undo"), ink(page)
+    undone = undo.is_disabled()
+    for name in ("global_tokens", "butterfly", "longformer"):
+        choose(page, name)
+        assert design(page) == before
+        assert undo.is_disabled() == undone
+        assert ink(page) != picture
+    write(page, "indices", "3")
+    longformer = masks.longformer(16, 3, [3])
+    legend = page.locator(".reading .legend").text_content()
+    both, here, chosen = (WINDOW & longformer).nnz, (WINDOW & ~longformer).nnz, (longformer & ~WINDOW).nnz
+    assert f"in both {both}" in legend
+    assert f"only in the mask {here}" in legend
+    assert f"only in longformer {chosen}" in legend
+    hues = {pair: colours(page, pair)[0] for pair in ((5, 5), (9, 6), (3, 9), (2, 12))}
+    assert len(set(hues.values())) == 4
+    for pair, kind in (((8, 8), (5, 5)), ((15, 12), (9, 6)), ((9, 3), (3, 9)), ((0, 15), (2, 12))):
+        assert colours(page, pair)[0] == hues[kind]
+    page.keyboard.press("Escape")
+    settled(page)
+    assert design(page) == before
+    assert ink(page) == picture
+    assert page.get_by_label("window", exact=True).input_value() == "4"
+
+
+@pytest.mark.parametrize("how", ["& and", "| or"])
+def test_masks_are_joined_with_what_is_there(page, how):
+    joined = {"& and": lambda a, b: a & b, "| or": lambda a, b: a | b}[how]
+    assert page.get_by_role("button", name=how).is_disabled()  # with itself it would be the same
+    choose(page, "global_tokens")
+    join(page, how)
+    expected = joined(WINDOW, masks.global_tokens(16, [0, 8]))
+    assert mask_of(page) == expected
+    assert page.get_by_label("Catalogue").input_value() == "global_tokens"
+    choose(page, "sliding_window")  # another one of the same kind
+    write(page, "window", "8")
+    join(page, how)
+    assert mask_of(page) == joined(expected, masks.sliding_window(16, 8))
+    page.keyboard.press("Control+z")
+    page.keyboard.press("Control+z")
+    settled(page)
+    assert mask_of(page) == WINDOW
+    assert page.get_by_label("Catalogue").input_value() == "sliding_window"
+
+
 def test_and_or_not(page):
-    choose(page, "causal")
-    page.get_by_role("button", name="~ not").click()
-    settled(page)
+    use(page, "causal")
+    join(page, "~ not")
     assert mask_of(page) == ~masks.causal(16)
-    page.get_by_role("button", name="| or").click()
-    settled(page)
+    join(page, "| or")
     assert mask_of(page) == masks.full(16)
-    page.get_by_role("button", name="& and").click()
-    settled(page)
+    join(page, "& and")
     assert mask_of(page) == masks.causal(16)
+
+
+def test_what_is_typed_is_seen_at_once(page):
+    write(page, "n", "24")
+    assert mask_of(page) == masks.sliding_window(24, 4)
+    choose(page, "causal")
+    write(page, "n", "30")
+    page.get_by_text("A preview with 30 positions").wait_for()
+    assert page.get_by_role("button", name="& and").is_disabled()
+    join(page, "Use")
+    assert mask_of(page) == masks.causal(30)
+    choose(page, "full")
+    join(page, "& and")  # of a combination, no mask of the catalogue is the layer's own
+    write(page, "n", "20")
+    page.get_by_text("A preview with 20 positions").wait_for()
+    assert mask_of(page).num_queries == 30
+
+
+def test_a_mask_that_cannot_be_is_refused_where_it_is_typed(page):
+    write(page, "n", "131072")
+    use(page, "longformer")
+    choose(page, "butterfly")  # of so many tokens it has too many positions: it begins with its example
+    assert page.get_by_label("n", exact=True).input_value() == "6"
+    assert page.locator("footer [role=alert]").count() == 0
+    for name, text, error in (("n", "131072", "expected 1 to 131,072 positions"), ("n", "-3", "n must be")):
+        write(page, name, text)
+        page.locator(".choice.trouble").filter(has_text=error).wait_for()
+        assert page.get_by_role("button", name="Use").is_disabled()
+    write(page, "n", "5")
+    join(page, "Use")
+    assert mask_of(page) == masks.butterfly(5)
+    for text in ("", "0", "7"):
+        write(page, "n", text)
+    assert mask_of(page) == masks.butterfly(7)
+
+
+def test_blocks_begin_at_sizes_that_divide_the_length(page):
+    for n, block in (("15", 1), ("48", 3), ("1024", 64)):
+        use(page, "causal")
+        write(page, "n", n)
+        choose(page, "big_bird")
+        assert page.locator(".choice.trouble").count() == 0
+        assert page.get_by_label("block", exact=True).first.input_value() == str(block)
 
 
 def test_painting_pairs_and_blocks_and_undoing(page):
@@ -95,7 +202,7 @@ def test_a_stack_of_layers(page):
     page.get_by_role("button", name="Add a layer").click()
     settled(page)
     page.locator(".layer").nth(1).click()
-    choose(page, "full")
+    use(page, "full")
     assert (mask_of(page, 0), mask_of(page, 1)) == (WINDOW, masks.full(16))
     assert "of 2 layers" in page.locator(".facts").text_content()
     page.get_by_role("button", name="Remove layer 1").click()
@@ -126,10 +233,10 @@ def test_the_slider_lights_the_receptive_field_of_the_row_under_the_pointer(page
 
 
 def test_the_diagram_follows_the_mask(page):
-    choose(page, "full")
+    use(page, "full")
     assert page.locator(".node").count() == 1
     page.get_by_label("n", exact=True).fill("600")
-    choose(page, "sliding_window")
+    use(page, "sliding_window")
     assert "Summarised" in page.locator("figcaption").text_content()
     assert 0 < page.locator(".node").count() <= 60
 
@@ -178,7 +285,7 @@ def test_code_to_copy(page):
 
 
 def test_the_address_holds_the_design(page, studio):
-    choose(page, "longformer")
+    use(page, "longformer")
     page.get_by_role("button", name="Next token").click()
     settled(page)
     expected = design(page)

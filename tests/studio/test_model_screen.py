@@ -9,24 +9,28 @@ from tests.studio.browser import WAIT, legible, opened, settled
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A studio of a model with a bias, an MLP of which reads the token after its own."""
+@pytest.fixture(scope="module", params=["with a leak", "plain"])
+def server(request, tmp_path_factory):
+    """A studio of a model with a bias, an MLP of which reads the token after its own; and one of the plain model."""
     pytest.importorskip("starlette")
     pytest.importorskip("websockets")
     from tests.studio.server import serving
 
     folder, bias = save_tiny_llama(tmp_path_factory.mktemp("tiny")), tmp_path_factory.mktemp("bias")
-    loaded = af.load_model(folder)
-    af.bias.attach(loaded, af.bias.GuidanceConfig(hidden_dim=8, init="kaiming", layers=[0, 1]))
-    af.bias.save(loaded, bias)
-    with serving(model={"model": folder, "bias": str(bias), "leaks": True}) as running:
-        yield running
+    subject = {"model": folder, "bias": None}
+    if request.param != "plain":
+        loaded = af.load_model(folder)
+        af.bias.attach(loaded, af.bias.GuidanceConfig(hidden_dim=8, init="kaiming", layers=[0, 1]))
+        af.bias.save(loaded, bias)
+        subject = {"model": folder, "bias": str(bias), "leaks": True}
+    with serving(model=subject) as running:
+        yield running, VIEWS[request.param]
 
 
 @pytest.mark.parametrize(("size", "scheme"), [("wide", "light"), ("phone", "dark")])
 def test_every_view_is_run_drawn_and_legible(browser, server, size, scheme):
-    with opened(browser, server, size, color_scheme=scheme) as page:
+    running, views = server
+    with opened(browser, running, size, color_scheme=scheme) as page:
         page.set_default_timeout(5 * WAIT)  # the first reading takes a process that imports everything
         page.get_by_role("button", name="Model", exact=True).click()
         page.wait_for_function("() => document.querySelector('.work button:not(:disabled)')?.textContent === 'Run'")
@@ -34,7 +38,7 @@ def test_every_view_is_run_drawn_and_legible(browser, server, size, scheme):
         about = page.locator(".panel").first.text_content()
         assert "LlamaForCausalLM" in about
         assert "4, 2 of keys" in about
-        for view, is_drawn in VIEWS.items():
+        for view, is_drawn in views.items():
             page.get_by_role("tab", name=view).click()
             page.locator(".work").get_by_role("button", name="Run").click()
             page.wait_for_function("() => document.querySelector('.work button')?.textContent === 'Run again'")
@@ -50,6 +54,24 @@ def audit(page):
     assert page.locator(".violations tbody tr").count() == 1
     assert page.get_by_role("tab", name="Audit").text_content() == "Audit1"
     assert "Forbidden pairs tested" in page.locator(".view .lines").text_content()
+
+
+def rerun(page):
+    page.locator(".work").get_by_role("button", name="Run again").click()
+    settled(page)
+
+
+def refused(page, field, value, sentence):
+    """A value is typed, and the page says in one sentence what is wrong, beside what it shows."""
+    page.locator(".work").get_by_label(field).fill(value)
+    rerun(page)
+    assert sentence in page.locator(".view > .trouble").text_content()
+    assert page.locator(".view > .trouble").count() == 1
+    assert page.locator(".numbers tbody tr").count() > 0
+
+
+def fills(page, kind):
+    return page.locator(f".heat rect.{kind}").first.evaluate("rect => getComputedStyle(rect).fill")
 
 
 def geometry(page):
@@ -75,11 +97,95 @@ def trace(page):
     page.locator(".strip .token").first.click()
     page.wait_for_function("() => document.querySelector('.strip .token')?.ariaPressed === 'true'")
     assert page.locator(".numbers tbody").text_content() != rows
+    assert page.locator(".heat text.axis").all_text_contents() == ["token →", "← layer"]
+    assert {fills(page, "plus"), fills(page, "minus")} in (BLUE_AND_RED, BLUE_AND_RED_ON_DARK)
+    heads = page.locator(".fired thead th").all_text_contents()
+    assert heads[1:3] == ["promotes here", "suppresses here"]
+    first = page.locator(".fired tbody tr").first
+    promoted, suppressed = (first.locator("td").nth(i).text_content().split() for i in (0, 1))
+    assert promoted
+    assert suppressed
+    assert not set(promoted) & set(suppressed)
     page.get_by_label("map").select_option("active")
     page.locator(".heat figcaption", has_text="Share of active entries").wait_for()
 
 
-VIEWS = {"Audit": audit, "Geometry": geometry, "Bias": bias, "Trace": trace}
+def entry(page):
+    """From a trace to an entry, to the one most like it, and to the next token without it."""
+    view = page.locator(".view")
+    page.get_by_role("tab", name="Trace").click()
+    name = page.locator(".fired tbody button").first.text_content()
+    page.locator(".fired tbody button").first.click()
+    page.wait_for_function("() => document.querySelector('#model-entry').ariaSelected === 'true'")
+    settled(page)
+    layer, identity = name.split(" · ")
+    assert view.locator("h3").first.text_content().startswith(f"Entry {identity} layer {layer} · norm of its value")
+    assert view.locator(".words tbody tr").count() == 16
+    view.get_by_role("button", name="Look for it").click()
+    view.locator(".passage").first.wait_for()
+    assert "active at" in view.locator(".passages h3").text_content()
+    assert view.get_by_role("group", name="Sonnet").count() + view.get_by_role("group", name="The text").count() > 1
+
+    page.get_by_role("switch").click()
+    page.locator(".without tbody tr").first.wait_for()
+    shares = [page.locator(".without tbody td").nth(i).text_content() for i in range(3)]
+    assert all(share.endswith(" %") for share in shares[:2])
+    assert number(shares[2]) == pytest.approx(number(shares[1][:-2]) - number(shares[0][:-2]), abs=0.11)
+    before = page.locator(".without tbody").text_content()
+    view.get_by_role("group", name="Token after which").get_by_role("button").last.click()
+    settled(page)
+    page.locator(".without tbody tr").first.wait_for()
+    assert page.locator(".without tbody").text_content() != before, "the switch stays on at another token"
+
+    near = view.locator("figure", has_text="Nearest by key").get_by_role("button").first
+    identity = near.text_content().split(" · ")[1]
+    near.click()
+    settled(page)
+    assert view.locator("h3").first.text_content().startswith(f"Entry {identity} ")
+    refused(page, "entry", "999", "no entry 999: the 96 ids go from 0 to 95")
+    refused(page, "entry", "one", "entry: expected an integer, got the text 'one'")
+    page.locator(".work").get_by_label("entry").fill("3")
+    refused(page, "layer", "1", "entry 3 belongs to layer 0, got layer=1: leave it out")
+    page.locator(".work").get_by_label("layer").fill("")
+    rerun(page)
+    assert page.locator(".view > .trouble").count() == 0
+
+
+def why(page):
+    """A head, a query and a key by clicks, and the terms that add up to the score."""
+    view, work = page.locator(".view"), page.locator(".work")
+    work.get_by_label("layer").fill("1")
+    rerun(page)
+    view.get_by_role("group", name="Query").get_by_role("button").nth(5).click()
+    settled(page)
+    view.locator(".picks rect:not(.chosen)").nth(2 * count(view, "Key") + 3).click(force=True)
+    settled(page)
+    verdict = view.locator(".verdict").text_content()
+    assert verdict.startswith("Head 2 of layer 1 gives ")
+    assert work.get_by_label("head").input_value() == "2"
+    view.get_by_role("group", name="Key").get_by_role("button").nth(1).click()
+    settled(page)
+    assert view.locator(".verdict").text_content() != verdict
+    raw = [number(cell.text_content()) for cell in view.locator(".terms tr td:last-child").all()]
+    assert sum(raw[:-1]) == pytest.approx(raw[-1], abs=0.02)
+    refused(page, "head", "99", "layer 1 has heads 0 to 3, got head 99")
+    refused(page, "layer", "7", "layer")
+
+
+def count(view, group):
+    return view.get_by_role("group", name=group).get_by_role("button").count()
+
+
+def number(text):
+    return float(text.replace("−", "-"))
+
+
+BLUE_AND_RED = {"rgb(59, 76, 192)", "rgb(180, 4, 38)"}
+BLUE_AND_RED_ON_DARK = {"rgb(123, 159, 249)", "rgb(244, 113, 127)"}
+VIEWS = {
+    "with a leak": {"Audit": audit, "Geometry": geometry, "Bias": bias},
+    "plain": {"Trace": trace, "Entry": entry, "Why": why},
+}
 
 
 def test_without_a_model_the_screen_says_how_to_have_one(page):

@@ -43,7 +43,9 @@ _HEADERS: Final = {
     "cache-control": "no-store",
 }
 _STOP: Final = "stop"
-MODEL_OPERATIONS: Final = frozenset({"model", "audit", "geometry", "bias", "trace"})
+MODEL_OPERATIONS: Final = frozenset(
+    {"model", "audit", "geometry", "bias", "trace", "entry", "passages", "without", "why"}
+)
 
 
 class Studio:

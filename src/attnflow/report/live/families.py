@@ -12,7 +12,8 @@ from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow.masks.build import from_edges
 from attnflow.report.hasse_svg import diagram
 from attnflow.report.live.design import Design, Layer
-from attnflow.report.live.operations import Message, Reply, tile
+from attnflow.report.live.operations import Message, Reply, typed
+from attnflow.report.live.tiles import tile
 from attnflow.tasks.derivation import derive, named_families, with_mask
 from attnflow.tasks.families import Family
 from attnflow.tasks.leaks import LeakReport, check
@@ -38,7 +39,7 @@ def families() -> Reply:
             "parameters": [
                 {**asdict(parameter), "choices": ()} for parameter in entry.parameters if parameter.name != "mask_token"
             ],
-            "example": _texts(_example(entry, len(_TEXT.split()))),
+            "example": typed(_example(entry, len(_TEXT.split()))),
         }
         for entry in named_families().values()
     ]
@@ -73,7 +74,7 @@ def family(message: Message) -> Reply:
     return {
         "name": entry.name,
         "call": derived.call,
-        "settings": _texts(values),
+        "settings": typed(values),
         "words": words,
         "facts": [list(line) for line in derived.lines()[:4]],
         "merged": cells,
@@ -151,13 +152,6 @@ def _example(entry: Named[Family], size: int) -> dict[str, object]:
         "permutation": [*range(1, size, 2), *range(0, size, 2)],
     }
     return {p.name: some[p.name] for p in entry.parameters if p.required}
-
-
-def _texts(values: Mapping[str, object]) -> dict[str, str]:
-    return {
-        name: ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
-        for name, value in values.items()
-    }
 
 
 def _pairs(values: object, size: int) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.markup import token_label
@@ -18,12 +17,16 @@ from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
 from attnflow.geometry.published import Summary
 from attnflow.geometry.table import IGNORED, GeometryScores
+from attnflow.knowledge.layered import reads_entries
+from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import Loaded, text_inputs, token_texts
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
 from attnflow.report.geometry import SCORES, chance_bands, head_grid, reading_words, rows_of
-from attnflow.report.knowledge import active_shares, entry_name, entry_words, written
+from attnflow.report.knowledge import active_shares, entry_name, written
+from attnflow.report.live import entries, why
+from attnflow.report.live.numbers import number, numbers, table
 from attnflow.report.live.operations import Message, Reply
 from attnflow.report.live.session import answered
 
@@ -43,7 +46,11 @@ class ModelSession:
     - `audit` of a "text": whether information flows against the declared order;
     - `geometry`: symmetry and directionality of layers and heads;
     - `bias` of a "text": strengths, and the map of a "layer" or of the last query;
-    - `trace` of a "text": which feed-forward entries fired, by name for a "position".
+    - `trace` of a "text": which feed-forward entries fired, by name for a "position";
+    - `entry` of a "text": the page of an "entry", by default the one with the largest effect at a "position";
+    - `passages` of a "text": where in it, and in the sonnets, that "entry" has the largest weights;
+    - `without` of a "text": the next token after a "position" with that "entry" and without it;
+    - `why` of a "text": why a "head" of a "layer" attends from a "query" to a "key".
     """
 
     def __init__(self, name: str, bias_folder: str | None = None) -> None:
@@ -51,12 +58,19 @@ class ModelSession:
         self._loaded: Loaded | None = None
         self._map = lru_cache(_RESULTS)(bias.capture)
         self._trace = lru_cache(_RESULTS)(knowledge.trace)
+        self._report = lru_cache(_RESULTS)(knowledge.entry)
+        self._attribute = lru_cache(_RESULTS)(geometry.attribute)
+        self._with_entries: Loaded | None = None  # the model, converted once
         self._questions: Mapping[str, Callable[[Loaded, Message, Progress], Reply]] = {
             "model": self._about,
             "audit": self._audited,
             "geometry": lambda loaded, _, progress: _geometry(geometry.score(loaded.model, progress=progress)),
             "bias": self._biased,
             "trace": self._traced,
+            "entry": self._entry,
+            "passages": self._passages,
+            "without": self._without,
+            "why": self._why,
         }
 
     def handle(self, message: Message, progress: Progress) -> Reply:
@@ -112,7 +126,7 @@ class ModelSession:
     def _biased(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         """Returns strengths, and the map of one layer or of the last query in all."""
         progress(0, 0, "two forward passes")
-        layer = None if message.get("layer") is None else as_integer(message["layer"], "layer")
+        layer = _optional(message, "layer")
         found = self._map(loaded, _ids(loaded, message))
         values, allowed = table_of(found, layer)
         tokens, rank = [token_label(token) for token in found.tokens], found.energy(1)
@@ -120,39 +134,92 @@ class ModelSession:
             "tokens": tokens,
             "layer": layer,
             "layers": [
-                {"layer": one.layer, **_numbers(strength=one.strength, moved=one.moved, rank1=rank[one.layer])}
+                {"layer": one.layer, **numbers(strength=one.strength, moved=one.moved, rank1=rank[one.layer])}
                 for one in found
             ],
             "sides": [f"layer {one.layer}" for one in found]
             if layer is None
             else [f"{tokens[query]} ({query})" for query in found.queries],
-            "values": _table(np.where(allowed, values, math.nan)),
+            "values": table(np.where(allowed, values, math.nan)),
         }
 
     def _traced(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         """Returns the entries' work by layer and token, and the strongest ones of a token."""
-        progress(0, 0, "opening the feed-forward layers, two forward passes")
         position = as_integer(message.get("position", -1), "position")
-        trace = self._trace(loaded, _ids(loaded, message))
+        trace = self._fired(loaded, message, progress)
         row = trace.row(position)
         return {
             "tokens": [token_label(token) for token in trace.tokens],
             "position": trace.positions[row],
             "target": token_label(trace.targets[row]) if trace.targets else "",
-            "logit": None if trace.logits is None else _number(float(trace.logits[row])),
+            "logit": None if trace.logits is None else number(float(trace.logits[row])),
             "without": trace.without,
             "sides": [f"layer {one.layer}" for one in trace],
-            "values": _table(written(trace)),
-            "active": _table(active_shares(trace)),
+            "values": table(written(trace)),
+            "active": table(active_shares(trace)),
             "entries": [
-                {
-                    "name": entry_name(one),
-                    "words": entry_words(one, 60),
-                    **_numbers(score=one.score, weight=one.weight, norm=one.norm, effect=one.effect),
-                }
+                {"name": entry_name(one), **entries.fired(one)}
                 for one in trace.fired(trace.positions[row], count=LISTED)
             ],
         }
+
+    def _entry(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
+        """Returns what one entry pushes, where it fires, and what is near it."""
+        trace = self._fired(loaded, message, progress)
+        position = trace.positions[trace.row(as_integer(message.get("position", -1), "position"))]
+        strongest = trace.fired(position, count=1)
+        if "entry" not in message and strongest:
+            one = strongest[0]
+            message = {**message, "entry": one.entry, "layer": one.layer, "head": one.head}
+        model, one, place = self._place(loaded, message, progress)
+        return entries.described(self._report(model, one, **place), trace, position)
+
+    def _passages(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
+        """Returns where an entry fires most in the typed text and, for a model with a tokenizer, in sonnets."""
+        model, one, place = self._place(loaded, message, progress)
+        ids = _ids(loaded, message)
+        texts = (ids,) if loaded.tokenizer is None else (str(message["text"]), *entries.sonnets())
+        return entries.fires(knowledge.entry(model, one, texts=texts, progress=progress, **place))
+
+    def _without(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
+        """Returns the next token after a position, with an entry and without it."""
+        model, one, place = self._place(loaded, message, progress)
+        position = as_integer(message.get("position", -1), "position")
+        return entries.removed(self._report(model, one, **place).ablate(_ids(loaded, message), position))
+
+    def _why(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
+        """Returns the terms of one attention score."""
+        layer, head = (as_integer(message.get(name), name) for name in ("layer", "head"))
+        query, key = (_optional(message, name) for name in ("query", "key"))
+        ids = _ids(loaded, message)
+        progress(0, 0, "a forward pass, and the components of the residual stream")
+        found = self._attribute(loaded, ids, layer, query=-1 if query is None else query)
+        return why.explained(found, head, key, token_texts(ids, loaded.tokenizer))
+
+    def _opened(self, loaded: Loaded, progress: Progress) -> Loaded:
+        """Returns the model with feed-forward layers that read entries, converted at the first question."""
+        if self._with_entries is None:
+            progress(0, 0, "opening the feed-forward layers")
+            model = loaded.model
+            self._with_entries = loaded._replace(model=model if reads_entries(model) else knowledge.from_ffn(model))
+        return self._with_entries
+
+    def _fired(self, loaded: Loaded, message: Message, progress: Progress) -> Trace:
+        ids = _ids(loaded, message)
+        opened = self._opened(loaded, progress)
+        progress(0, 0, "two forward passes")
+        return self._trace(opened, ids)
+
+    def _place(self, loaded: Loaded, message: Message, progress: Progress) -> tuple[Loaded, int, dict[str, Any]]:
+        """Returns the model that reads entries, and which entry of which layer and head is asked for."""
+        one, head = as_integer(message.get("entry"), "entry"), as_integer(message.get("head", 0), "head")
+        model = self._opened(loaded, progress)
+        progress(0, 0, f"looking at entry {one}")
+        return model, one, {"layer": _optional(message, "layer"), "head": head}
+
+
+def _optional(message: Message, name: str) -> int | None:
+    return None if message.get(name) is None else as_integer(message[name], name)
 
 
 def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
@@ -200,22 +267,9 @@ def _stack(scores: GeometryScores, summary: Summary, per_head: Summary | None) -
     quartiles = {name: getattr(summary, name) for name in SCORES}
     return {
         "what": summary.what,
-        "points": [{"layer": row.layer, **_numbers(**{name: getattr(row, name) for name in SCORES})} for row in rows],
-        "quartiles": {name: [*map(_number, (q.q25, q.median, q.q75))] for name, q in quartiles.items()},
+        "points": [{"layer": row.layer, **numbers(**{name: getattr(row, name) for name in SCORES})} for row in rows],
+        "quartiles": {name: [*map(number, (q.q25, q.median, q.q75))] for name, q in quartiles.items()},
         "chance": chance_bands(width, scores.mode) if width else None,
         "width": width,
-        "heads": {name: _table(head_grid(rows_of(scores, per_head), name)) for name in SCORES if per_head},
+        "heads": {name: table(head_grid(rows_of(scores, per_head), name)) for name in SCORES if per_head},
     }
-
-
-def _table(values: npt.NDArray[Any]) -> list[list[float | None]]:
-    return [[_number(value) for value in row] for row in values.tolist()]
-
-
-def _numbers(**values: float | None) -> dict[str, float | None]:
-    return {name: _number(value) for name, value in values.items()}
-
-
-def _number(value: float | None) -> float | None:
-    """Rounds to the digits that are drawn; JSON has no NaN."""
-    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Final, cast
 
-import numpy as np
-import numpy.typing as npt
-
-from attnflow._core.checks import integer
 from attnflow._core.markup import plural
 from attnflow._core.parameters import EXAMPLES, find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
-from attnflow.masks.mask import Mask
 from attnflow.masks.spec import named_masks
 from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
 from attnflow.report.live.design import (
@@ -30,6 +24,7 @@ from attnflow.report.live.design import (
     stroke_of,
     tokens_of,
 )
+from attnflow.report.live.tiles import tile
 from attnflow.tasks.leaks import witnesses
 from attnflow.tasks.task import Task
 
@@ -38,9 +33,8 @@ Outcome = tuple[Design, list[str]]
 Reply = dict[str, object]
 _LISTED: Final = 100  # leaks
 _WALKED: Final = 1 << 14  # positions that are walked through to show the ways of leaks before they are asked for
-_MAX_ARRIVALS: Final = 256  # layers that a receptive field is followed
-
-MAX_CELLS: Final = 1024  # along one side
+_MAX_ARRIVALS: Final = 256  # layers that a receptive field is followed at once
+_MAX_FOLLOWED: Final = 1 << 27  # positions times layers that it is followed when a page asks for more: about a second
 _MAX_LITERAL: Final = 4000  # characters of a mask that is written into the code
 _FLEX = """\
 import torch
@@ -63,6 +57,53 @@ def chosen(message: Message, size: int) -> Spec:
         values["n"] = size
     entry.require(values)
     return {"name": name, "parameters": values}
+
+
+def preview(design: Design, message: Message) -> Reply:
+    """Compares a layer's mask with one of the catalogue, and changes nothing.
+
+    Without "settings" the mask begins with ones that suit the design. The reply has them, and the "tile" of the mask:
+    over the message's "tile" window beside the layer's mask if both have as many positions, otherwise all of it.
+    """
+    here, size = design.layers[layer_of(design, message)].mask, design.size
+    layer = Layer.of(chosen(message, size)) if "settings" in message else _begun(_text(message, "name"), size)
+    settings = typed(cast("Mapping[str, object]", layer.spec["parameters"]))
+    mask, n = layer.mask, layer.mask.num_queries
+    reply: Reply = {"name": layer.spec["name"], "settings": settings, "title": layer.title, "size": n}
+    if n != size:
+        cells = n if n <= 1024 else 512  # every pair where a screen has pixels for them
+        return {**reply, "tile": tile(mask, None, 0, 0, n, cells), "pairs": layer.pairs}
+    both = (here & mask).nnz
+    window = as_object(message.get("tile"), "tile")
+    sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
+    return {**reply, "tile": tile(mask, here, *sizes), "both": both, "here": here.nnz - both, "chosen": mask.nnz - both}
+
+
+def typed(values: Mapping[str, object]) -> dict[str, str]:
+    """Returns settings as people type them."""
+    return {
+        name: ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value).lower()
+        for name, value in values.items()
+    }
+
+
+def _begun(name: str, size: int) -> Layer:
+    """Returns a catalogue mask with settings that suit `size` positions, or those of its example where none do."""
+    find(name, named_masks(), "mask")
+    block, large = (max(d for d in range(1, most + 1) if size % d == 0) for most in (4, max(2, size // 16)))
+    fitting: Mapping[str, Mapping[str, str]] = {
+        "big_bird": {"block": str(large)},
+        "block_causal": {"block": str(block)},
+        "document": {"lengths": f"{size - size // 2},{size // 2}" if size > 1 else "1"},
+        "global_tokens": {"indices": "0,8" if size > 8 else "0"},
+        "prefix_lm": {"prefix": str(min(6, size))},
+        "tree": {"parents": ",".join(str((i - 1) // 2) for i in range(min(size, 64)))},
+    }
+    example = {key: text for key, text in EXAMPLES[name].items() if key != "n"}
+    try:
+        return Layer.of(chosen({"name": name, "settings": {**example, **fitting.get(name, {})}}, size))
+    except ValueError:  # a butterfly of so many tokens, for one, has more positions than a design
+        return Layer.of(chosen({"name": name, "settings": EXAMPLES[name]}, size))
 
 
 def pick(design: Design, message: Message) -> Outcome:
@@ -197,50 +238,6 @@ def _text(values: Mapping[str, object], name: str) -> str:
     return as_text(values.get(name), name)
 
 
-def tile(mask: Mask, other: Mask | None, first_query: int, first_key: int, span: int, cells: int) -> dict[str, object]:
-    """Encodes the pairs of queries [first_query, first_query + span) and keys [first_key, first_key + span).
-
-    `planes` are base64: "allowed", and with another mask "extra" (allowed only here) and "missing". At `step` 1 a plane
-    holds bits, most significant first, rows padded to bytes; otherwise a byte per cell, from 0 (no pair is allowed) to
-    255 (all). Cost: O(intervals + cells).
-    """
-    n = mask.num_queries
-    first_query, first_key = (integer("first of a window", x, 0, n - 1) for x in (first_query, first_key))
-    span, cells = integer("span", span, 1), integer("cells", cells, 1, MAX_CELLS)
-    last_query, last_key = (min(n, first + span) for first in (first_query, first_key))
-    step = -(-min(span, n) // cells)
-    window = (slice(first_query, last_query), slice(first_key, last_key))
-    whole = (last_query - first_query, last_key - first_key) == mask.shape
-    here, beside = (each if each is None or whole else each[window] for each in (mask, other))
-    assert here is not None
-    masks = {"allowed": here}
-    if beside is not None:
-        masks |= {"extra": here & ~beside, "missing": beside & ~here}
-    planes = {name: base64.b64encode(_cells(each, step).tobytes()).decode() for name, each in masks.items()}
-    return {
-        "first_query": first_query,
-        "first_key": first_key,
-        "step": step,
-        "rows": -(-(last_query - first_query) // step),
-        "columns": -(-(last_key - first_key) // step),
-        "num_queries": last_query - first_query,
-        "num_keys": last_key - first_key,
-        "planes": planes,
-    }
-
-
-def _cells(mask: Mask, step: int) -> npt.NDArray[np.uint8]:
-    if not mask.num_queries or not mask.num_keys:
-        return np.zeros((0, 0), dtype=np.uint8)
-    if step == 1:
-        return np.packbits(mask.dense().numpy(), axis=1)
-    counts = mask.block_counts(step)
-    heights, widths = (np.minimum(step, size - step * np.arange(-(-size // step))) for size in mask.shape)
-    share = counts / np.outer(heights, widths)
-    partly = np.clip(np.ceil(254 * share), 1, 254)
-    return np.where(share == 1, 255, np.where(counts > 0, partly, 0)).astype(np.uint8)
-
-
 def catalogue() -> Reply:
     """Lists the available masks with their parameters and initial settings, and the limits."""
     masks = [
@@ -248,7 +245,6 @@ def catalogue() -> Reply:
             "name": entry.name,
             "relation": entry.summary,
             "parameters": [asdict(parameter) for parameter in entry.parameters],
-            "example": dict(EXAMPLES[entry.name]),
         }
         for entry in named_masks().values()
     ]
@@ -257,7 +253,7 @@ def catalogue() -> Reply:
 
 
 def flow(design: Design) -> Reply:
-    """Describes the order in numbers."""
+    """Describes the order in numbers; `followed` is for how many layers a receptive field can be followed."""
     flow = design.flow
     return {
         "depth": flow.depth,
@@ -268,14 +264,23 @@ def flow(design: Design) -> Reply:
         "covers": len(flow.hasse.edges),
         "levels": max(flow.hasse.levels) + 1,
         "closure_density": flow.closure_density,
+        "followed": _followed(design),
     }
 
 
+def _followed(design: Design) -> int:
+    return max(_MAX_ARRIVALS, _MAX_FOLLOWED // design.size)
+
+
 def field(design: Design, message: Message) -> Reply:
-    """Returns after how many layers each position's information first reaches the given position."""
+    """Returns after how many layers each position's information first reaches the given position.
+
+    It is followed for 256 layers, or for as many "layers" as the message asks for and the size permits.
+    """
     position = as_integer(message.get("position"), "position")
-    first = design.flow.arrivals(position, _MAX_ARRIVALS)
-    return {"position": position, "runs": runs_of(first.tolist()), "followed": _MAX_ARRIVALS}
+    followed = max(_MAX_ARRIVALS, min(as_integer(message.get("layers", 0), "layers"), _followed(design)))
+    first = design.flow.arrivals(position, followed)
+    return {"position": position, "runs": runs_of(first.tolist()), "followed": followed}
 
 
 def leaks(design: Design) -> Reply:
@@ -384,6 +389,7 @@ def _task(design: Design, subject: str) -> list[str]:
 
 QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
     "catalogue": lambda _, __: catalogue(),
+    "preview": preview,
     "flow": lambda design, _: flow(design),
     "diagram": lambda design, _: diagram(design.flow.hasse, design.texts),
     "field": field,

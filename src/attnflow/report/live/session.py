@@ -10,7 +10,8 @@ from attnflow._core.errors import AttnflowError
 from attnflow._core.plain import as_integer
 from attnflow.report.live.design import Design, Layer
 from attnflow.report.live.families import families, family
-from attnflow.report.live.operations import ACTIONS, QUESTIONS, Message, Reply, layer_of, tile
+from attnflow.report.live.operations import ACTIONS, QUESTIONS, Message, Reply, layer_of
+from attnflow.report.live.tiles import tile
 
 _HISTORY: Final = 200
 _LISTED: Final = 4000  # positions and labels

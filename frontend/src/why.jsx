@@ -1,0 +1,62 @@
+// Why a head attended to a token: the score as a sum over pairs of what was written before, and its leading terms.
+
+import { percent, plural } from "./format.js";
+import { Bar, HeatMap, signed, Tokens } from "./model_charts.jsx";
+
+export function Why({ state, value }) {
+  const isBusy = state.busy.value !== null;
+  const { layer, head, query, key } = value;
+  const choose = (change) => {
+    const asked = { layer, head, query, key, ...change };
+    state.fields.head.value = `${asked.head}`;
+    state.choose("why", asked);
+  };
+  const at = value.keys.indexOf(key);
+  const row = value.heads.indexOf(head);
+  const names = value.keys.map((position) => value.tokens[position]);
+  return (
+    <>
+      <h3>Query <span class="aside">layer {layer}; the row of the attention that is explained</span></h3>
+      <Tokens label="Query" tokens={value.tokens} chosen={query} disabled={isBusy} onPick={(position) => choose({ query: position, key: null })} />
+      <HeatMap title={`Attention of ${value.tokens[query]} in every head: choose a head and a key`} values={value.weights} x="key" y="head" sides={value.heads.map((number) => `head ${number}`)} columns={names} row={row} column={at} onPick={isBusy ? null : (r, c) => choose({ head: value.heads[r], key: value.keys[c] })} words={percent} />
+      <h3>Key <span class="aside">head {head}; coloured by its attention weights</span></h3>
+      <Tokens label="Key" tokens={names} values={value.weights[row]} chosen={at} disabled={isBusy} onPick={(i) => choose({ key: value.keys[i] })} words={percent} />
+      <p class="verdict" role="status">{value.verdict}</p>
+      <Terms value={value} />
+      <HeatMap title="Every pair of components, centred" values={value.table} x="written at the key" y="written at the query" sides={value.components.map(brief)} columns={value.key_components.map(brief)} />
+      <p class="quiet">{value.check}</p>
+    </>
+  );
+}
+
+/** "layer 11 feed-forward" as "11 ffn", for the sides of a map. */
+const brief = (name) => name.replace(/^layer /, "").replace("feed-forward", "ffn").replace("attention", "attn");
+
+function Terms({ value }) {
+  const limit = Math.max(...value.terms.map((term) => Math.abs(term.centred)), ...value.constants.map((each) => Math.abs(each.centred)));
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label="Leading terms">
+      <table class="numbers terms">
+        <thead><tr><th scope="col">written at the query</th><th scope="col">written at the key</th><th scope="col" class="n">centred</th><td /><th scope="col" class="n">raw</th></tr></thead>
+        <tbody>
+          {value.terms.map((term, i) => <Term key={i} names={[term.query, term.key]} term={term} limit={limit} />)}
+          {value.rest.count > 0 && <Term names={[`${plural(value.rest.count, "other pair")}`]} term={value.rest} limit={limit} />}
+          {value.constants.map((each) => <Term key={each.name} names={[each.name]} term={each} limit={limit} />)}
+        </tbody>
+        <tfoot><Term names={["Sum: the score"]} term={value.sum} limit={0} /></tfoot>
+      </table>
+    </div>
+  );
+}
+
+function Term({ names, term, limit }) {
+  return (
+    <tr>
+      <th scope="row" colSpan={names.length > 1 ? 1 : 2}>{names[0]}</th>
+      {names.length > 1 && <td>{names[1]}</td>}
+      <td class="n">{signed(term.centred)}</td>
+      <td>{limit > 0 && <Bar value={term.centred} limit={limit} />}</td>
+      <td class="n">{signed(term.raw)}</td>
+    </tr>
+  );
+}

@@ -1,0 +1,113 @@
+"""One entry of the feed-forward layers, for a page: what it pushes, where it fires, what is near it, its removal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from attnflow._core.markup import token_label
+from attnflow.models import sample_text
+from attnflow.report.live.numbers import number, numbers
+from attnflow.report.live.operations import Reply
+
+if TYPE_CHECKING:
+    from attnflow.knowledge.entry_report import EntryReport, Near, Pushed, Removal
+    from attnflow.knowledge.provenance import Fired, Trace
+
+_SONNETS: Final = 12
+_TITLE: Final = 40  # characters; shorter parts of the sonnets are their numbers
+
+
+def sonnets() -> list[str]:
+    """Returns Shakespeare's first sonnets, one text each."""
+    parts = (part.strip() for part in sample_text("sonnets").split("\n\n"))
+    return [part for part in parts if len(part) > _TITLE][:_SONNETS]
+
+
+def fired(one: Fired) -> Reply:
+    """Describes an entry that fired for a token."""
+    words = {"text": one.text, "promotes": labels(one.promotes), "suppresses": labels(one.suppresses)}
+    return {
+        "entry": one.entry,
+        "layer": one.layer,
+        "head": one.head,
+        **words,
+        **numbers(score=one.score, weight=one.weight, norm=one.norm, effect=one.effect),
+    }
+
+
+def described(found: EntryReport, trace: Trace, position: int) -> Reply:
+    """Describes an entry, and its weights where it is among the strongest ones of a text."""
+    return {
+        "entry": found.entry,
+        "layer": found.layer,
+        "head": found.head,
+        "norm": number(found.norm),
+        "tokens": [token_label(text) for text in trace.tokens],
+        "position": position,
+        "weights": _weights(found, trace),
+        "up": _pushed(found.raised),
+        "down": _pushed(found.lowered),
+        "without": found.without,
+        "near": {"value": _near(found.near_by_value), "key": _near(found.near_by_key)},
+    }
+
+
+def fires(found: EntryReport) -> Reply:
+    """Describes the passages where an entry has its largest weights."""
+    return {
+        "entry": found.entry,
+        "layer": found.layer,
+        "active": found.active,
+        "read": found.tokens_read,
+        "examples": [
+            {
+                "weight": number(one.weight),
+                "text": one.text,
+                "at": one.position - one.first,
+                "tokens": [token_label(text) for text in one.tokens],
+                "weights": [number(weight) for weight in one.weights],
+            }
+            for one in found.examples
+        ],
+    }
+
+
+def removed(found: Removal) -> Reply:
+    """Describes what the model says next with an entry and without it."""
+    return {
+        "entry": found.entry,
+        "position": found.position,
+        "kl": number(found.kl),
+        "changed": found.changed,
+        "rows": [
+            {
+                "token": token_label(one.token),
+                **numbers(before=one.before, after=one.after, change=one.after - one.before),
+            }
+            for one in found.chances
+        ],
+    }
+
+
+def labels(tokens: Iterable[str]) -> str:
+    """Joins the labels of tokens."""
+    return " ".join(map(token_label, tokens))
+
+
+def _pushed(tokens: Sequence[Pushed]) -> list[dict[str, Any]]:
+    return [{"token": token_label(one.token), "value": number(one.strength)} for one in tokens]
+
+
+def _near(entries: Sequence[Near]) -> list[dict[str, Any]]:
+    return [
+        {"entry": one.entry, "layer": one.layer, "cosine": number(one.cosine), "words": labels(one.raised)}
+        for one in entries
+    ]
+
+
+def _weights(found: EntryReport, trace: Trace) -> list[float | None]:
+    """Returns the entry's weight at each token; 0 where its layer has enough stronger entries."""
+    one = trace.layer(found.layer)
+    mine = (one.ids == found.entry) & (one.heads == found.head)
+    return [number(weight) for weight in (one.weights * mine).sum(dim=1).tolist()]

@@ -1,0 +1,95 @@
+"""Why a head attended to a token, for a page: one score as a sum of terms, its leading ones named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from torch import Tensor
+
+from attnflow._core.markup import percent, token_label
+from attnflow.report.live.numbers import number, numbers, table
+from attnflow.report.live.operations import Reply
+
+if TYPE_CHECKING:
+    from attnflow.geometry.attribution import ScoreAttribution
+
+_TERMS: Final = 12
+
+
+def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[str]) -> Reply:
+    """Describes the score of one head, query and key.
+
+    Args:
+        found: the attribution of all heads of a layer, for one query.
+        head: a head of them.
+        key: the position of a key; None for the one with the largest weight.
+        texts: the text of each token of the sequence.
+
+    Raises:
+        ValueError: there is no such head, or the query has no score for this key.
+    """
+    if head not in found.heads:
+        raise ValueError(f"layer {found.layer} has heads 0 to {max(found.heads)}, got head {head}")
+    row = found.heads.index(head)
+    weights, slope = found.weights[row], found.slope[row]
+    if key is not None and key not in found.keys:
+        raise ValueError(f"the query at position {found.query} has keys {found.keys[0]} to {found.keys[-1]}, got {key}")
+    at = int(weights.argmax()) if key is None else found.keys.index(key)
+    centred = found.raw[row, at] * slope[at] - found.expected[row]
+    constants = {
+        name: (each[row, at], _centred(each[row] * slope, weights, at)) for name, each in found.constants.items()
+    }
+    above = float(centred.sum()) + sum(float(each) for _, each in constants.values())
+    tokens, share = [token_label(text) for text in texts], percent(float(weights[at]))
+    return {
+        "tokens": tokens,
+        "layer": found.layer,
+        "heads": list(found.heads),
+        "head": head,
+        "query": found.query,
+        "keys": list(found.keys),
+        "key": found.keys[at],
+        "weights": table(found.weights),
+        "components": list(found.components),
+        "key_components": list(found.key_components),
+        "table": table(centred),
+        **_terms(found, found.raw[row, at], centred),
+        "constants": [
+            {"name": name, **numbers(raw=float(raw), centred=float(each))} for name, (raw, each) in constants.items()
+        ],
+        "sum": numbers(raw=float(found.scores[row, at]), centred=above),
+        "verdict": f"Head {head} of layer {found.layer} gives {share} of the attention of {tokens[found.query]} to "
+        f"{tokens[found.keys[at]]}: its score is {abs(above):.3g} {'above' if above >= 0 else 'below'} the mean of "
+        "the row.",
+        "check": f"The sum differs from the score in the model’s own attention by {found.error:.1g} of the row’s "
+        "range. A centred term is the term less its mean over the row, weighted by attention: softmax sees no more.",
+    }
+
+
+def _centred(row: Tensor, weights: Tensor, at: int) -> Tensor:
+    """Subtracts the mean over the row from what one key has."""
+    return row[at] - weights @ row
+
+
+def _terms(found: ScoreAttribution, raw: Tensor, centred: Tensor) -> Reply:
+    """Returns the largest terms of a pair, and the sum of the others."""
+    order = centred.abs().flatten().argsort(descending=True)[:_TERMS].tolist()
+    places = [divmod(each, centred.shape[1]) for each in order]
+    kept = {
+        name: sum(float(values[place]) for place in places) for name, values in (("raw", raw), ("centred", centred))
+    }
+    return {
+        "terms": [
+            {
+                "query": found.components[one],
+                "key": found.key_components[other],
+                **numbers(raw=float(raw[one, other]), centred=float(centred[one, other])),
+            }
+            for one, other in places
+        ],
+        "rest": {
+            "count": centred.numel() - len(places),
+            "raw": number(float(raw.sum()) - kept["raw"]),
+            "centred": number(float(centred.sum()) - kept["centred"]),
+        },
+    }
