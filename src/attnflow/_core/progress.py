@@ -15,7 +15,7 @@ Progress = Callable[[int, int, str], object]  # (done, total, what); total is 0 
 
 
 class Reporter:
-    """Shows progress on stderr: a bar on a terminal, elsewhere a line now and then. Pass it as `progress=`.
+    """Shows progress on stderr: a bar on a terminal, elsewhere a line now and then, or nothing if `seconds` is None.
 
     with Reporter() as progress:
         audit.check(model, inputs, progress=progress)
@@ -24,7 +24,7 @@ class Reporter:
     def __init__(
         self,
         stream: TextIOBase | None = None,
-        seconds: float = 30.0,
+        seconds: float | None = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream: Any = sys.stderr if stream is None else stream
@@ -36,7 +36,7 @@ class Reporter:
         """Show that `done` of `total` steps are done; a total of 0 means unknown."""
         if self._stream.isatty():
             self._draw(done, total, what)
-        elif self._clock() - self._last >= self._seconds:
+        elif self._seconds is not None and self._clock() - self._last >= self._seconds:
             self._last = self._clock()
             print(f"{what} {done}/{total}" if total else what, file=self._stream, flush=True)
 

@@ -174,6 +174,10 @@ class AuditReport(Result):
 
     def __str__(self) -> str:
         """The verdict, what was tested, the violations as a table, and remarks."""
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """What it prints; with a `width`, the table leaves out columns so that the modules' names stay whole in it."""
         tested = f"{self.coverage:.1%} of {self.forbidden:,} forbidden pairs tested"
         if not self.forbidden:
             tested = "this order forbids no pair" + ("; sequences were kept apart" if self.batch > 1 else "")
@@ -184,7 +188,13 @@ class AuditReport(Result):
             f"{len(self.modules)} module outputs watched; {tested}; noise {self.noise:.2g}",
         ]
         if self.violations:
-            lines += self._table(["kind", "layer", "module", "sequence", "source", "target", "change", "path"], 80)
+            head = ["kind", "layer", "module", "sequence", "source", "target", "change", "path"]
+            table = self._table(head, 80)
+            for spared in ("path", "sequence", "kind"):
+                if width is not None and max(map(len, table)) > width:
+                    head.remove(spared)
+                    table = self._table(head, 80)
+            lines += table
             kinds = {violation.kind: _MEANING[violation.kind] for violation in self.violations}
             lines += [f"{kind}: {meaning}" for kind, meaning in kinds.items()]
             lines += [line for violation in self.violations for line in violation.shown()]

@@ -15,7 +15,7 @@ import typer
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
 from attnflow.cli import audit, bias, doctor, geometry, knowledge, mask, report, studio
-from attnflow.cli._output import BadUsage
+from attnflow.cli._output import BadUsage, complain
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _HELP: Final = """Design, prove and inspect the directed information flow of Transformer attention.
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print(f"attnflow: {message}", file=sys.stderr)
+    complain(f"attnflow: {message}")
     return code
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import stat
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from attnflow._core.errors import MissingExtra
+from attnflow._core.markup import columns
 from attnflow._core.progress import Reporter
 
 if TYPE_CHECKING:
@@ -37,8 +41,39 @@ def console(stderr: bool = False) -> Console:
 
 
 def say(screen: Console, text: str, style: str = "") -> None:
-    """Prints `text` without markup or narrow spaces, and without wrapping."""
-    screen.print(text.replace("\u202f", ",").replace("\xa0", " "), style=style, markup=False, soft_wrap=True)
+    """Prints `text` without markup or narrow spaces; a terminal gets lines wrapped between words, a pipe whole ones."""
+    plain = text.replace("\u202f", ",").replace("\xa0", " ")
+    shown = wrapped(plain, screen.width) if screen.is_terminal else plain
+    screen.print(shown, style=style, markup=False, soft_wrap=True)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Wraps lines that are too long between words, below the second column of "name   value", else indented.
+
+    >>> print(wrapped("is      not one of the catalogue", 24))
+    is      not one of the
+            catalogue
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if columns(line) <= width:
+            lines.append(line)
+            continue
+        named = re.match(r"\S+( \S+){0,2}  +(?=\S)", line)  # a name of up to three words, and the gap after it
+        start = " " * (len(named[0]) if named and len(named[0]) <= width // 3 else len(line) - len(line.lstrip()) + 2)
+        head = named[0] if named and len(named[0]) <= width // 3 else line[: len(line) - len(line.lstrip())]
+        rest = textwrap.wrap(
+            line[len(head) :], width, initial_indent=head, subsequent_indent=start,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        lines += rest
+    return "\n".join(lines)
+
+
+def complain(message: str) -> None:
+    """Prints a message to stderr, on a terminal wrapped between words."""
+    width = shutil.get_terminal_size().columns
+    print(wrapped(message, width) if sys.stderr.isatty() else message, file=sys.stderr)
 
 
 def print_result(result: Result) -> None:
@@ -68,8 +103,8 @@ def style(ok: bool) -> str:
 
 
 def working(title: str) -> Reporter:
-    """Shows progress on stderr, for a `with` block."""
-    reporter = Reporter()
+    """Shows progress on stderr, for a `with` block, and only to a terminal."""
+    reporter = Reporter(seconds=None)
     reporter.stage(title)
     return reporter
 

@@ -105,12 +105,13 @@ def audit(
     elif json_output:
         print_result(report)
     else:
-        say(console(), title, "bold")
-        print(report)
+        screen = console()
+        say(screen, title, "bold")
+        say(screen, report.text(screen.width) if screen.is_terminal else str(report))
         if difference is not None:
-            print(f"{against}: {difference}")
+            say(screen, f"{against}: {difference}")
         elif measured is not None:
-            print(f"{save}: {measured}")
+            say(screen, f"{save}: {measured}")
     raise typer.Exit(0 if report.ok and (difference is None or difference.ok) else 1)
 
 

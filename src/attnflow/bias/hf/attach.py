@@ -40,6 +40,7 @@ class BiasHandle(Handle):
         configs: the configs of the added biases.
         layers: the parameters of each attention module with a bias, by the module's path.
         base: all attention layers of the model, with or without a bias.
+        loaded: whether `load` attached it; until training starts, it then says nothing of trained parameters.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class BiasHandle(Handle):
         super().__init__(model)
         self.configs, self.base = configs, base
         self.layers: dict[str, int] = {}
+        self.loaded = False
         self._interception = interception
         self._frozen: list[nn.Parameter] = []
 
@@ -93,9 +95,10 @@ class BiasHandle(Handle):
         base = sum(parameter.numel() for parameter in self.model.parameters())
         base -= sum(parameter.numel() for parameter in self.parameters())
         share = 100 * self.num_parameters / base if base else float("nan")
+        trained = f"; {self.num_trained:,} parameters are trained"
         return (
             f"bias on {len(self.layers)} of {len(self.base)} attention layers: {self.num_parameters:,} parameters "
-            f"({share:.2f} % of the base model's {base:,}); {self.num_trained:,} parameters are trained"
+            f"({share:.2f} % of the base model's {base:,}){'' if self.loaded and not self.model.training else trained}"
         )
 
 
@@ -141,7 +144,12 @@ def attach(
 
 
 def attach_to(
-    model: nn.Module, layers: Sequence[Layer] | None, configs: Sequence[BiasConfig], train: Train, backend: str
+    model: nn.Module,
+    layers: Sequence[Layer] | None,
+    configs: Sequence[BiasConfig],
+    train: Train,
+    backend: str,
+    loaded: bool = False,
 ) -> BiasHandle:
     """Attach with the layers of the model already found; None finds them."""
     wrong = [one for one in configs if not isinstance(cast(object, one), BiasConfig)]
@@ -173,6 +181,7 @@ def attach_to(
         child.hooks.install(layer.site.module)
         handle.layers[layer.site.name] = sum(parameter.numel() for parameter in child.parameters())
     setattr(around[0], _ATTRIBUTE, handle)
+    handle.loaded = loaded
     _log.info("%s", handle)
     return handle
 

@@ -119,7 +119,7 @@ def load(
                         f"{saved.path} does not fit its config: {name} has shape {found}, expected "
                         f"{tuple(tensor.shape)}"
                     )
-    attached = attach_to(model, layers, configs, train, backend)
+    attached = attach_to(model, layers, configs, train, backend, loaded=train == "all")
     try:
         saved.fill(_tensors(model))
     except ValueError:
