@@ -16,7 +16,7 @@ function openPage(root) {
   document.adoptedStyleSheets = [...document.adoptedStyleSheets, sheet()];
   const { token, design } = fragment();
   const studio = createStudio("page");
-  const transport = socketTransport(token, {
+  const transport = socketTransport(token, Boolean(design), {
     onReply: studio.answer,
     onOpen: () => studio.start(transport, { design, remember: (plain) => remember(token, plain) }),
     onClosed: studio.close,

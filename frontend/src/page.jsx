@@ -11,6 +11,8 @@ import { Screen, ScreenTabs } from "./screens.jsx";
 
 const NAMES = { families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", cost: "the cost", tile: "the picture", restore: "the design of the link", load: "the file" };
 
+const GUEST = "This link is from an earlier run of the studio; its design is open here.";
+
 export function Page({ studio }) {
   useSignalEffect(() => {
     const layer = studio.view.value?.layers[0];
@@ -131,7 +133,7 @@ function pairText(studio) {
   const run = studio.field.value.position === query && studio.field.value.runs.find(([first, last]) => first <= key && key < last);
   const { followed } = studio.field.value;
   const end = followed < studio.depth.value ? `not in ${plural(followed, "layer")}` : "never";
-  const when = !run ? (studio.field.value.position === query ? end : "…") : run[2] === 0 ? "itself" : run[2] === 1 ? "in one layer" : `in ${run[2]} layers`;
+  const when = !run ? (studio.field.value.position === query ? end : "…") : run[2] === 0 ? "itself" : run[2] === 1 ? "in one layer" : `in ${plural(run[2], "layer")}`;
   return `${name(query)} ← ${name(key)}: ${when}`;
 }
 
@@ -141,7 +143,7 @@ function Status({ studio }) {
   const closed = studio.status.value === "closed";
   return (
     <footer>
-      <p class={closed ? "error" : kind} role={closed || kind === "error" ? "alert" : "status"}>{closed ? studio.reason.value : text}</p>
+      <p class={closed ? "error" : kind} role={closed || kind === "error" ? "alert" : "status"}>{closed ? studio.reason.value : text || (studio.guest.value ? GUEST : "")}</p>
       <p class="working">
         {waiting && !closed ? waitingText(waiting, studio) : null}
       </p>

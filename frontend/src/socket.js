@@ -2,17 +2,19 @@
 
 const REASONS = {
   4400: "The page said something that the studio does not understand. Reload it.",
-  4401: "This address lacks the studio's token. Open the address that `attnflow studio` printed.",
+  4401: "This address lacks the token of the studio that runs now. Open the address that `attnflow studio` printed.",
   4429: "As many pages as the studio serves are open already. Close one, then reload.",
 };
 
-/** {send(message), stop()} over a WebSocket; `onReply`, `onOpen` and `onClosed(reason)` are called. */
-export function socketTransport(token, { onReply, onOpen, onClosed }) {
+/** {send(message), stop()} over a WebSocket; `onReply`, `onOpen` and `onClosed(reason)` are called.
+ *
+ * With an old token or none, a page may still enter as a `guest`, for a design of its own. */
+export function socketTransport(token, guest, { onReply, onOpen, onClosed }) {
   const socket = new WebSocket(`ws://${location.host}/session`);
   let opened = false;
   socket.addEventListener("open", () => {
     opened = true;
-    socket.send(JSON.stringify({ token }));
+    socket.send(JSON.stringify({ token, guest }));
     onOpen();
   });
   socket.addEventListener("message", (event) => onReply(JSON.parse(event.data)));

@@ -17,6 +17,7 @@ export function createStudio(place) {
     screen: signal("mask"),
     progress: signal(null), // [done, total, what] of the work on a model
     reason: signal(""),
+    guest: signal(false), // whether the address has the token of an earlier run, whose design alone is shown
     view: signal(null),
     catalogue: signal(null),
     tile: signal(null),
@@ -299,6 +300,7 @@ export function createStudio(place) {
       else await Promise.all([draw(), inquire()]);
     },
     answer(reply) {
+      if (reply.guest) return void (studio.guest.value = true);
       if (reply.progress) return void (studio.progress.value = reply.progress);
       pending.get(reply.id)?.(reply);
       pending.delete(reply.id);

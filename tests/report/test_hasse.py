@@ -1,5 +1,6 @@
 """Hasse diagrams: boxes that count every class once, a placement without overlaps, SVG that is whole and escaped."""
 
+import math
 import re
 from itertools import combinations, pairwise
 
@@ -15,7 +16,7 @@ from attnflow.order.hasse import Hasse
 from attnflow.report import figure
 from attnflow.report.hasse_summary import groupings
 from attnflow.report.hasse_svg import runs
-from attnflow.report.layered_layout import place
+from attnflow.report.layered_layout import place, shelved
 from tests.report.reading import parse_svg, texts, with_class
 from tests.strategies import square_masks
 
@@ -170,6 +171,56 @@ def test_every_class_and_cover_is_counted_once(mask, max_nodes, data):
         check_counts(hasse, grouping)
 
 
+@pytest.mark.parametrize(
+    ("count", "second"), [(2, "61 → 62"), (3, "61 → 62 → 63"), (4, "61 → … → 64"), (5, "61 → … → 65")]
+)
+def test_dots_stand_for_at_least_two_classes(count, second):
+    star = [-1, *[0] * 60]
+    mask = masks.tree([*star, 0, *range(61, 60 + count)])
+    shown = texts(parse_svg(figure(analyze(mask)).markup))
+    assert f"chain of {count}" in shown
+    assert second in shown
+
+
+def chains(length, number):
+    return masks.document([length] * number) & masks.causal(length * number)
+
+
+FORTY_EIGHT = {
+    "one chain": masks.causal(48),
+    "two chains": chains(24, 2),
+    "chains of four": chains(4, 12),
+    "chains of three": chains(3, 16),
+    "chains of two": chains(2, 24),
+    "apart": chains(1, 48),
+    "dilated": masks.dilated_window(48, 3, 12),
+    "window": masks.sliding_window(48, 4),
+    "two streams": masks.block_two_stream(24, 1),
+    "tree": masks.tree([-1, *((node - 1) // 2 for node in range(1, 48))]),
+    "blocks": masks.block_diffusion(12, 2),
+    "of tokens ahead": masks.multi_token_prediction(12, 3),
+}
+
+
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("name", FORTY_EIGHT)
+def test_forty_eight_positions_are_no_strip(name, words):
+    mask = FORTY_EIGHT[name]
+    flow = analyze(mask)
+    labels = [f"token {i}" for i in range(mask.num_queries)] if words else None
+    root = parse_svg(figure(flow, labels=labels).markup)
+    width, height = float(root.get("width")), float(root.get("height"))
+    assert width <= 1024  # the column of a page
+    assert height <= (750 if width < 300 else 1200)
+
+
+def test_parts_that_are_not_connected_stand_on_shelves():
+    root = parse_svg(figure(analyze(chains(2, 24))).markup)
+    assert len(with_class(root, "af-node")) == 48
+    assert len(with_class(root, "af-edge")) == 24
+    assert not with_class(root, "af-caption")
+
+
 def test_a_chain_shows_its_ends():
     grouping = first(masks.causal(4096))
     assert sorted(len(box.classes) for box in grouping.boxes) == [1, 1, 1, 1, 4092]
@@ -259,10 +310,10 @@ def overlap(a, b):
 
 
 @settings(max_examples=80)
-@given(diagrams())
-def test_nothing_overlaps_edges_go_up_and_pass_no_box(diagram):
+@given(diagrams(), st.sampled_from([math.inf, 300.0, 0.0]), st.sampled_from([16.0, 40.0]))
+def test_nothing_overlaps_edges_go_up_and_pass_no_box(diagram, width, row_gap):
     sizes, edges = diagram
-    placed = place(sizes, Hasse([(i,) for i in range(len(sizes))], edges).levels, edges)
+    placed = shelved(sizes, Hasse([(i,) for i in range(len(sizes))], edges).levels, edges, width, row_gap)
     boxes = [box(centre, size) for centre, size in zip(placed.centres, sizes, strict=True)]
     for a, b in combinations(boxes, 2):
         assert not overlap(a, b)

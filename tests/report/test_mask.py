@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from attnflow import masks, testing
 from attnflow.order import analyze
 from attnflow.report import figure
+from attnflow.report.mask import block_sizes
 from attnflow.report.mask_picture import grid, mask_text, ticks
 from attnflow.report.order import growth
 from tests.report.reading import parse_svg, texts
@@ -189,3 +190,19 @@ def test_it_fits_the_width(width, queries, keys, plain):
     assert all(len(line) <= width for line in text.splitlines())
     assert len(text.splitlines()) <= 45
     assert not plain or text.isascii()
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes"),
+    [
+        (masks.big_bird(96, 12), [128, 12, 6]),
+        (masks.big_bird(1024), [128, 64, 32]),
+        (masks.big_bird(32, 2), [128, 2]),
+        (masks.big_bird(256, 128), [128, 64, 32]),
+        (masks.block_causal(90, 9), [128, 9, 3]),
+        (masks.causal(64), [128, 32, 16]),
+    ],
+    ids=repr,
+)
+def test_masks_of_blocks_are_counted_at_sizes_that_divide_them(mask, sizes):
+    assert block_sizes(mask) == sizes

@@ -253,7 +253,7 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
         "Trace",
         "EntryReport",
     }
-    charts |= {"MaskGrid", "Task", "MergedTask", "Monitor"}
+    charts |= {"EntryReport", "MaskGrid", "Task", "MergedTask", "Monitor"}
     assert ("attnflow[report]" in report.page(result).html) == (name in charts)
     assert report.notebook(result).startswith("<div")
 

@@ -53,8 +53,8 @@ class Page(NamedTuple):
 
 
 @contextmanager
-def serving(design: object = WINDOW, model: object = None, **limits: float) -> Iterator[Server]:
-    begin = map(json.dumps, (design, limits, model))
+def serving(design: object = WINDOW, model: object = None, port: int = 0, **limits: float) -> Iterator[Server]:
+    begin = map(json.dumps, (design, limits, model, port))
     command = [sys.executable, "-W", "error", "-m", "tests.studio.server", *begin]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -86,12 +86,12 @@ def main() -> None:
     from attnflow.studio import serve
     from attnflow.studio.process import Limits
 
-    design, limits, model = map(json.loads, sys.argv[1:])
+    design, limits, model, port = map(json.loads, sys.argv[1:])
     if isinstance(model, dict) and model.pop("leaks", False):
         from attnflow.studio import app
 
         app.MODEL = ("tests.studio.server", "model")  # pyright: ignore[reportAttributeAccessIssue]
-    serve(design, 0, lambda address: print(address, flush=True), Limits(**limits), model)
+    serve(design, port, lambda address: print(address, flush=True), Limits(**limits), model)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 Masks that no screen has a pixel for every pair of are drawn as tiles of blocks, and zoomed down to the pairs.
 """
 
+import re
+
 import pytest
 
 from attnflow import masks
@@ -23,6 +25,7 @@ from tests.studio.browser import (
     opened,
     settled,
     use,
+    watched,
 )
 
 pytestmark = pytest.mark.slow
@@ -232,6 +235,16 @@ def test_the_slider_lights_the_receptive_field_of_the_row_under_the_pointer(page
     assert "3 ← 12: never" in page.locator("#readout").text_content()
 
 
+def test_the_slider_goes_to_the_depth(page):
+    write(page, "n", "16384")
+    page.get_by_label("Layers", exact=True).and_(page.locator("[max='5461']")).wait_for()
+    assert page.locator(".slider output").text_content() == "5\u202f461 / 5\u202f461"
+    page.mouse.move(*cell(page, 16000, 2000))
+    page.get_by_text(re.compile("in 4\u202f6[0-9]{2} layers")).wait_for()  # 14,000 positions back, three in a layer
+    page.get_by_label("Layers", exact=True).fill("4000")
+    page.get_by_text("after 4\u202f000 layers").wait_for()
+
+
 def test_the_diagram_follows_the_mask(page):
     use(page, "full")
     assert page.locator(".node").count() == 1
@@ -296,6 +309,30 @@ def test_the_address_holds_the_design(page, studio):
     page.get_by_role("button", name="Copy link").click()
     page.get_by_text("Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == page.url
+
+
+def test_a_link_of_an_earlier_run_brings_its_design_and_nothing_of_this_run(browser, tmp_path):
+    from tests.studio.server import serving
+
+    with serving() as first, opened(browser, first) as page:
+        use(page, "longformer")
+        made, link, port = design(page), page.url, first.port
+    with (
+        serving(port=port, design={"name": "full", "parameters": {"n": 3}}) as second,
+        watched(browser, second.origin) as page,
+    ):
+        for address in (link, link.replace(first.token, "")):
+            page.goto("about:blank")
+            page.goto(address)
+            settled(page)
+            assert design(page) == made
+            page.get_by_text("This link is from an earlier run").wait_for()
+            page.get_by_role("button", name="Undo").click()
+            settled(page)
+            assert mask_of(page) == masks.causal(8)
+    with serving(port=port) as third, watched(browser, third.origin, quiet=False) as page:
+        page.goto(link.partition("&design")[0])
+        page.get_by_text("Open the address that `attnflow studio` printed").wait_for()
 
 
 def test_a_studio_that_has_ended_says_how_to_start_it(browser):

@@ -23,7 +23,10 @@ Words = tuple[str, str, str]  # first line, second line, tooltip
 Frame = tuple[float, float, float, float]  # centre, width and height
 
 _HOT: Final = "#d1495b"  # readable on white and on near-black; a page overrides it by the class af-hot
-_MAX_WIDTH, _MAX_HEIGHT = 1240.0, 1700.0
+_MAX_WIDTH, _MAX_HEIGHT = 996.0, 1100.0  # the width is a page's on a screen of 1,280 pixels
+_TALL: Final = 700.0  # above which no strip of boxes is drawn, four times as high as wide
+_BESIDE: Final = 540.0  # width beside the studio's matrix, for parts that can stand below one another
+_COMFORTABLE: Final = 560.0  # height up to which boxes in a row keep their distance
 _LABEL, _FULL = 20, 400  # characters shown in a box, and in its tooltip
 MAX_POINTED: Final = 4096  # positions up to which each one's box is named
 
@@ -46,7 +49,7 @@ def hasse_svg(
             raise ValueError(f"highlight must hold positions of the diagram, got {position!r}")
     if not hasse.nodes:
         return framed("", 260.0, 30.0, ["No positions: the diagram is empty."], "Empty Hasse diagram")
-    drawn = _arranged(hasse, labels, max_nodes, [class_of[position] for position in highlight])
+    drawn = _arranged(hasse, labels, max_nodes, [class_of[position] for position in highlight], _MAX_WIDTH)
     grouping, stops = drawn.grouping, drawn.stops
     hot = {(a, b): layer for layer, (a, b) in reversed(list(enumerate(pairwise(stops), 1))) if a != b}
     parts = [
@@ -74,7 +77,7 @@ def diagram(hasse: Hasse, labels: Sequence[str] | None) -> dict[str, object]:
 
     `box_of` gives the box of each position, up to 4,096 positions.
     """
-    drawn = _arranged(hasse, labels, 60, [])
+    drawn = _arranged(hasse, labels, 60, [], _BESIDE)
     boxes = [
         {"x": x, "y": y, "width": width, "height": height, "texts": words, "several": len(box.classes) > 1}
         for (x, y, width, height), words, box in zip(drawn.frames, drawn.texts, drawn.grouping.boxes, strict=True)
@@ -105,8 +108,11 @@ class _Arranged:
     height: float
 
 
-def _arranged(hasse: Hasse, labels: Sequence[str] | None, max_nodes: int, path: list[int]) -> _Arranged:
-    """Arranges the finest grouping that fits on a page; a layer may pass several covers, so moves are lines, too."""
+def _arranged(hasse: Hasse, labels: Sequence[str] | None, max_nodes: int, path: list[int], width: float) -> _Arranged:
+    """Arranges the finest grouping that fits on a page, unconnected parts within `width`.
+
+    A layer may pass several covers, so moves are lines, too.
+    """
     arranged: _Arranged | None = None
     for grouping in summary.groupings(hasse, max_nodes, list(dict.fromkeys(path))):
         box_of = grouping.box_of()
@@ -114,11 +120,14 @@ def _arranged(hasse: Hasse, labels: Sequence[str] | None, max_nodes: int, path: 
         edges = list(dict.fromkeys([*grouping.links, *((a, b) for a, b in pairwise(stops) if a != b)]))
         texts = [_text(hasse, box, labels) for box in grouping.boxes]
         sizes = [(max(44.0, 20 + max(7.4 * columns(a), 6.4 * columns(b))), 42.0 if b else 28.0) for a, b, _ in texts]
-        placed = layout.place(sizes, grouping.levels, edges)
+        steps, height = max(grouping.levels), max(height for _, height in sizes)
+        gap = min(40.0, max(16.0, (_COMFORTABLE - height * (steps + 1)) / max(1, steps)))
+        placed = layout.shelved(sizes, grouping.levels, edges, width, gap)
         frames = [(*centre, *size) for centre, size in zip(placed.centres, sizes, strict=True)]
         routes = dict(zip(edges, placed.routes, strict=True))
         arranged = _Arranged(grouping, texts, frames, routes, stops, placed.width, placed.height)
-        if placed.width <= _MAX_WIDTH and placed.height <= _MAX_HEIGHT:
+        is_strip = placed.height > max(_TALL, 4 * placed.width)
+        if placed.width <= _MAX_WIDTH and placed.height <= _MAX_HEIGHT and not is_strip:
             break
     assert arranged is not None
     return arranged
@@ -138,8 +147,9 @@ def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> Words:
     sizes = {len(hasse.nodes[index]) for index in box.classes}
     of = f" of {min(sizes)}" if len(sizes) == 1 and max(sizes) > 1 else ""
     if box.is_chain and box.parts == 1:
-        first, last = (hasse.nodes[box.classes[end]][0] for end in (0, -1))
-        return f"chain of {grouped(count)}", f"{first} → … → {last}", f"Chain of {tooltip}"
+        links = [str(hasse.nodes[index][0]) for index in box.classes]
+        shown = links if count <= 3 else [links[0], "…", links[-1]]
+        return f"chain of {grouped(count)}", " → ".join(shown), f"Chain of {tooltip}"
     if box.is_chain:
         return f"{grouped(box.parts)} chains", shorten(f"{grouped(count)} classes{of}", _LABEL + 4), tooltip
     if box.inner_edges:

@@ -118,6 +118,66 @@ def place(
     return Placement(centres, routes, right - left, total)
 
 
+def shelved(
+    sizes: Sequence[tuple[float, float]],
+    levels: Sequence[int],
+    edges: Sequence[tuple[int, int]],
+    width: float,
+    row_gap: float = 40.0,
+) -> Placement:
+    """Places boxes as `place` does; if that is wider than `width`, the connected parts stand on several shelves."""
+    whole = place(sizes, levels, edges, row_gap)
+    parts = _parts(len(sizes), edges)
+    if whole.width <= width or len(parts) == 1:
+        return whole
+    centres, routes = [(0.0, 0.0)] * len(sizes), [list[Point]()] * len(edges)
+    shelves: list[list[tuple[list[int], list[int], Placement]]] = [[]]
+    room = width
+    for part in parts:
+        index = {node: i for i, node in enumerate(part)}
+        own = [i for i, (lower, _) in enumerate(edges) if lower in index]
+        ends = [(index[lower], index[upper]) for lower, upper in (edges[i] for i in own)]
+        placed = place([sizes[v] for v in part], [levels[v] for v in part], ends, row_gap)
+        if shelves[-1] and placed.width > room:
+            shelves.append([])
+            room = width
+        shelves[-1].append((part, own, placed))
+        room -= placed.width + _NODE_GAP
+    right = top = 0.0
+    for shelf in shelves:
+        left, height = 0.0, max(placed.height for _, _, placed in shelf)
+        for part, own, placed in shelf:
+            down = top + height - placed.height  # what reads nothing stands at the bottom
+            for node, (x, y) in zip(part, placed.centres, strict=True):
+                centres[node] = (x + left, y + down)
+            for edge, route in zip(own, placed.routes, strict=True):
+                routes[edge] = [(x + left, y + down) for x, y in route]
+            left += placed.width + _NODE_GAP
+        right, top = max(right, left - _NODE_GAP), top + height + row_gap
+    return Placement(centres, routes, right, top - row_gap)
+
+
+def _parts(size: int, edges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Returns the nodes of each connected part, in the order of their first nodes."""
+    beside: list[list[int]] = [[] for _ in range(size)]
+    for a, b in edges:
+        beside[a].append(b)
+        beside[b].append(a)
+    parts: list[list[int]] = []
+    seen = [False] * size
+    for start in range(size):
+        part = [] if seen[start] else [start]
+        seen[start] = True
+        for node in part:  # grows while it is walked
+            fresh = [other for other in beside[node] if not seen[other]]
+            for other in fresh:
+                seen[other] = True
+            part += fresh
+        if part:
+            parts.append(sorted(part))
+    return parts
+
+
 def _spine(size: int, levels: Sequence[int], edges: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
     """Returns the edges that continue the longest chain both above their lower node and below their upper one."""
     height = [0] * size
@@ -290,6 +350,6 @@ def _isotonic(values: list[float], weights: list[float]) -> list[float]:
 
 
 def _row_gap(graph: _Rows, x: list[float], row: int, least: float) -> float:
-    """Returns the space above a row, larger where lines run far sideways and would be nearly horizontal."""
+    """Returns the space above a row: `least` where lines go straight up, more where they would be nearly horizontal."""
     widest = max((abs(x[u] - x[v]) for v in graph.rows[row] for u in graph.above[v]), default=0.0)
-    return min(max(least, 0.22 * widest), 3 * least)
+    return min(max(least, min(40.0, 0.6 * widest), 0.22 * widest), 120.0)

@@ -155,11 +155,16 @@ def _layers(layers: list[int]) -> str:
 def block_sizes(mask: Mask) -> list[int]:
     """Returns 128, FlexAttention's block, and up to two smaller sizes that give 2 to 32 blocks.
 
+    A mask of blocks, such as BigBird's, is counted at their size and at the largest size that divides it instead.
+
     Above a million positions, or 180,000 that are numbered apart, larger blocks than 128, which are soon counted.
     """
     n, block = max(mask.shape), 128
     while n * n > (_SCATTERED * block if mask.numbered_keys()[1] is not None else _COUNTED * block * block):
         block *= 2
+    own = mask.parameters.get("block")
+    if isinstance(own, int) and own > 1:
+        return [block, *[size for size in range(own, 1, -1) if own % size == 0 and size != block][:2]]
     return [block, *[size for size in (64, 32, 16, 8, 4) if 2 * size <= n <= 32 * size][:2]]
 
 

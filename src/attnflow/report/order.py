@@ -61,7 +61,7 @@ def diagram(
     caption = "Dashed: one layer moves the information past several covers." if "stroke-dasharray" in svg else None
     width = float(svg.split(' width="', 1)[1].split('"', 1)[0])
     kind = "beside" if width < _WIDE else "beside wide"
-    return tag("div", html.figure(svg, caption, kind="centre"), beside, class_=kind)
+    return tag("div", html.figure(svg, caption, kind="centre natural"), beside, class_=kind)
 
 
 def reading(flow: Flow) -> str:

@@ -46,10 +46,15 @@ _STOP: Final = "stop"
 MODEL_OPERATIONS: Final = frozenset(
     {"model", "audit", "geometry", "bias", "trace", "entry", "passages", "without", "why"}
 )
+_GUESTS_DESIGN: Final = {"name": "causal", "parameters": {"n": 8}}  # until its link's design is restored
 
 
 class Studio:
-    """The open pages and their limits; `token` stands in the address's fragment, which no server ever sees."""
+    """The open pages and their limits; `token` stands in the address's fragment, which no server ever sees.
+
+    A page without the token may enter as a guest, to open the design that its link brings: a link from an earlier run.
+    A guest sees nothing of this run, neither its design nor its model.
+    """
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class Studio:
         self.limits = limits
         self._last_message = time.monotonic()
         self._design = design
-        self._open = 0
+        self._open = {False: 0, True: 0}  # pages, of which guests are counted apart
         self._answering = 0
         self._spare: Worker | None = None
         self._is_closed = False
@@ -101,34 +106,42 @@ class Studio:
 
     async def _session(self, socket: WebSocket) -> None:
         await socket.accept()
-        if not await self._shows_token(socket):
+        first = await self._first_message(socket)
+        is_guest = not is_token(first.get("token"), self.token)
+        if is_guest and first.get("guest") is not True:
             await _close(socket, UNAUTHORISED, "the address lacks the token")
             return
-        if self._open >= self.limits.sessions:
-            await _close(socket, TOO_MANY, f"{self.limits.sessions} pages are open already")
+        most = self.limits.guests if is_guest else self.limits.sessions
+        if self._open[is_guest] >= most:
+            await _close(socket, TOO_MANY, f"{most} pages are open already")
             return
-        self._open += 1
+        self._open[is_guest] += 1
         self._last_message = time.monotonic()
-        worker, self._spare = self._spare or Worker(self._design, self.limits), None
+        if is_guest:
+            worker, own_model = Worker(_GUESTS_DESIGN, self.limits), None
+            await socket.send_text('{"guest":true}')
+        else:
+            worker, own_model = self._spare or Worker(self._design, self.limits), self.model
+            self._spare = None
         limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
-        model = None if self.model is None else Worker(self.model, limits, MODEL)
+        model = None if own_model is None else Worker(own_model, limits, MODEL)
         try:
             await self._converse(socket, worker, model)
         finally:
-            self._open -= 1
+            self._open[is_guest] -= 1
             await worker.stop()
             if model is not None:
                 await model.stop()
-            if self._spare is None and not self._open:
+            if self._spare is None and not self._open[False]:
                 await self.prepare()
 
-    async def _shows_token(self, socket: WebSocket) -> bool:
+    async def _first_message(self, socket: WebSocket) -> Mapping[str, object]:
         try:
             async with asyncio.timeout(self.limits.first_message):
                 text = await _received(socket)
         except TimeoutError:
-            return False
-        return is_token((_parsed(text or "", self.limits.message_bytes) or {}).get("token"), self.token)
+            return {}
+        return _parsed(text or "", self.limits.message_bytes) or {}
 
     async def _converse(self, socket: WebSocket, worker: Worker, model: Worker | None) -> None:
         """Handles the messages of a page, one at a time for masks and one at a time for the model.

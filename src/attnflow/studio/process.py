@@ -29,6 +29,7 @@ class Limits:
         model_memory: bytes of address space of a model's process; 0 for no limit, since the server chose the model.
         starting: seconds until a new process must be ready.
         sessions: number of pages that can be open at once.
+        guests: number of pages without the token that can be open at once, each with the design of its link.
         first_message: seconds until a page must have shown the token.
         idle: seconds without a message from any page, after which the server ends.
         memory: bytes of address space of a page's process.
@@ -42,6 +43,7 @@ class Limits:
     model_memory: int = 0
     starting: float = 120.0
     sessions: int = 4
+    guests: int = 2
     first_message: float = 5.0
     idle: float = 1800.0
     memory: int = 8 << 30

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _NEEDED: Final = ("starlette", "uvicorn", "websockets")
 _LOOPBACK: Final = "127.0.0.1"
+_USUAL: Final = 8417  # so that links of earlier runs still lead to a studio
 
 
 def serve(
@@ -33,12 +34,12 @@ def serve(
 ) -> None:
     """Serve the studio on 127.0.0.1 until it is interrupted or has been idle for long.
 
-    Only this machine can reach it, and only with the secret token in the fragment of its address. `opened` is called
-    with that address once the server listens.
+    Only this machine can reach it. `design` and `model` are shown only with the secret token in the fragment of the
+    address, with which `opened` is called once the server listens.
 
     Args:
         design: the initial content of pages: the plain data of a mask, a task or a design.
-        port: local port; 0 takes a free one.
+        port: local port; 0 takes 8417, or a free one while that is in use.
         opened: called with the address, such as `webbrowser.open`.
         limits: the limits (default: `Limits()`).
         model: {"model": its name, "bias": the folder of its bias or None}, or None. Pages cannot name another model.
@@ -59,7 +60,7 @@ def serve(
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((_LOOPBACK, port))
+        _bind(listener, port)
     except OSError:
         listener.close()
         raise
@@ -70,6 +71,14 @@ def serve(
                 raise KeyboardInterrupt  # asyncio does so only where the interrupt meets a task that still waits
     finally:
         listener.close()
+
+
+def _bind(listener: socket.socket, port: int) -> None:
+    if port == 0:
+        with contextlib.suppress(OSError):
+            listener.bind((_LOOPBACK, _USUAL))
+            return
+    listener.bind((_LOOPBACK, port))
 
 
 @contextlib.contextmanager
