@@ -16,8 +16,6 @@ from attnflow.geometry.row import Row, row_of
 from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
 
 if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
     from attnflow.models.sites import Site
     from attnflow.models.stream import Component, ResidualStream, Seen
 
@@ -34,7 +32,7 @@ def attribute(
     keys: int | Sequence[int] | None = None,
     *,
     attention: Attention = "self",
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Any = None,
 ) -> ScoreAttribution:
     """Explain exactly why a query attended to its keys: which pairs of components made the scores.
 
@@ -91,7 +89,7 @@ def attribute_one(
     query: int = -1,
     *,
     attention: Attention = "self",
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Any = None,
 ) -> ScoreAttribution:
     """Explain the head of a layer that has the most weight on a token other than the first one and the query.
 
@@ -127,9 +125,7 @@ class Reading:
         with stream.still():
             return cls(stream, stream.record(), number, attention)
 
-    def explain(
-        self, head: int | None, query: int, keys: object, tokenizer: PreTrainedTokenizerBase | None
-    ) -> ScoreAttribution:
+    def explain(self, head: int | None, query: int, keys: object, tokenizer: Any) -> ScoreAttribution:
         """Attribute the scores of one query."""
         call, output = self.seen.call, self.seen.output
         num_heads, kv_heads = call.query.shape[1], call.key.shape[1]
@@ -221,7 +217,7 @@ class Reading:
     def _two(self) -> bool:
         return getattr(getattr(self.stream.model, "config", None), "is_encoder_decoder", False) is True
 
-    def _texts(self, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[str], list[str]]:
+    def _texts(self, tokenizer: Any) -> tuple[list[str], list[str]]:
         """The texts of queries and keys; numbers of positions where they are no tokens."""
         inputs, call = self.stream.inputs, self.seen.call
         name = "decoder_input_ids" if self._two and "decoder_input_ids" in inputs else "input_ids"
@@ -309,7 +305,7 @@ def _axis(leaf: Tensor, positions: int, component: Component) -> int:
     )
 
 
-def _inputs(model: nn.Module, inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Tensor]:
+def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:
     if next((p for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE), None) is not None:
         kind = next(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE)
         raise UnsupportedArchitecture(
