@@ -143,7 +143,10 @@ class Reading:
             parts = _Parts.of(self, heads, at)
         terms = [self._head(parts, row, n, one) for n, (row, one) in enumerate(zip(rows, heads, strict=True))]
         error = max(one["error"] for one in terms)
-        stack = lambda name: torch.stack([one[name] for one in terms]) if head is None else terms[0][name]  # noqa: E731
+
+        def stack(name: str) -> Tensor:
+            return torch.stack([one[name] for one in terms]) if head is None else terms[0][name]
+
         names = dict.fromkeys(name for row in rows for name in ("biases", *row.added))
         constants = {
             name: torch.stack([one["constants"].get(name, torch.zeros_like(one["scores"])) for one in terms])[:, chosen]
@@ -255,20 +258,21 @@ class _Parts:
         key = {one: _pulled(call.key[0, one], leaves, stream.components, None) for one in kv}
         with torch.no_grad():
             rest = stream.query_and_key([None if leaf is None else torch.zeros_like(leaf) for leaf in leaves])
-        used = [sorted({c for one in side for c in one}) for side in (query, key.values())]
-        if not all(used):
+        used, of_keys = (sorted({c for one in side for c in one}) for side in (query, key.values()))
+        if not used or not of_keys:
             raise UnsupportedArchitecture(
-                f"{stream.site.name}: its {'queries' if used[1] else 'keys'} are not made of a residual stream that is "
+                f"{stream.site.name}: its {'queries' if of_keys else 'keys'} are not made of a residual stream that is "
                 "read, such as an encoder whose attention does not call the attention interface, or states that a "
                 "router or an indexer compresses"
             )
         size = call.query.shape[3]
         empty = (torch.zeros(size).double(), torch.zeros(call.key.shape[2], size).double())
         return cls(
-            *used,
-            [torch.stack([one.get(c, empty[0]) for c in used[0]]) for one in query],
+            used,
+            of_keys,
+            [torch.stack([one.get(c, empty[0]) for c in used]) for one in query],
             [rest.query[0, head, at].double().cpu() for head in heads],
-            {n: torch.stack([one.get(c, empty[1]) for c in used[1]]) for n, one in key.items()},
+            {n: torch.stack([one.get(c, empty[1]) for c in of_keys]) for n, one in key.items()},
             {one: rest.key[0, one].double().cpu() for one in kv},
         )
 
@@ -286,7 +290,7 @@ def _pulled(
     for entry in range(target.shape[-1]):
         grads = torch.autograd.grad(target[..., entry].sum(), inputs, retain_graph=True, allow_unused=True)
         for n, leaf, grad in zip(index, inputs, grads, strict=True):
-            if grad is not None:
+            if cast("Tensor | None", grad) is not None:
                 axis = _axis(leaf, len(target), components[n]) if at is None else None
                 product = grad.double() * leaf.detach().double()
                 value = product.sum() if axis is None else product.movedim(axis, 0).flatten(1).sum(1)

@@ -68,7 +68,8 @@ class Seen:
     @property
     def summed(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The same sides as one head, whose scores are the sum over the heads."""
-        return tuple(tuple(side.transpose(0, 1).flatten(1)[None] for side in pair) for pair in self.sides)
+        joined = [[side.transpose(0, 1).flatten(1)[None] for side in pair] for pair in self.sides]
+        return tuple((left, right) for left, right in joined)
 
 
 class Accumulator:
@@ -117,7 +118,7 @@ class Accumulator:
         explained = torch.where(skew > 1e-9 * squares, explained, 0.0)
         directionality = self._directionality(gamma, mode)
         every = zip(*(each.tolist() for each in (symmetry, form_symmetry, explained, directionality)), strict=True)
-        *heads, full = [InUse(*values, self.pairs) for values in every]
+        *heads, full = [InUse(*cast(Any, values), pairs=self.pairs) for values in every]
         return [full, *heads]
 
     def _directionality(self, gamma: float, mode: Mode) -> Tensor:
@@ -238,7 +239,8 @@ def _sequences(
         x, y = (cast(Tensor, one).reshape(batch, size, -1)[number][real].to(dtype) for one in inputs)
         form = (x @ layer.query().detach().to(x).T, y @ layer.key().detach().to(y).T)
         sides = [(query[number][:, real].to(dtype) * scale, key[number][:, real].to(dtype))]
-        sides.append(tuple(part.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1) for part in form))
+        left, right = (part.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1) for part in form)
+        sides.append((left, right))
         pairs = tuple(
             (left, (right - right.mean(1, keepdim=True)).repeat_interleave(heads // len(right), 0))
             for left, right in sides

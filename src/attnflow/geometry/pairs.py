@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -135,7 +136,7 @@ def pairs(
         ids = tensors[name][0].tolist() if name in tensors else range(int(seen.positions.max()) + 1)
         texts = token_texts([ids[at] for at in seen.positions.tolist()], tokenizer if name in tensors else None)
         meet = meet & ~torch.eye(size, dtype=torch.bool)
-        found.append(PairScores(model_name(module), layer, head, tuple(texts), *tables, meet))
+        found.append(PairScores(model_name(module), layer, head, tuple(texts), *cast(Any, tables), meet=meet))
 
     observe(module, chosen, tensors, see)
     if len(found) != 1:

@@ -189,7 +189,7 @@ class GeometryScores(Result):
         measured = any(one.in_use is not None for one in self.matrices)
         found: list[dict[str, object]] = []
         for one in self.matrices:
-            row = {"model": self.model, **asdict(one), "flags": ";".join(one.flags)}
+            row: dict[str, object] = {"model": self.model, **asdict(one), "flags": ";".join(one.flags)}
             del row["in_use"]
             if measured:
                 row |= {f"{field.name}_in_use": getattr(one.in_use, field.name, math.nan) for field in fields(InUse)}

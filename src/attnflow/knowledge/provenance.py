@@ -245,7 +245,7 @@ class Trace(Result):
             sides = ((), ()) if words is None else (words.raised, words.lowered)
             up, down = sides if rest[2] > 0 else sides[::-1]  # by the sign of its weight here
             place = (one.layer, position, self.tokens[position], target, entry, head)
-            fired.append(Fired(*place, *rest, self.texts.get(entry, ""), up, down))
+            fired.append(Fired(*place, *cast(Any, rest), text=self.texts.get(entry, ""), promotes=up, suppresses=down))
         return fired
 
     def __repr__(self) -> str:

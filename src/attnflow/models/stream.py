@@ -141,8 +141,8 @@ class ResidualStream:
         finally:
             for path, module in modules.items():
                 module.__dict__.pop("forward", None)
-                if saved[path] is not None:
-                    module.forward = saved[path]
+                if (forward := saved[path]) is not None:
+                    module.forward = forward
 
     def recomputed(self, index: int, value: Tensor) -> Seen:
         """Run the model with another value for one component; everything after it is computed anew."""

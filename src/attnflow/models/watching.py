@@ -155,7 +155,8 @@ def mapped(output: object, change: Callable[[Tensor], Tensor]) -> object:
         return change(output) if output.is_floating_point() else output
     if isinstance(output, tuple | list):
         parts = [mapped(one, change) for one in cast("Sequence[object]", output)]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+        kind = cast(Any, type(output))
+        return kind(*parts) if hasattr(output, "_fields") else kind(parts)
     return output
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import numpy as np
 
@@ -341,7 +341,7 @@ def _bands(
             label = "" if index else "chance, in each model’s colour"
         colour = SOFT if len(bands) == 1 or (same_width and count == 1) else colour
         look = {"facecolor": (colour, 0.12), "edgecolor": (colour, 0.55), "linewidth": 0.6, "zorder": 0}
-        for name, bounds in chance_bands(width, mode, count).items():
+        for name, bounds in chance_bands(width, cast("Literal['excess', 'norm']", mode), count).items():
             spans[name](*bounds, **look, label=label if name == "directionality" else "")
 
 

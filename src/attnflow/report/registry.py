@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.handles import Handle
@@ -195,7 +195,7 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
     if not held:  # a handle that only changes its model
         return standalone(card(str(result), [], **options))
     if len(held) > 1 and all(isinstance(one, Mask) for one in held):
-        return standalone(gallery([mask_svg(one, **options) for one in held], str(result)))
+        return standalone(gallery([mask_svg(cast(Mask, one), **options) for one in held], str(result)))
     return figure(next((one for one in held if getattr(one, "ok", True) is False), held[-1]), **options)
 
 

@@ -309,7 +309,7 @@ def _taken_out(
     kl = float((before.exp() * (before - after)).nan_to_num(nan=0).sum())
     count = min(count, len(before))
     likely = dict.fromkeys(before.topk(count).indices.tolist() + after.topk(count).indices.tolist())
-    listed = sorted(likely, key=lambda token: -float(before[token]))
+    listed: list[int] = sorted(likely, key=lambda token: -float(before[token]))
     texts = token_texts(listed, tokenizer)
     chances = zip(texts, listed, before[listed].exp().tolist(), after[listed].exp().tolist(), strict=True)
     reader = one.reader
