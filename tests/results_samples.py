@@ -15,6 +15,7 @@ import attnflow as af
 from attnflow._core.results import Result
 from attnflow.audit.measurement import MeasuredOrder
 from attnflow.bias.graph import BiasGraph, Edge
+from attnflow.geometry.pairs import PairScores
 from attnflow.masks import Mask
 
 LENGTH = 4  # of every axis
@@ -98,6 +99,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
     "Trace": _tiny_trace,
     "ScoreAttribution": _tiny_attribution,
+    "PairScores": lambda: PairScores("Model", 0, 0, ("a", "b", "c"), *torch.randn(2, 3, 3), torch.ones(3, 3) > 0),
     "EngineMask": lambda: af.masks.export.te(af.masks.butterfly(2)),
     "FlashInferMask": lambda: af.masks.export.flashinfer(af.masks.causal(LENGTH)),
     "FlashMask": lambda: af.masks.export.flashmask(af.masks.longformer(9, 2)),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import attnflow as af
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.score import Survey
 from tests.models import tiny
 from tests.report.reading import parse_page, parse_svg
@@ -158,7 +159,7 @@ def test_why_lists_the_leading_terms_and_they_sum_to_the_score(run: Callable, ti
 
 def test_why_in_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
     out = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "0", "--query", "2", "--json").out
-    back = af.geometry.ScoreAttribution.from_json(out)
+    back = ScoreAttribution.from_json(out)
     found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 0, 2)
     assert torch.equal(back.raw, found.raw)
     assert (back.model, back.query, back.head) == (tiny_model, 2, 0)

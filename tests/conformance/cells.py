@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import attnflow as af
+from attnflow.geometry.attribution import ScoreAttribution
 from tests.conformance import inputs as made
 from tests.conformance import oracles
 from tests.conformance.inputs import LENGTH, Inputs
@@ -278,7 +279,7 @@ def scores_attributed(model: PreTrainedModel) -> str:
     return "; ".join(answers)
 
 
-def _last_attribution(model: PreTrainedModel, inputs: Inputs, kind: str) -> af.geometry.ScoreAttribution:
+def _last_attribution(model: PreTrainedModel, inputs: Inputs, kind: str) -> ScoreAttribution:
     """Of the last layer that attends: hybrid models may end in another mixer."""
     try:
         return af.geometry.attribute(model, inputs, layer=-1, attention=kind)
@@ -289,7 +290,7 @@ def _last_attribution(model: PreTrainedModel, inputs: Inputs, kind: str) -> af.g
         return af.geometry.attribute(model, inputs, layer=int(listed[1]), attention=kind)
 
 
-def _is_attribution_of(result: af.geometry.ScoreAttribution, truth: dict[str, tuple[Tensor, Tensor]]) -> None:
+def _is_attribution_of(result: ScoreAttribution, truth: dict[str, tuple[Tensor, Tensor]]) -> None:
     """Compare with the module whose scores are nearest; raise `Wrong`."""
     sums, keys = result.raw.sum((-1, -2)) + result.constants["biases"], list(result.keys)
     near = [name for name, (right, _) in truth.items() if right.shape[0] == len(sums) and max(keys) < right.shape[2]]

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import attnflow as af
 from attnflow.geometry import in_use
+from attnflow.geometry.table import GeometryScores
 from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.families.rows import blocks
 from tests.geometry import oracle
@@ -245,7 +246,7 @@ def test_the_table_has_columns_only_where_a_text_was_read():
     model = disturbed("Bert")
     plain, read = af.geometry.score(model), af.geometry.score(model, inputs=[5, 6, 7, 8])
     assert list(read.rows()[0]) == [*plain.rows()[0], *(f"{name}_in_use" for name in COLUMNS)]
-    assert af.geometry.GeometryScores.from_json(read.to_json()) == read
+    assert GeometryScores.from_json(read.to_json()) == read
     assert "in use: symmetry" in repr(read)
     assert "in use" not in repr(plain)
 
