@@ -133,7 +133,7 @@ function pairText(studio) {
   const run = studio.field.value.position === query && studio.field.value.runs.find(([first, last]) => first <= key && key < last);
   const { followed } = studio.field.value;
   const end = followed < studio.depth.value ? `not in ${plural(followed, "layer")}` : "never";
-  const when = !run ? (studio.field.value.position === query ? end : "…") : run[2] === 0 ? "itself" : run[2] === 1 ? "in one layer" : `in ${run[2]} layers`;
+  const when = !run ? (studio.field.value.position === query ? end : "…") : run[2] === 0 ? "itself" : run[2] === 1 ? "in one layer" : `in ${plural(run[2], "layer")}`;
   return `${name(query)} ← ${name(key)}: ${when}`;
 }
 
