@@ -83,6 +83,7 @@ export function createStudio(place) {
   async function act(op, values = {}, start = performance.now()) {
     hurry(); // what was typed before comes first
     const isMask = !ABOUT_LABELS.includes(op);
+    const candidate = JSON.stringify(studio.candidate.peek());
     const size = studio.size.value;
     const window = size ? windowOf() : undefined;
     const reply = await ask({ op, ...values, ...(window ? { tile: window } : {}) });
@@ -93,7 +94,7 @@ export function createStudio(place) {
       return false;
     }
     const drawn = batch(() => {
-      if (isMask) consider(null);
+      if (isMask && JSON.stringify(studio.candidate.peek()) === candidate) consider(null); // else another was chosen meanwhile
       return take(reply, window);
     });
     afterPaint(() => {

@@ -242,7 +242,7 @@ def test_the_slider_goes_to_the_depth(page):
     page.mouse.move(*cell(page, 16000, 2000))
     page.get_by_text(re.compile("in 4\u202f6[0-9]{2} layers")).wait_for()  # 14,000 positions back, three in a layer
     page.get_by_label("Layers", exact=True).fill("4000")
-    page.get_by_text("after 4\u202f000 layers").wait_for()
+    page.get_by_text("after 4\u202f000 layers 16").wait_for()
 
 
 def test_the_diagram_follows_the_mask(page):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _NEEDED: Final = ("starlette", "uvicorn", "websockets")
 _LOOPBACK: Final = "127.0.0.1"
-_USUAL: Final = 8417  # so that links of earlier runs still lead to a studio
+_USUAL: Final = 48417  # so that links of earlier runs still lead to a studio
 
 
 def serve(
@@ -39,7 +39,7 @@ def serve(
 
     Args:
         design: the initial content of pages: the plain data of a mask, a task or a design.
-        port: local port; 0 takes 8417, or a free one while that is in use.
+        port: local port; 0 takes 48417, or a free one while that is in use.
         opened: called with the address, such as `webbrowser.open`.
         limits: the limits (default: `Limits()`).
         model: {"model": its name, "bias": the folder of its bias or None}, or None. Pages cannot name another model.
