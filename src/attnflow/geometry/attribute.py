@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.geometry.ablation import without
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.row import Row, row_of
 from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
@@ -155,7 +157,7 @@ class Reading:
         means = {name: torch.stack([one["expected_constants"].get(name, _ZERO) for one in terms]) for name in names}
         titles = self.stream.names(sorted({*parts.query_components, *parts.key_components}))
         query_texts, key_texts = self._texts(tokenizer)
-        return ScoreAttribution(
+        result = ScoreAttribution(
             model_name(self.stream.model),
             self.layer,
             None if head is None else heads[0],
@@ -176,6 +178,8 @@ class Reading:
             {name: expected if head is None else expected[0] for name, expected in means.items()},
             error,
         )
+        object.__setattr__(result, "take_out", partial(without, self, titles))
+        return result
 
     def _head(self, parts: _Parts, row: Row, number: int, head: int) -> dict[str, Any]:
         """The terms of one head, over all keys, after the check."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,6 +23,48 @@ class Term(NamedTuple):
     key_component: str
     value: float  # centred
     raw: float
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreAblation(Result):
+    """How the scores of one query change without one component; 0 where it plays no part.
+
+    `terms` and `held` answer what the component wrote for this head; `total` answers what the model does without it.
+
+    Attributes:
+        before: the scores q.k of the model, times the scaling.
+        terms: less the terms of all pairs that hold the component.
+        held: with the component out of the stream before this layer and norms at their scale. This is `terms`, but for
+            what the biases of projections make of the component.
+        direct: likewise, with the norm of this layer, and norms after sublayers, moving.
+        total: with the component at zero and all that follows it computed anew.
+    """
+
+    model: str
+    layer: int
+    head: int | None
+    component: str
+    query: int
+    keys: tuple[int, ...]
+    tokens: tuple[str, ...]
+    before: Float64[Tensor, "*heads keys"]
+    terms: Float64[Tensor, "*heads keys"]
+    held: Float64[Tensor, "*heads keys"]
+    direct: Float64[Tensor, "*heads keys"]
+    total: Float64[Tensor, "*heads keys"]
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """One row for each key, in each head."""
+        tables = {name: getattr(self, name) for name in ("before", "terms", "held", "direct", "total")}
+        flat = {name: table.reshape(-1).tolist() for name, table in tables.items()}
+        count = len(flat["before"]) // max(len(self.keys), 1)
+        heads = [self.head] if self.head is not None else range(count)
+        places = [(head, key, token) for head in heads for key, token in zip(self.keys, self.tokens, strict=True)]
+        return [
+            {"component": self.component, "head": head, "key": key, "token": token}
+            | {name: values[n] for name, values in flat.items()}
+            for n, (head, key, token) in enumerate(places)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +93,9 @@ class ScoreAttribution(Result):
     expected: Float64[Tensor, "*heads query_components key_components"]  # sum_k a_ik slope_k t_ik over all keys
     expected_constants: Mapping[str, Float64[Tensor, "*heads"]]  # the same of each constant
     error: float  # largest difference between sum and score, relative to the range of the row
+    take_out: Callable[[ScoreAttribution, str], ScoreAblation] | None = field(
+        init=False, default=None, repr=False, compare=False
+    )
 
     @property
     def constant(self) -> Tensor:
@@ -91,6 +136,15 @@ class ScoreAttribution(Result):
             )
             for h, j, c, d in places
         ]
+
+    def ablate(self, component: str) -> ScoreAblation:
+        """Run the model again without a component, one of `components` or `key_components`, and compare the scores.
+
+        The model must be as it was. `ValueError` for an unknown component, and for a result that was read from a file.
+        """
+        if self.take_out is None:
+            raise ValueError("this attribution was read from a file and has no model: call af.geometry.attribute again")
+        return self.take_out(self, component)
 
     def by_query_component(self, *, raw: bool = False) -> Tensor:
         """Sum the terms over the key's components: [keys, query components], centred unless `raw`."""

@@ -55,10 +55,8 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int) -> Row:
     if strange:
         raise UnsupportedArchitecture(f"{type(module).__name__} passes {strange[0]} to attention, which is not read")
     group = call.query.shape[1] // call.key.shape[1]
-    keys = call.key[0, head // group].double()
-    scaling = kwargs.get("scaling")
-    scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    product = scaling * (keys @ call.query[0, head, query].double())
+    product, scaling = product_of(call, head, query)
+    keys = call.key[0, head // group]
     allowed, added = _mask(call, head, query)
     for name in _ADDED:
         if isinstance(kwargs.get(name), Tensor):
@@ -77,6 +75,14 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int) -> Row:
     )
     _check(row, call, output, head, query)
     return row
+
+
+def product_of(call: AttentionCall, head: int, query: int) -> tuple[Tensor, float]:
+    """Return scaling * q.k for all keys, [keys] in float64, and the scaling."""
+    keys = call.key[0, head // (call.query.shape[1] // call.key.shape[1])].double()
+    scaling = call.kwargs.get("scaling")
+    scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return scaling * (keys @ call.query[0, head, query].double()), scaling
 
 
 def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str, Tensor]]:
