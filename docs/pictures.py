@@ -125,7 +125,7 @@ def why() -> Any:
     """Why a head of SmolLM2 looked at a name: pairs of components, the leading terms, and the tokens of the row."""
     text = "When Mary and John went to the store, John gave a drink to"
     result = af.geometry.attribute(af.load_model("smollm2-135m"), text, layer=24, head=4)
-    return af.report.figure(replace(result, model="SmolLM2"))
+    return af.report.figure(replace(result, model="SmolLM2"), count=6)
 
 
 def trace() -> Any:

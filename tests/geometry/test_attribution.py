@@ -117,3 +117,12 @@ def test_what_cannot_be_ablated():
         result.ablate("layer 9 attention")
     with pytest.raises(ValueError, match=r"call af\.geometry\.attribute again"):
         type(result).from_json(result.to_json()).ablate("embedding")
+
+
+def test_an_attached_bias_is_a_constant_of_its_own():
+    model = deep("Llama", num_key_value_heads=2).double().eval()
+    with af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, init="kaiming")):
+        result = af.geometry.attribute(model, IDS, layer=2)
+        shown = af.bias.capture(model, IDS, layers=[2], queries=[-1], heads="all").layers[0].raw[:, 0]
+    torch.testing.assert_close(result.constants["attached bias"], shown.double(), atol=1e-5, rtol=1e-5)
+    assert shown.abs().max() > 1e-3

@@ -62,7 +62,9 @@ def declared_order(
         relation = declared(model, survey(model, read(model, inputs, tokenizer)))
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
     masks = [from_dense(row, relation.name) for row in rows]
-    named = [equal_to(mask) or mask for mask in masks]  # causal(n=64) says more than a sentence about all layers
+    # causal(n=64) says more than a sentence about all layers, which says more than the lengths of documents
+    found = [(mask, equal_to(mask)) for mask in masks]
+    named = [mask if one is None or one.name == "document" else one for mask, one in found]
     return analyze(named[0] if relation.repeat else named)
 
 

@@ -1,4 +1,4 @@
-"""Takes one component out of the stream: what the scores of a query lose by its terms, with norms moving, and in all."""
+"""Takes one component out of the stream: what scores lose by its terms, with norms moving, and in all."""
 
 from __future__ import annotations
 

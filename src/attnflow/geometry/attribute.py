@@ -101,7 +101,7 @@ def attribute_one(
     reading = Reading.of(module, _inputs(module, inputs, tokenizer or brought), layer, attention)
     call = reading.seen.call
     at = _place("query", query, call.query.shape[2])
-    rows = [row_of(call, reading.seen.output, head, at) for head in range(call.query.shape[1])]
+    rows = [row_of(call, reading.seen.output, head, at, reading.seen.added) for head in range(call.query.shape[1])]
     weights = torch.stack([row.weights for row in rows])
     if attention == "self":
         weights[:, [0, at]] *= 1e-9  # they decide only where there is no other token
@@ -139,7 +139,7 @@ class Reading:
         heads = list(range(num_heads)) if head is None else [_place("head", head, num_heads)]
         at = _place("query", query, call.query.shape[2])
         self._refuse_pad(at)
-        rows = [row_of(call, output, one, at) for one in heads]
+        rows = [row_of(call, output, one, at, self.seen.added) for one in heads]
         chosen = _keys(keys, rows)
         with self.stream.still():
             parts = _Parts.of(self, heads, at)

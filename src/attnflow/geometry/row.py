@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -46,10 +46,8 @@ class Row:
         return 1 - torch.tanh(self.product / self.softcap) ** 2
 
 
-def row_of(call: AttentionCall, output: Tensor, head: int, query: int) -> Row:
+def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Tensor | None = None) -> Row:
     """Read one row of a call, and check that it explains what attention put out for it."""
-    from attnflow.models.interception import in_force
-
     module, kwargs = call.module, call.kwargs
     strange = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if strange:
@@ -60,14 +58,11 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int) -> Row:
     allowed, added = _mask(call, head, query)
     for name in _ADDED:
         if isinstance(kwargs.get(name), Tensor):
-            bias = _at(kwargs[name], head, query, len(keys))
-            allowed = allowed & (bias > torch.finfo(kwargs[name].dtype).min / 2)
-            added["positions"] = added.get("positions", 0.0) + bias.masked_fill(~allowed, 0.0)
-    for interceptor in in_force(module, "bias"):
-        terms = cast("Callable[[AttentionCall], Tensor | None] | None", getattr(interceptor, "added", None))
-        bias = None if terms is None else terms(call)
-        if bias is not None:
-            added["attached bias"] = _at(bias, head, query, len(keys)).masked_fill(~allowed, 0.0)
+            own = _at(kwargs[name], head, query, len(keys))
+            allowed = allowed & (own > torch.finfo(kwargs[name].dtype).min / 2)
+            added["positions"] = added.get("positions", 0.0) + own.masked_fill(~allowed, 0.0)
+    if bias is not None:
+        added["attached bias"] = _at(bias, head, query, len(keys)).masked_fill(~allowed, 0.0)
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     sink = None if sinks is None else cast(Tensor, sinks).double()[head]
     row = Row(

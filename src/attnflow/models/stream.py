@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import REFUSALS, evaluating, precision, refusal, unchanged
 from attnflow.models.held import HeldNorm, hold, may_be_norm
-from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, base_implementation, intercept
+from attnflow.models.interception import (
+    AttentionCall,
+    Interceptor,
+    Output,
+    Proceed,
+    base_implementation,
+    in_force,
+    intercept,
+)
 from attnflow.models.mixing import moves_between_positions
 from attnflow.models.sites import Site, models_around
 from attnflow.models.watching import (
@@ -61,6 +69,7 @@ class Seen:
 
     call: AttentionCall
     output: Tensor
+    added: Tensor | None = None  # what an attached bias adds to the scores, [batch or 1, heads or 1, queries, keys]
 
 
 @dataclass(eq=False)
@@ -106,7 +115,7 @@ class ResidualStream:
         """Run the model up to the site, and keep what its sublayers put out."""
         recorder = _Recorder(self)
         with Watch(self._modules(), recorder.enter, recorder.leave):
-            seen = self._reach()
+            seen = self._reach(recorded=True)
         self.components = recorder.components
         return seen
 
@@ -157,13 +166,14 @@ class ResidualStream:
         with Watch({component.path: self.model.get_submodule(component.path)}, leave=leave):
             return self._reach()
 
-    def _reach(self, inside: Mapping[nn.Module, Interceptor] | None = None) -> Seen:
+    def _reach(self, inside: Mapping[nn.Module, Interceptor] | None = None, recorded: bool = False) -> Seen:
         """Run the model until the site has attended."""
         seen: list[Seen] = []
 
         def look(call: AttentionCall, proceed: Proceed) -> Output:
+            added = _added(call) if recorded else None  # before the call, which uses up what its hooks have seen
             output, _ = proceed(call)
-            seen.append(Seen(call, output))
+            seen.append(Seen(call, output, added))
             raise _Reached
 
         owner = self.site.owner
@@ -337,6 +347,8 @@ class _Recorder:
 class _Stub:
     """Stands in for a sublayer: returns what it put out, with another tensor for its part of the stream."""
 
+    stands_in = True  # for whoever expects that the module attended
+
     def __init__(self, calls: Sequence[tuple[Component, Tensor | None]], forward: Callable[..., Any]) -> None:
         self._calls = {component.number: (component, value) for component, value in calls}
         self._forward, self._next = forward, 0
@@ -347,6 +359,14 @@ class _Stub:
             return self._forward(*args, **kwargs)
         component, value = self._calls[number]
         return component.output if value is None else with_tensor(component.output, component.value, value)
+
+
+def _added(call: AttentionCall) -> Tensor | None:
+    """What the attached biases add to the scores of a call: their interceptors say so by a function `added`."""
+    found = [getattr(one, "added", None) for one in in_force(call.module, "bias")]
+    with torch.no_grad():
+        parts = [part for one in found if one is not None and (part := one(call)) is not None]
+    return sum(parts[1:], start=parts[0]) if parts else None
 
 
 def _owns_matrix(module: nn.Module) -> bool:

@@ -111,7 +111,7 @@ def _cell(value: object, limit: int) -> str:
     return f"{value:.4g}" if isinstance(value, float) else shorten(value, limit)
 
 
-def _text(text: str, x: float, y: float, right: bool = False, opacity: float = 1.0) -> str:
+def _text(text: str, x: int | float, y: int | float, right: bool = False, opacity: float = 1.0) -> str:
     anchor = "end" if right else None
     look = {"font_size": 11.5, "font_family": MONO, "fill": "currentColor", "fill_opacity": opacity}
     return element("text", escape(text), x=x, y=y, text_anchor=anchor, **look)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from attnflow._core.markup import columns, element, escape, grouped, plural, shorten
 from attnflow.report.hasse_svg import box, hasse_svg
@@ -19,7 +19,7 @@ _STRIP: Final = 520.0
 _HOT: Final = "#d1495b"  # as the path in a Hasse diagram
 
 
-def task_svg(task: Task, *, picture: Literal["mask", "hasse", "leaks"] | None = None, **options: Any) -> str:
+def task_svg(task: Task, *, picture: str | None = None, **options: Any) -> str:
     """Draws the mask of a task with a token for each row, its order with the first leak if any, or all its leaks.
 
     A token is its id and its position, "7@2", or "5+9@2" for an average. A task with a mask per layer has no single
@@ -106,6 +106,6 @@ def _strip(report: LeakReport, y: float) -> list[str]:
     return parts
 
 
-def _text(text: str, x: float, y: float, size: float = 11.5, anchor: str | None = None) -> str:
+def _text(text: str, x: int | float, y: int | float, size: int | float = 11.5, anchor: str | None = None) -> str:
     look = {"font_size": size, "font_family": MONO if anchor else None, "fill": "currentColor", "fill_opacity": 0.85}
     return element("text", escape(shorten(text, 120)), x=x, y=y, text_anchor=anchor, **look)

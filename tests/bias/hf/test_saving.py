@@ -56,7 +56,7 @@ def check_round_trip(biases, folder, custom=()):
     assert af.bias.save(model, folder) == folder
     assert sorted(path.name for path in folder.iterdir()) == [WEIGHTS, CONFIG]
     handle = af.bias.load(fresh, folder, custom=custom)
-    assert str(handle) == str(handle_of(model))
+    assert str(handle_of(model)).startswith(f"{handle}; ")  # for inference it announces nothing to train
     assert handle.layers == handle_of(model).layers
     with torch.no_grad():
         assert torch.equal(outputs(fresh, input_ids=ids), outputs(model, input_ids=ids))

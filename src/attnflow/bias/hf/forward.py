@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.bias.attention import compute
+from attnflow.bias.attention import bias_of, compute
 from attnflow.bias.call import Allow, Call, make_call
 from attnflow.bias.config import Vectors
 from attnflow.bias.hf.cache import extend, new_slots
@@ -60,6 +60,18 @@ def biased(call: AttentionCall, proceed: Proceed) -> Output:
         output = cast(Tensor, _SameAs.apply(output, plain.detach()))
         weights = None if weights is None or plain_weights is None else plain_weights.detach()
     return output, weights
+
+
+def _added(call: AttentionCall) -> Tensor | None:
+    """What the bias adds to the scores of a call that has not been computed yet; None without one in force."""
+    bias = getattr(call.module, CHILD, None)
+    if not isinstance(bias, LayerBias) or not bias.enabled:
+        return None
+    terms = _terms(call, bias, bias.hooks)
+    return bias_of(terms, call.query.shape[1], slice(0, call.query.shape[2]), slice(0, call.key.shape[2]))
+
+
+biased.added = _added  # pyright: ignore[reportFunctionMemberAccess]  # whoever explains a score asks for it
 
 
 class _SameAs(torch.autograd.Function):
