@@ -365,7 +365,7 @@ def _added(call: AttentionCall) -> Tensor | None:
     """What the attached biases add to the scores of a call: their interceptors say so by a function `added`."""
     found = [getattr(one, "added", None) for one in in_force(call.module, "bias")]
     with torch.no_grad():
-        parts = [part for one in found if one is not None and (part := one(call)) is not None]
+        parts: list[Tensor] = [part for one in found if one is not None and (part := one(call)) is not None]
     return sum(parts[1:], start=parts[0]) if parts else None
 
 
