@@ -13,17 +13,19 @@ from attnflow.geometry.attribution import ScoreAblation, ScoreAttribution
 from attnflow.geometry.row import product_of
 
 if TYPE_CHECKING:
-    from attnflow.geometry.attribute import Reading
     from attnflow.models.interception import AttentionCall
+    from attnflow.models.stream import ResidualStream
 
 
 @torch.no_grad()
-def without(reading: Reading, titles: Mapping[int, str], result: ScoreAttribution, component: str) -> ScoreAblation:
+def without(
+    stream: ResidualStream, seen: AttentionCall, titles: Mapping[int, str], result: ScoreAttribution, component: str
+) -> ScoreAblation:
     """Compare the scores of a result with those of the stream without one component; three passes up to the layer."""
     names = dict.fromkeys((*result.components, *result.key_components))
     if component not in names:
         raise ValueError(f"component must be one of {preview(names)}, got {component!r}")
-    stream, keys = reading.stream, list(result.keys)
+    keys = list(result.keys)
     values = [one.value for one in stream.components]
     index = next(number for number, title in titles.items() if title == component)
     value = values[index]
@@ -34,7 +36,7 @@ def without(reading: Reading, titles: Mapping[int, str], result: ScoreAttributio
         rows = torch.stack([product_of(call, head, result.query)[0] for head in result.heads])[:, keys].cpu()
         return rows if result.head is None else rows[0]
 
-    before = scores(reading.seen.call)
+    before = scores(seen)
     with stream.still(), torch.no_grad():
         held = scores(stream.query_and_key(values)) - before
         direct = scores(stream.query_and_key(values, held=False)) - before

@@ -178,7 +178,7 @@ class Reading:
             {name: expected if head is None else expected[0] for name, expected in means.items()},
             error,
         )
-        object.__setattr__(result, "take_out", partial(without, self, titles))
+        object.__setattr__(result, "take_out", partial(without, self.stream, call, titles))
         return result
 
     def _head(self, parts: _Parts, row: Row, number: int, head: int) -> dict[str, Any]:
