@@ -8,6 +8,7 @@ import torch
 import attnflow as af
 from attnflow.models.loaded import Loaded
 from attnflow.report.live import model as live
+from attnflow.report.live import why
 from attnflow.report.live.model import MAX_CHARACTERS, ModelSession
 from tests.models import ZOO, modular, tiny
 
@@ -220,3 +221,18 @@ def test_a_model_that_cannot_be_read_is_an_answer_and_is_read_again(monkeypatch,
     assert "no/such/folder" in ask(page, "model")["error"]
     monkeypatch.setattr(live, "load_model", lambda name, tokenizer=True: Loaded(network, None))
     assert ask(page, "model")["ok"]
+
+
+def test_constants_of_a_capped_score_are_centred_as_the_library_does():
+    """A cap bends q.k, not what is added after it: here the bias of a model whose scores are capped."""
+    model = tiny("Gemma2", torch.float32)
+    with af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, init="kaiming")):
+        found = af.geometry.attribute(model, [5, 6, 7, 8], layer=0)
+    reply = why.explained(found, 1, None, list("abcd"))
+    at = found.keys.index(reply["key"])
+    listed = {one["name"]: one["centred"] for one in reply["constants"]}
+    assert listed["attached bias"] == pytest.approx(float(found.centred_constants["attached bias"][1, at]), rel=1e-3)
+    assert (found.slope[1] < 1).any()
+    assert sum(one["centred"] for one in reply["terms"]) + reply["rest"]["centred"] + sum(listed.values()) == (
+        pytest.approx(reply["sum"]["centred"], abs=1e-3)
+    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from torch import Tensor
+import numpy as np
 
 from attnflow._core.markup import percent, token_label
+from attnflow.report.attribution import Array, row_of
 from attnflow.report.live.numbers import number, numbers, table
 from attnflow.report.live.operations import Reply
 
@@ -30,17 +31,12 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
     """
     if head not in found.heads:
         raise ValueError(f"layer {found.layer} has heads 0 to {max(found.heads)}, got head {head}")
-    row = found.heads.index(head)
-    weights, slope = found.weights[row], found.slope[row]
     if key is not None and key not in found.keys:
         raise ValueError(f"the query at position {found.query} has keys {found.keys[0]} to {found.keys[-1]}, got {key}")
-    at = int(weights.argmax()) if key is None else found.keys.index(key)
-    centred = found.raw[row, at] * slope[at] - found.expected[row]
-    constants = {
-        name: (each[row, at], _centred(each[row] * slope, weights, at)) for name, each in found.constants.items()
-    }
-    above = float(centred.sum()) + sum(float(each) for _, each in constants.values())
-    tokens, share = [token_label(text) for text in texts], percent(float(weights[at]))
+    raw, centred = (row_of(found, head, key, raw) for raw in (True, False))
+    at = centred.index
+    above = float(centred.totals[at])
+    tokens, share = [token_label(text) for text in texts], percent(float(centred.weights[at]))
     return {
         "tokens": tokens,
         "layer": found.layer,
@@ -52,12 +48,13 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
         "weights": table(found.weights),
         "components": list(found.components),
         "key_components": list(found.key_components),
-        "table": table(centred),
-        **_terms(found, found.raw[row, at], centred),
+        "table": table(centred.terms[at]),
+        **_terms(found, raw.terms[at], centred.terms[at]),
         "constants": [
-            {"name": name, **numbers(raw=float(raw), centred=float(each))} for name, (raw, each) in constants.items()
+            {"name": name, **numbers(raw=float(raw.constants[name][at]), centred=float(each[at]))}
+            for name, each in centred.constants.items()
         ],
-        "sum": numbers(raw=float(found.scores[row, at]), centred=above),
+        "sum": numbers(raw=float(raw.scores[at]), centred=above),
         "verdict": f"Head {head} of layer {found.layer} gives {share} of the attention of {tokens[found.query]} to "
         f"{tokens[found.keys[at]]}: its score is {abs(above):.3g} {'above' if above >= 0 else 'below'} the mean of "
         "the row.",
@@ -66,14 +63,9 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
     }
 
 
-def _centred(row: Tensor, weights: Tensor, at: int) -> Tensor:
-    """Subtracts the mean over the row from what one key has."""
-    return row[at] - weights @ row
-
-
-def _terms(found: ScoreAttribution, raw: Tensor, centred: Tensor) -> Reply:
+def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:
     """Returns the largest terms of a pair, and the sum of the others."""
-    order = centred.abs().flatten().argsort(descending=True)[:_TERMS].tolist()
+    order: list[int] = np.argsort(-np.abs(centred), axis=None, kind="stable")[:_TERMS].tolist()
     places = [divmod(each, centred.shape[1]) for each in order]
     kept = {
         name: sum(float(values[place]) for place in places) for name, values in (("raw", raw), ("centred", centred))
@@ -88,7 +80,7 @@ def _terms(found: ScoreAttribution, raw: Tensor, centred: Tensor) -> Reply:
             for one, other in places
         ],
         "rest": {
-            "count": centred.numel() - len(places),
+            "count": centred.size - len(places),
             "raw": number(float(raw.sum()) - kept["raw"]),
             "centred": number(float(centred.sum()) - kept["centred"]),
         },
