@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from attnflow.models.stream import ResidualStream
 
 
-@torch.no_grad()
 def without(
     stream: ResidualStream, seen: AttentionCall, titles: Mapping[int, str], result: ScoreAttribution, component: str
 ) -> ScoreAblation:

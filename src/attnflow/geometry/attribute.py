@@ -214,11 +214,10 @@ class Reading:
         }
 
     def _refuse_pad(self, query: int) -> None:
-        names = ("decoder_attention_mask",) if self._two else ("attention_mask",)
-        for name in names:
-            mask = self.stream.inputs.get(name)
-            if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[0, query]):
-                raise ValueError(f"query {query} is a pad by the {name}; choose a position whose mask is 1")
+        name = "decoder_attention_mask" if self._two else "attention_mask"
+        mask = self.stream.inputs.get(name)
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[0, query]):
+            raise ValueError(f"query {query} is a pad by the {name}; choose a position whose mask is 1")
 
     @property
     def _two(self) -> bool:
@@ -314,8 +313,8 @@ def _axis(leaf: Tensor, positions: int, component: Component) -> int:
 
 
 def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:
-    if next((p for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE), None) is not None:
-        kind = next(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE)
+    kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE), None)
+    if kind is not None:
         raise UnsupportedArchitecture(
             f"the weights are {str(kind).removeprefix('torch.')}, whose residual sums are rounded to 2 or 3 digits, so "
             "that no attribution of a score can be checked; call model.float() first"

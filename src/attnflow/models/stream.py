@@ -25,7 +25,6 @@ from attnflow.models.evaluation import REFUSALS, evaluating, precision, refusal,
 from attnflow.models.held import HeldNorm, hold, may_be_norm
 from attnflow.models.interception import (
     AttentionCall,
-    Interceptor,
     Output,
     Proceed,
     base_implementation,
@@ -119,26 +118,15 @@ class ResidualStream:
         self.components = recorder.components
         return seen
 
-    def query_and_key(
-        self,
-        values: Sequence[Tensor | None],
-        *,
-        held: bool = True,
-        opened: Mapping[int, Mapping[nn.Module, Interceptor]] | None = None,
-    ) -> AttentionCall:
+    def query_and_key(self, values: Sequence[Tensor | None], *, held: bool = True) -> AttentionCall:
         """Return the call that the site makes if the components have these values.
 
-        `held` keeps every norm at its scale in the first such pass. The components in `opened` run their own code, with
-        interceptors in their attention.
+        `held` keeps every norm at its scale in the first such pass.
         """
-        opened = opened or {}
         stubs: dict[str, list[tuple[Component, Tensor | None]]] = {}
-        for index, (component, value) in enumerate(zip(self.components, values, strict=True)):
-            if component.number >= 0 and index not in opened:
+        for component, value in zip(self.components, values, strict=True):
+            if component.number >= 0:
                 stubs.setdefault(component.path, []).append((component, value))
-        inside: dict[nn.Module, Interceptor] = {}
-        for one in opened.values():
-            inside |= one
         first = {c.path: v for c, v in zip(self.components, values, strict=True) if c.number < 0}
         modules = {path: self.model.get_submodule(path) for path in stubs}
         saved = {path: module.__dict__.get("forward") for path, module in modules.items()}
@@ -146,7 +134,7 @@ class ResidualStream:
             for path, module in modules.items():
                 module.forward = _Stub(stubs[path], module.forward)
             with self._first(first), self._held() if held else nullcontext():
-                return self._reach(inside).call
+                return self._reach().call
         finally:
             for path, module in modules.items():
                 module.__dict__.pop("forward", None)
@@ -166,7 +154,7 @@ class ResidualStream:
         with Watch({component.path: self.model.get_submodule(component.path)}, leave=leave):
             return self._reach()
 
-    def _reach(self, inside: Mapping[nn.Module, Interceptor] | None = None, recorded: bool = False) -> Seen:
+    def _reach(self, recorded: bool = False) -> Seen:
         """Run the model until the site has attended."""
         seen: list[Seen] = []
 
@@ -180,8 +168,7 @@ class ResidualStream:
         current = base_implementation(owner.config)
         implementation = current if current in _SUPPORTED else "sdpa"
         around = models_around(self.sites)
-        interceptors = {self.site.module: cast(Interceptor, look), **(inside or {})}
-        interception = intercept(around, interceptors, role="pool", implementation=implementation)
+        interception = intercept(around, {self.site.module: look}, role="pool", implementation=implementation)
         try:
             self.model(**self.inputs)
         except _Reached:

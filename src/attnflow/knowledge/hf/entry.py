@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -235,11 +236,7 @@ def _example(index: int, ids: Tensor, weights: Tensor, tokenizer: PreTrainedToke
 
 def _read_batch(model: nn.Module, one: LocatedEntry, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return an entry's weights and scores at each token of texts, [texts, longest]; 0 where it was not read."""
-    longest = max(map(len, rows))
-    ids, mask = (
-        torch.stack([functional.pad(row, (0, longest - len(row))) for row in each])
-        for each in (rows, [torch.ones_like(row) for row in rows])
-    )
+    ids, mask = (pad_sequence(each, batch_first=True) for each in ([*rows], [torch.ones_like(row) for row in rows]))
     seen: list[Tensor] = []
 
     def see(reading: Reading) -> None:
