@@ -63,4 +63,5 @@ def test_what_is_read_on_a_gpu_is_what_is_read_on_the_cpu(family, read):
     model = tiny(family, torch.float64)
     expected = read(copy.deepcopy(model), IDS)
     found = read(model.to(DEVICE), IDS.to(DEVICE))
-    torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-9, atol=1e-11)
+    # Rotations are made in float32 by either device, whatever the model's precision.
+    torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
