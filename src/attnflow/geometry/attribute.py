@@ -15,7 +15,8 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.ablation import without
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.row import Row, row_of
-from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
+from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, named_tensors, sparing, split, token_texts
+from attnflow.models.offload import without_numbers
 
 if TYPE_CHECKING:
     from attnflow.models.sites import Site
@@ -104,7 +105,7 @@ def attribute_one(
     rows = [row_of(call, reading.seen.output, head, at, reading.seen.added) for head in range(call.query.shape[1])]
     weights = torch.stack([row.weights for row in rows])
     if attention == "self":
-        weights[:, [0, at]] *= 1e-9  # they decide only where there is no other token
+        weights[:, [int(rows[0].allowed.int().argmax()), at]] *= 1e-9  # they decide only where there is no other token
     return reading.explain(int(weights.amax(1).argmax()), at, None, tokenizer or brought)
 
 
@@ -216,7 +217,7 @@ class Reading:
     def _refuse_pad(self, query: int) -> None:
         name = "decoder_attention_mask" if self._two else "attention_mask"
         mask = self.stream.inputs.get(name)
-        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[0, query]):
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[0, query : query + 1].all()):
             raise ValueError(f"query {query} is a pad by the {name}; choose a position whose mask is 1")
 
     @property
@@ -307,12 +308,17 @@ def _axis(leaf: Tensor, positions: int, component: Component) -> int:
         if axis < leaf.ndim - 1 and leaf.shape[axis] == positions:
             return axis
     raise UnsupportedArchitecture(
-        f"{component.path} adds {list(leaf.shape)} to the stream, which has no axis of {positions} keys: its positions "
-        "are not those of the keys"
+        f"there are {positions} keys, and {component.path} adds {list(leaf.shape)} to the stream: some keys are not "
+        "made of this stream, such as those of a learned prefix or of another model's states"
     )
 
 
 def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:
+    if without_numbers(model) or any(parameter.is_inference() for parameter in model.parameters()):
+        raise UnsupportedArchitecture(
+            f"the weights of {type(model).__name__} are on the meta device or were made in torch.inference_mode(), so "
+            "that nothing can be differentiated: load the model with its weights, outside of that mode"
+        )
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE), None)
     if kind is not None:
         raise UnsupportedArchitecture(
@@ -320,7 +326,7 @@ def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tenso
             "that no attribution of a score can be checked; call model.float() first"
         )
     if isinstance(inputs, Mapping) and "input_ids" not in inputs:
-        named = {str(name): torch.as_tensor(value) for name, value in cast("Mapping[str, Any]", inputs).items()}
+        named = named_tensors(cast("Mapping[str, object]", inputs))
         if not named:
             raise ValueError("the inputs are empty: expected a text, token ids, or the model's named inputs")
     else:
@@ -355,7 +361,11 @@ def _site(model: nn.Module, layer: object, attention: object) -> tuple[int, Site
     if not by_layer:
         raise UnsupportedArchitecture(f"the attention of {type(model).__name__} lies in no list of layers ({prefix})")
     count = len(cast(nn.ModuleList, model.get_submodule(prefix)))
-    number = _place("layer", layer, count)
+    depth = int(getattr(sites[0].owner.config, "num_hidden_layers", count))
+    shared = not sites[0].part and max(count, sum(site.layers == prefix for site in sites)) < depth
+    number = _place("layer", layer, depth if shared else count)
+    if shared and number:
+        raise ValueError(f"layer {number} is a later call of weights that {depth} layers share; layers with it: [0]")
     if number not in by_layer:
         raise ValueError(
             f"layer {number} has no {attention}-attention; layers with it: {checks.preview(sorted(by_layer))}"
@@ -377,7 +387,8 @@ def _keys(keys: object, rows: Sequence[Row]) -> list[int]:
     possible: list[int] = allowed.nonzero().flatten().tolist()
     if keys is None:
         return possible
-    listed = [keys] if isinstance(keys, int) else checks.index_array("keys", keys).tolist()
+    one = isinstance(keys, int) or getattr(keys, "shape", None) == ()
+    listed = [keys] if one else checks.index_array("keys", keys).tolist()
     count = len(allowed)
     chosen = [_place("each of keys", key, count) for key in listed]
     forbidden = [key for key in chosen if key not in possible]

@@ -63,11 +63,15 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
             added["positions"] = added.get("positions", 0.0) + own.masked_fill(~allowed, 0.0)
     if bias is not None:
         added["attached bias"] = _at(bias, head, query, len(keys)).masked_fill(~allowed, 0.0)
-    sinks = kwargs.get("s_aux", kwargs.get("sinks"))
-    sink = None if sinks is None else cast(Tensor, sinks).double().cpu()[head]
-    row = Row(
-        allowed, product, added, kwargs.get("softcap"), sink if sink is None or sink.ndim == 0 else sink[query], scaling
-    )
+    sinks = cast("Tensor | None", kwargs.get("s_aux", kwargs.get("sinks")))
+    if sinks is not None:  # [heads], or one for each query: [batch, heads, queries, 1]
+        sinks = sinks if sinks.ndim == 4 else sinks.reshape(1, *sinks.shape, *(1,) * (3 - sinks.ndim))
+    sink = None if sinks is None else _at(sinks, head, query, 1)[0]
+    if call.empty is not None:  # the mask lets such a query attend to all, and its output is set to zero afterwards
+        allowed = allowed & ~_at(call.empty[..., None], head, query, 1).bool()
+    if not bool(allowed.any()):
+        raise ValueError(f"the mask lets query {query} attend to no key in head {head}: choose another query")
+    row = Row(allowed, product, added, kwargs.get("softcap"), sink, scaling)
     _check(row, call, output, head, query)
     return row
 
@@ -111,6 +115,11 @@ def _check(row: Row, call: AttentionCall, output: Tensor, head: int, query: int)
     if output.ndim == 3:
         output = output.unflatten(-1, (call.query.shape[1], -1))
     expected, found = row.weights @ value, output[0, query, head].double().cpu()
+    if not bool(expected.isfinite().all() and found.isfinite().all()):
+        raise UnsupportedArchitecture(
+            f"{type(call.module).__name__} computes NaN or infinity for query {query} in head {head}: look for weights "
+            "or inputs that are not finite"
+        )
     if not bool((expected - found).abs().amax() <= _CLOSE * value.abs().amax()):
         raise UnsupportedArchitecture(
             f"{type(call.module).__name__} computes other weights than its scores, mask and sinks give (its output "

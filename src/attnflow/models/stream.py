@@ -32,6 +32,7 @@ from attnflow.models.interception import (
     intercept,
 )
 from attnflow.models.mixing import moves_between_positions
+from attnflow.models.offload import device_of
 from attnflow.models.sites import Site, models_around
 from attnflow.models.watching import (
     Arguments,
@@ -96,11 +97,11 @@ class ResidualStream:
         """
         flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
         eager = cast(Any, torch.compiler).set_stance("force_eager")
-        exact = torch.autocast(next(self.model.parameters()).device.type, enabled=False)
+        exact = torch.autocast(device_of(self.model).type, enabled=False)
         double = torch.float64 if flags[0][0].dtype == torch.float64 else None
         still = (unchanged(self.model), evaluating(self.model), precision(self.model, double), eager, exact)
         with ExitStack() as stack:
-            for one in (*still, torch.enable_grad()):
+            for one in (*still, torch.inference_mode(False), torch.enable_grad()):
                 stack.enter_context(one)
             try:
                 for parameter, _ in flags:
