@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -37,6 +37,11 @@ class Row:
         scores = sum(self.added.values(), scores).masked_fill(~self.allowed, -torch.inf)
         everything = scores if self.sink is None else torch.cat([scores, self.sink[None]])
         return everything.softmax(0)[: len(scores)]
+
+    def until(self, end: int) -> Row:
+        """The row without the keys from `end` on, none of which may be allowed."""
+        added = {name: values[:end] for name, values in self.added.items()}
+        return replace(self, allowed=self.allowed[:end], product=self.product[:end], added=added)
 
     @property
     def slope(self) -> Tensor:
