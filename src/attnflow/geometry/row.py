@@ -21,7 +21,7 @@ _CLOSE: Final = 2e-4  # of the largest value, for what attention put out
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """softmax(cap(product) + added) over the allowed keys and a sink, for one head and query; float64."""
+    """softmax(cap(product) + added) over the allowed keys and a sink, for one head and query; float64, on the CPU."""
 
     allowed: Tensor  # bool[keys]
     product: Tensor  # [keys], scaling * q.k
@@ -78,10 +78,10 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
 
 def product_of(call: AttentionCall, head: int, query: int) -> tuple[Tensor, float]:
     """Return scaling * q.k for all keys, [keys] in float64, and the scaling."""
-    keys = call.key[0, head // (call.query.shape[1] // call.key.shape[1])].double()
+    keys = call.key[0, head // (call.query.shape[1] // call.key.shape[1])].double().cpu()
     scaling = call.kwargs.get("scaling")
     scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return scaling * (keys @ call.query[0, head, query].double()), scaling
+    return scaling * (keys @ call.query[0, head, query].double().cpu()), scaling
 
 
 def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -90,10 +90,10 @@ def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str,
     if mask is None:
         causal: Any = call.kwargs.get("is_causal")
         causal = getattr(call.module, "is_causal", True) if causal is None else causal
-        all_of_them = torch.ones(keys, dtype=torch.bool, device=call.key.device)
+        all_of_them = torch.ones(keys, dtype=torch.bool)
         if not causal or call.query.shape[2] == 1 or call.implementation != "sdpa":
             return all_of_them, {}
-        return all_of_them & (torch.arange(keys, device=call.key.device) <= query), {}
+        return all_of_them & (torch.arange(keys) <= query), {}
     row = _at(mask, head, query, keys)
     if mask.dtype == torch.bool:
         return row.bool(), {}
@@ -103,18 +103,18 @@ def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str,
 
 
 def _at(table: Tensor, head: int, query: int, keys: int) -> Tensor:
-    """One row of a table [batch or 1, heads or 1, queries or 1, keys], in float64."""
+    """One row of a table [batch or 1, heads or 1, queries or 1, keys], in float64 on the CPU."""
     table = table.reshape(*(1,) * (4 - table.ndim), *table.shape)
     row = table[0, head if table.shape[1] > 1 else 0, query if table.shape[2] > 1 else 0, :keys]
-    return row.detach().double().expand(keys)
+    return row.detach().double().cpu().expand(keys)
 
 
 def _check(row: Row, call: AttentionCall, output: Tensor, head: int, query: int) -> None:
     """Compare with the output: the row explains it only if nothing else was added to the scores."""
-    value = call.value[0, head * call.value.shape[1] // call.query.shape[1]].double()
+    value = call.value[0, head * call.value.shape[1] // call.query.shape[1]].double().cpu()
     if output.ndim == 3:
         output = output.unflatten(-1, (call.query.shape[1], -1))
-    expected, found = row.weights @ value, output[0, query, head].double()
+    expected, found = row.weights @ value, output[0, query, head].double().cpu()
     if not bool(expected.isfinite().all() and found.isfinite().all()):
         raise UnsupportedArchitecture(
             f"{type(call.module).__name__} computes NaN or infinity for query {query} in head {head}: look for weights "
