@@ -12,6 +12,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from jaxtyping import TypeCheckError
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
@@ -23,6 +24,10 @@ PADS = torch.zeros(1, 3, dtype=torch.long)
 MASK = torch.cat([PADS, torch.ones_like(IDS)], dim=1)
 LEFT = {"input_ids": torch.cat([PADS, IDS], dim=1), "attention_mask": MASK}
 RIGHT = {"input_ids": torch.cat([IDS, PADS], dim=1), "attention_mask": MASK.flip(1)}
+PACKED = {
+    "input_ids": torch.cat([IDS[:, :4], IDS], dim=1),
+    "position_ids": torch.cat([torch.arange(4), torch.arange(9)])[None],
+}
 UNSUPPORTED = af.UnsupportedArchitecture
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:.*gradient_checkpointing:FutureWarning")
 
@@ -182,8 +187,8 @@ MODELS = {
     "bfloat16": (lambda: llama().bfloat16(), {}, UNSUPPORTED, "the weights are bfloat16"),
     "float16": (lambda: llama().half(), {}, UNSUPPORTED, "call model.float() first"),
     "NaN": (lambda: broken(llama()), {}, UNSUPPORTED, "LlamaAttention computes NaN or infinity for query 8 in head 0"),
-    "no weights": (lambda: on_meta(torch.device("meta")), {}, UNSUPPORTED, "load the model with its weights"),
-    "inference mode": (lambda: on_meta(torch.inference_mode()), {}, UNSUPPORTED, "nothing can be differentiated"),
+    "no weights": (lambda: on_meta(torch.device("meta")), {}, UNSUPPORTED, "the weights are on the meta device"),
+    "inference mode": (lambda: on_meta(torch.inference_mode()), {}, UNSUPPORTED, "load the model outside of both"),
     "a hook that changes": (lambda: doubled(llama()), {}, UNSUPPORTED, "layer 2 (model.layers.2.self_attn), head 0"),
     "learned prefixes": (lambda: prefixed(llama()), {}, UNSUPPORTED, "there are 12 keys"),
     "a mask without keys": (lambda: masked(llama()), {"query": 4}, ValueError, "query 4 attend to no key"),
@@ -225,6 +230,12 @@ def compiled_layers(model, _):
     model.model.layers[2].compile(backend="eager")
 
 
+def parametrized(model, _):
+    for layer in model.model.layers:
+        weight_norm(layer.mlp.gate_proj)
+        weight_norm(layer.self_attn.q_proj)
+
+
 def checkpointed(model, _):
     model.gradient_checkpointing_enable()
     model.train()
@@ -248,6 +259,9 @@ CHANGES = {
     "checkpointed": checkpointed,
     "under a causal mask": lambda model, _: af.masks.attach(model, af.masks.causal(9)) and None,
     "its base": lambda model, _: model.model,
+    "wrapped": lambda model, _: nn.DataParallel(model),
+    "with parametrized weights": parametrized,
+    "with its entries in a base": lambda model, _: af.knowledge.from_ffn(model),
 }
 CONTEXTS = {
     "no_grad": torch.no_grad,
@@ -261,6 +275,7 @@ INPUTS = {
     "right pads, as bools": ({**RIGHT, "attention_mask": RIGHT["attention_mask"].bool()}, -4),
     "no mask": ({"input_ids": IDS, "attention_mask": None}, -1),
     "a new cache": ({"input_ids": IDS, "past_key_values": DynamicCache()}, -1),
+    "after another document": (PACKED, -1),
     "a cache wanted": ({"input_ids": IDS, "use_cache": True}, -1),
     "weights wanted": ({"input_ids": IDS, "output_attentions": True}, -1),
 }

@@ -245,8 +245,7 @@ class Reading:
 def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:
     if without_numbers(model) or any(parameter.is_inference() for parameter in model.parameters()):
         raise UnsupportedArchitecture(
-            f"the weights of {type(model).__name__} are on the meta device or were made in torch.inference_mode(), so "
-            "that nothing can be differentiated: load the model with its weights, outside of that mode"
+            "the weights are on the meta device, or were made in torch.inference_mode(): load the model outside of both"
         )
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE), None)
     if kind is not None:
@@ -290,8 +289,9 @@ def _site(model: nn.Module, layer: object, attention: object) -> tuple[int, Site
     if not by_layer:
         raise UnsupportedArchitecture(f"the attention of {type(model).__name__} lies in no list of layers ({prefix})")
     count = len(cast(nn.ModuleList, model.get_submodule(prefix)))
-    depth = int(getattr(sites[0].owner.config, "num_hidden_layers", count))
-    shared = not sites[0].part and max(count, sum(site.layers == prefix for site in sites)) < depth
+    depth = getattr(sites[0].owner.config, "num_hidden_layers", None)
+    held = max(count, sum(site.layers == prefix for site in sites))
+    shared = isinstance(depth, int) and not sites[0].part and held < depth
     number = _place("layer", layer, depth if shared else count)
     if shared and number:
         raise ValueError(f"layer {number} is a later call of weights that {depth} layers share; layers with it: [0]")

@@ -111,7 +111,7 @@ def _at(table: Tensor, head: int, query: int, keys: int) -> Tensor:
     """One row of a table [batch or 1, heads or 1, queries or 1, keys], in float64 on the CPU."""
     table = table.reshape(*(1,) * (4 - table.ndim), *table.shape)
     row = table[0, head if table.shape[1] > 1 else 0, query if table.shape[2] > 1 else 0, :keys]
-    return row.double().cpu().expand(keys)
+    return row.detach().double().cpu().expand(keys)
 
 
 def _check(row: Row, call: AttentionCall, output: Tensor, head: int, query: int) -> None:

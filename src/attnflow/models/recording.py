@@ -173,7 +173,8 @@ class Recorder:
 
 
 def _owns_matrix(module: nn.Module) -> bool:
-    return any(p is not None and p.ndim >= 2 for p in module._parameters.values())
+    weight = getattr(module, "weight", None)  # which a parametrization computes, or another module owns
+    return any(isinstance(p, Tensor) and p.ndim >= 2 for p in (*module._parameters.values(), weight))
 
 
 def _callers(call: Call) -> Generator[Call]:
