@@ -64,7 +64,7 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
     if bias is not None:
         added["attached bias"] = _at(bias, head, query, len(keys)).masked_fill(~allowed, 0.0)
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
-    sink = None if sinks is None else cast(Tensor, sinks).double()[head]
+    sink = None if sinks is None else cast(Tensor, sinks).detach().double()[head]
     row = Row(
         allowed, product, added, kwargs.get("softcap"), sink if sink is None or sink.ndim == 0 else sink[query], scaling
     )

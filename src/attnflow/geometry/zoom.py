@@ -22,7 +22,7 @@ from attnflow._core.checks import integer, preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution, Share
 from attnflow.geometry.row import row_of
-from attnflow.models.feed_forward import neuron_weights, packed_experts
+from attnflow.models.feed_forward import PackedExperts, neuron_weights, packed_experts
 from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, base_implementation, intercept
 from attnflow.models.sites import Site, models_around
 from attnflow.models.stream import _SUPPORTED, Component, ResidualStream, Seen, _added, _owns_matrix
@@ -138,9 +138,13 @@ class _Pass:
     position: int
     leaves: dict[tuple[str, int], _Leaf] = field(default_factory=dict[tuple[str, int], _Leaf])
     zeros: Mapping[tuple[str, int], Tensor] = field(default_factory=dict[tuple[str, int], Tensor])
+    experts: dict[str, PackedExperts | None] = field(default_factory=dict[str, "PackedExperts | None"])
 
     def split(self, gradient: Tensor) -> tuple[list[_Block], Tensor, Seen | None]:
         """Return the parts, what biases write [2], and the call if they are of attention."""
+        inner = self.stream.model.get_submodule(self.component.path).named_modules(prefix=self.component.path)
+        if self.kind == "feed-forward":  # before they are watched, since the readings are tried on the modules
+            self.experts = {name: packed_experts(module, name) for name, module in inner if _packed(module)}
         output = self._output()
         keys, tensors = list(self.leaves), [leaf.tensor for leaf in self.leaves.values()]
         grads = [
@@ -290,7 +294,7 @@ class _Pass:
             if not isinstance(output, Tensor) or output.shape[-1] != width:  # a router, or an earlier matrix
                 self.leaves.pop(key, None)
             return None
-        experts = packed_experts(call.module, key[0])
+        experts = self.experts[key[0]]
         given = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, Tensor)]
         index = next((one for one in given if not one.is_floating_point()), None)
         weights = [one for one in given if index is not None and one is not index and one.shape == index.shape]
