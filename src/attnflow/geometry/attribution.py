@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -67,7 +67,8 @@ class ScoreAblation(Result):
         ]
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """What one head brought from one source token, or what one entry of a feed-forward layer wrote.
 
     The fields of the other kind are None, and `token` is empty.
@@ -83,7 +84,8 @@ class Part(NamedTuple):
     raw: float
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """A part of a score: centred (`value`) and as it enters the score (`raw`)."""
 
     value: float
@@ -129,9 +131,17 @@ class ComponentZoom(Result):
         """List the first k parts."""
         return list(self.parts[: checks.integer("k", k, 1)])
 
+    def __repr__(self) -> str:
+        return (
+            f"ComponentZoom({self.component} at the {self.side}, position {self.position}: "
+            f"{self.total.value:+.3g} of the score in layer {self.layer}, head {self.head}, query {self.query}, key "
+            f"{self.key}; "
+            f"{len(self.parts)} of {len(self.parts) + self.num_others} parts)"
+        )
+
     def rows(self) -> Sequence[Mapping[str, object]]:
         """One row for each listed part."""
-        return [{"component": self.component, "position": self.position} | part._asdict() for part in self.parts]
+        return [{"component": self.component, "position": self.position} | asdict(part) for part in self.parts]
 
 
 @dataclass(frozen=True, eq=False)
