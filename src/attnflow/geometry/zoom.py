@@ -101,8 +101,9 @@ def zoomed(
         )
     most = shares.shape[1] if count is None else min(integer("count", count, 1), shares.shape[1])
     texts = [] if seen is None else _source_texts(reading, seen, tokenizer)
-    listed = _listed(blocks, shares[0].abs().argsort(descending=True, stable=True)[:most].tolist(), texts)
-    others = shares.sum(1) - torch.tensor([[one.value for one in listed], [one.raw for one in listed]]).double().sum(1)
+    order = shares[0].abs().argsort(descending=True, stable=True)
+    listed = _listed(blocks, order[:most].tolist(), texts)
+    others = shares[:, order[most:]].sum(1)
     return ComponentZoom(
         result.model, result.layer, head, result.attention, result.query, key, component, int(found[1]), side, position,
         cast(Any, kind), listed, shares.shape[1] - most, *(Share(*pair.tolist()) for pair in (others, rest, total)),
