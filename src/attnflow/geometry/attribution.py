@@ -237,8 +237,8 @@ class ScoreAttribution(Result):
 
         The share of component c at the query is scaling * q_i^c . k_j, and at the key scaling * q_i . k_j^c. This is
         `by_query_component(raw=True)` or `by_key_component(raw=True)` and what c makes with the bias of the other
-        side's projection, which those tables leave to the constant. A head h adds a_pt (g_h . v_t) to it for each token
-        t that it read, with the gradient g_h of the score by the head's output; an entry with weight w and value v adds
+        side's projection, which those tables leave to the constant. For each token t that it read, a head adds
+        a_pt (g . v_t), with the gradient g of the score by the head's output. An entry with weight w and value v adds
         w (g . v), with the gradient g by what the layer writes.
 
         To follow who told whom: a part names a head of an earlier layer and the token it read, so
@@ -253,9 +253,9 @@ class ScoreAttribution(Result):
             count: how many parts to list, the largest by magnitude; None for all.
 
         Returns:
-            The parts, in float64. The number of an entry counts through the layer, or through its expert. The id that
-            `af.knowledge.trace` prints after `from_ffn` is that plus the number of entries in all earlier feed-forward
-            layers, and in the layer's earlier experts.
+            The parts, in float64. Entries are numbered within the layer, or within the expert. The id that
+            `af.knowledge.trace` prints after `from_ffn` is this number, plus the entries of all earlier feed-forward
+            layers and of the layer's earlier experts.
 
         Raises:
             ValueError: an unknown component, key or head, or a result that was read from a file.

@@ -1,10 +1,10 @@
 """Splits what one component writes into a score: attention by head and source token, feed-forward by its entries.
 
-With norms held, a score is affine in the component's value at one position. Its share is g . x, with the gradient g of
-the score. A second pass, up to the component's output, makes what that output is a sum over a leaf of automatic
-differentiation: what attention puts out before the output projection, or the input of the last matrix of a feed-forward
-layer. The gradient there gives the share of each head and source token, or of each entry. A third pass with zeros in
-place of the leaf gives what biases write, and all of it must add up to the share.
+With norms held, a score is affine in the component's value at one position, so its share is the product of the value
+and the gradient of the score. The model then runs again, up to the component's output, which is a sum over the output
+of its attention, or over the input of its last matrix. That tensor is made a leaf of automatic differentiation. The
+gradient by it gives the share of each head and source token, or of each entry. A last run with zeros in its place
+gives what biases write, and everything must add up to the share.
 """
 
 from __future__ import annotations
@@ -158,11 +158,15 @@ class _Pass:
         used = used[-1:] if self.kind == "attention" else used  # earlier ones act through the stream, as for a gate
         if not used:
             raise UnsupportedArchitecture(
-                f"{self.component.path}: what it writes is no sum over "
-                + ("the tokens that an attention on the interface reads" if self.kind == "attention" else "entries")
+                f"{self.component.path} does not write a sum over "
+                + ("tokens by an attention on the interface" if self.kind == "attention" else "entries of a matrix")
             )
         pulled = {key: torch.stack([grad[keys.index(key)] for grad in grads]).double() for key in used}
         blocks = [block for key, grad in pulled.items() for block in self.leaves[key].split(grad)]
+        if sum(block.head is None and block.expert is None for block in blocks) > 1:
+            raise UnsupportedArchitecture(
+                f"{self.component.path} writes by several matrices, so its entries have no numbers"
+            )
         seen = self.leaves[used[-1]].seen
         self.zeros = {key: self.leaves[key].zero for key in used}
         rest = self._output().detach().double()
