@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.ablation import without
-from attnflow.geometry.attribution import ScoreAttribution
+from attnflow.geometry.attribution import ComponentZoom, ScoreAttribution
 from attnflow.geometry.parts import Parts, parts_of
 from attnflow.geometry.row import Row, row_of
 from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, named_tensors, sparing, split, token_texts
@@ -183,6 +183,7 @@ class Reading:
             error,
         )
         object.__setattr__(result, "take_out", partial(without, self.stream, call, titles))
+        object.__setattr__(result, "look_into", partial(_zoomed, self, titles, tokenizer))
         return result
 
     def _head(self, parts: Parts, row: Row, number: int, head: int) -> dict[str, Any]:
@@ -240,6 +241,12 @@ class Reading:
             return token_texts(ids[0].tolist(), tokenizer)
 
         return texts(name, call.query.shape[2]), texts(other, call.key.shape[2])
+
+
+def _zoomed(*arguments: Any) -> ComponentZoom:
+    from attnflow.geometry.zoom import zoomed  # it needs transformers
+
+    return zoomed(*arguments)
 
 
 def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:

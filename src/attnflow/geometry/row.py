@@ -71,7 +71,7 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
     sinks = cast("Tensor | None", kwargs.get("s_aux", kwargs.get("sinks")))
     if sinks is not None:  # [heads], or one for each query: [batch, heads, queries, 1]
         sinks = sinks if sinks.ndim == 4 else sinks.reshape(1, *sinks.shape, *(1,) * (3 - sinks.ndim))
-    sink = None if sinks is None else _at(sinks, head, query, 1)[0]
+    sink = None if sinks is None else _at(sinks.detach(), head, query, 1)[0]
     if call.empty is not None:  # the mask lets such a query attend to all, and its output is set to zero afterwards
         allowed = allowed & ~_at(call.empty[..., None], head, query, 1).bool()
     if not bool(allowed.any()):
