@@ -68,10 +68,11 @@ def attribute(
         UnsupportedArchitecture: the model is of half precision, or its scores are no such sum to 1e-5 of the row's
             range: the message names the layer and the difference.
 
-    Cost: one forward pass up to the layer, and components x tokens x width x head_dim multiplications. Where queries and
-    keys are not a norm, a matrix and a rotation of the stream (norms after sublayers, latent attention, cross-attention),
-    two more passes without the sublayers, and a backward pass for each entry of the head. Memory: components x tokens x
-    width. Beyond 4,096 tokens the pass is made twice, and needs components x tokens x head_dim in the plain case.
+    Cost: one forward pass up to the layer, and components x tokens x width x head_dim multiplications. Where queries
+    and keys are not a norm, a matrix and a rotation of a plain sum (as with norms after sublayers, latent attention and
+    cross-attention), two more passes without the sublayers, and a backward pass for each entry of the head.
+    Memory: components x tokens x width. Beyond 4,096 tokens the outputs of sublayers are not kept, and the pass is made
+    twice: components x tokens x head_dim in the plain case.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(

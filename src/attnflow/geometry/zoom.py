@@ -24,8 +24,9 @@ from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution,
 from attnflow.geometry.row import row_of
 from attnflow.models.feed_forward import PackedExperts, neuron_weights, packed_experts
 from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, base_implementation, intercept
+from attnflow.models.recording import Component, owns_matrix
 from attnflow.models.sites import Site, models_around
-from attnflow.models.stream import _SUPPORTED, Component, ResidualStream, Seen, _added, _owns_matrix
+from attnflow.models.stream import SUPPORTED, ResidualStream, Seen, added_to
 from attnflow.models.watching import Arguments, Call, Watch, hidden_of, tensors_in, with_hidden
 
 if TYPE_CHECKING:
@@ -184,12 +185,12 @@ class _Pass:
         looks: dict[nn.Module, Interceptor] = {site.module: self._look(site) for site in sites}
         module = stream.model.get_submodule(path)
         inner = module.named_modules(prefix=path) if self.kind == "feed-forward" else ()
-        watched = {name: one for name, one in inner if _owns_matrix(one)} | {path: module}
+        watched = {name: one for name, one in inner if owns_matrix(one)} | {path: module}
         found: list[Tensor] = []
 
         def leave(call: Call, output: object) -> object:
             inside = self.kind == "feed-forward" and self._inside(call)
-            changed = self._after_matrix(call, output) if inside and _owns_matrix(call.module) else None
+            changed = self._after_matrix(call, output) if inside and owns_matrix(call.module) else None
             if call.module is module and call.number == self.component.number:
                 found.append(self._main(output if changed is None else changed))
                 raise _Done
@@ -199,7 +200,7 @@ class _Pass:
             models_around(stream.sites),
             looks or {stream.site.module: _through},  # it sets the implementation, as in the other passes
             role="pool",
-            implementation=current if current in _SUPPORTED else "sdpa",
+            implementation=current if current in SUPPORTED else "sdpa",
         )
         with ExitStack() as stack:
             stack.callback(interception.remove)
@@ -239,7 +240,7 @@ class _Pass:
 
         def look(call: AttentionCall, proceed: Proceed) -> Output:
             nonlocal calls
-            added = _added(call)  # before the call, which uses up what its hooks have seen
+            added = added_to(call)  # before the call, which uses up what its hooks have seen
             output, weights = proceed(call)
             key, calls = (site.name, calls), calls + 1
             seen = Seen(call, output.detach(), added)
@@ -275,7 +276,7 @@ class _Pass:
 
     def _before_matrix(self, call: Call) -> Arguments | None:
         """Make the input of a matrix a leaf: the output depends on the leaves of the last matrices alone."""
-        if self.kind != "feed-forward" or not _owns_matrix(call.module) or _packed(call.module):
+        if self.kind != "feed-forward" or not owns_matrix(call.module) or _packed(call.module):
             return None
         if not self._inside(call):
             return None
