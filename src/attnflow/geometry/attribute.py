@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
@@ -244,10 +244,13 @@ class Reading:
         return texts(name, call.query.shape[2]), texts(other, call.key.shape[2])
 
 
-def _zoomed(*arguments: Any) -> ComponentZoom:
+def _zoomed(reading: Reading, titles: Mapping[int, str], tokenizer: Any, *asked: Any) -> ComponentZoom:
     from attnflow.geometry.zoom import zoomed  # it needs transformers
 
-    return zoomed(*arguments)
+    def texts(seen: Seen, attention: Attention) -> Sequence[str]:
+        return replace(reading, seen=seen, attention=attention)._texts(tokenizer)[1]
+
+    return zoomed(reading.stream, reading.seen, titles, texts, *asked)
 
 
 def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:
