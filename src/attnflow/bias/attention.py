@@ -148,11 +148,7 @@ def compute(call: Call, backend: str, need_weights: bool = False) -> tuple[Tenso
 
 
 def choose(call: Call, backend: str, need_weights: bool = False) -> str:
-    """The backend that computes a call: the named one, or by "auto" the fastest that can.
-
-    Raises:
-        ValueError: an unknown name, or a backend that cannot compute this call.
-    """
+    """The backend that computes a call: the named one, or by "auto" the fastest that can."""
     if backend == "auto":
         few = call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
         if need_weights or (few and not call.query.is_cuda):
