@@ -9,7 +9,7 @@ from attnflow import audit, bias, geometry, knowledge, masks, report, tasks
 from attnflow._core.handles import Handle
 from attnflow._core.results import Result
 from attnflow.bias.map import LayerQuery, QueryBias
-from attnflow.knowledge.usage import ActivityReport, LayerActivity
+from attnflow.knowledge.activity_report import ActivityReport, LayerActivity
 from attnflow.order import analyze
 from attnflow.report import registry, svg
 from attnflow.report.svg import Svg
