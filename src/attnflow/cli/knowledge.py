@@ -28,8 +28,7 @@ def build(
 ) -> None:
     """Build a store from the feed-forward entries of a model."""
     require(model)
-    from attnflow.knowledge.hf.convert import from_ffn
-    from attnflow.knowledge.hf.stored_entries import save_entries
+    from attnflow.knowledge.hf.convert import from_ffn, save_entries
     from attnflow.knowledge.store import Store
     from attnflow.knowledge.store.table import check_uri
     from attnflow.models.loader import load_model

@@ -17,7 +17,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, directions, wide
-from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries
+from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries, unobserved
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.source import EntrySource
@@ -108,7 +108,7 @@ def trace(
     stream = Stream(model, rows)
     effects: dict[tuple[Kind, int], Tensor] = {}
     run = partial(cast(Any, model), **arguments, **sparing(model))
-    with evaluating(model), torch.no_grad(), observed([(reader, None) for reader in every]):
+    with evaluating(model), torch.no_grad(), unobserved(model):
         towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
         if isinstance(towards, str) and (by == "effect" or (targets is not None and not ablate)):
             raise ValueError(f"this model has no direct effects, since {towards}: use by='norm' without targets")
