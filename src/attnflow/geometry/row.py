@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -38,6 +38,11 @@ class Row:
         everything = scores if self.sink is None else torch.cat([scores, self.sink[None]])
         return everything.softmax(0)[: len(scores)]
 
+    def until(self, end: int) -> Row:
+        """The row without the keys from `end` on, none of which may be allowed."""
+        added = {name: values[:end] for name, values in self.added.items()}
+        return replace(self, allowed=self.allowed[:end], product=self.product[:end], added=added)
+
     @property
     def slope(self) -> Tensor:
         """The derivative of the score that softmax reads by the product: 1 without a softcap."""
@@ -66,7 +71,7 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
     sinks = cast("Tensor | None", kwargs.get("s_aux", kwargs.get("sinks")))
     if sinks is not None:  # [heads], or one for each query: [batch, heads, queries, 1]
         sinks = sinks if sinks.ndim == 4 else sinks.reshape(1, *sinks.shape, *(1,) * (3 - sinks.ndim))
-    sink = None if sinks is None else _at(sinks, head, query, 1)[0]
+    sink = None if sinks is None else _at(sinks.detach(), head, query, 1)[0]
     if call.empty is not None:  # the mask lets such a query attend to all, and its output is set to zero afterwards
         allowed = allowed & ~_at(call.empty[..., None], head, query, 1).bool()
     if not bool(allowed.any()):
