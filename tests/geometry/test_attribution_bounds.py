@@ -1,4 +1,4 @@
-"""What `attribute` is given at its boundaries: each is right, or one sentence; and the model is as it was."""
+"""Unusual models and inputs of `attribute`: each is right or refused in a sentence, and the model is as before."""
 
 from __future__ import annotations
 

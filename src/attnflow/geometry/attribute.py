@@ -302,9 +302,9 @@ def _site(model: nn.Module, layer: object, attention: object) -> tuple[int, Site
     count = len(cast(nn.ModuleList, model.get_submodule(prefix)))
     depth = getattr(sites[0].owner.config, "num_hidden_layers", None)
     held = max(count, sum(site.layers == prefix for site in sites))
-    shared = isinstance(depth, int) and not sites[0].part and held < depth
-    number = _place("layer", layer, depth if shared else count)
-    if shared and number:
+    calls = depth if isinstance(depth, int) and not sites[0].part and held < depth else count
+    number = _place("layer", layer, calls)
+    if number and calls > count:
         raise ValueError(f"layer {number} is a later call of weights that {depth} layers share; layers with it: [0]")
     if number not in by_layer:
         raise ValueError(
