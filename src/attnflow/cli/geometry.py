@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +13,7 @@ from typer.core import TyperGroup
 
 from attnflow._core.markup import aligned, grouped, token_label
 from attnflow.cli._arguments import OutputOption, load, require, settings_from, text_or_ids
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
+from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, print_result, say, working, write
 
 if TYPE_CHECKING:
     from attnflow.geometry.attribution import ScoreAttribution
@@ -43,7 +41,6 @@ app = typer.Typer(
 )
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
-_WIDTH: Final = 110
 
 
 @app.command("score")
@@ -106,7 +103,8 @@ def geometry_score(
         parts = [*(_details(model, heads=per_head) for model in listed), _overview(result.models)]
         say(screen, "\n\n".join(parts) + ("" if output is None else f"\nwritten: {output}"))
     for name, reason in result.unscored.items():
-        print(f"attnflow: {name}: {reason}", file=sys.stderr)
+        advice = reason.replace('attention="all"', "--attention all")  # as it is typed here
+        complain(f"attnflow: {name}: {advice}")
     raise typer.Exit(0 if result.ok else 1 if result.models else 2)
 
 
@@ -220,8 +218,7 @@ def _overview(models: Sequence[GeometryScores]) -> str:
             remarks.append(f"{scores.model}: of {_matrices(scores, one)}, {listed}")
         remarks += [f"{scores.model}: {note}" for note in scores.notes]
         remarks += [str(comparison) for comparison in scores.compare()]
-    wrapped = [textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False) for line in remarks]
-    return "\n".join([aligned([head, *rows], left=range(4)), "", *wrapped])
+    return "\n".join([aligned([head, *rows], left=range(4)), "", *remarks])
 
 
 def _details(scores: GeometryScores, *, heads: bool) -> str:

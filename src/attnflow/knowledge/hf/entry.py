@@ -33,6 +33,7 @@ from attnflow.models.loaded import (
     ordinary_tokens,
     sparing,
     split,
+    sequence_texts,
     token_texts,
 )
 from attnflow.models.offload import device_of, refuse_offloaded
@@ -230,7 +231,7 @@ def _example(index: int, ids: Tensor, weights: Tensor, tokenizer: PreTrainedToke
     at = int(weights.abs().argmax())
     first = max(0, at - _AROUND)
     shown = slice(first, at + _AROUND + 1)
-    tokens = token_texts(ids[shown].tolist(), tokenizer)
+    tokens = sequence_texts(ids[shown].tolist(), tokenizer)
     return Example(index, at, float(weights[at]), first, tuple(tokens), tuple(weights[shown].tolist()))
 
 
@@ -315,7 +316,7 @@ def _taken_out(
         layer=reader.layer,
         entry=int(reader.ids(torch.tensor([one.place], device=ids.device))[0]),
         head=cast(int, one.head),
-        tokens=tuple(token_texts(ids.tolist(), tokenizer)),
+        tokens=tuple(sequence_texts(ids.tolist(), tokenizer)),
         position=position,
         kl=max(0.0, kl),
         chances=tuple(Chance(*each) for each in chances),
