@@ -31,9 +31,9 @@ from attnflow.models.loaded import (
     model_inputs,
     model_name,
     ordinary_tokens,
+    sequence_texts,
     sparing,
     split,
-    sequence_texts,
     token_texts,
 )
 from attnflow.models.offload import device_of, refuse_offloaded
