@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from typer.core import TyperGroup
 
-from attnflow._core.markup import aligned, grouped, token_label
+from attnflow._core.markup import aligned, plural, token_label
 from attnflow.cli._arguments import OutputOption, load, require, settings_from, text_or_ids
 from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, print_result, say, working, write
 
@@ -178,8 +178,10 @@ def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
     values = [*(value for *_, value in best.terms), *best.constants.values(), best.others, best.total]
     names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
     names += [f"constant: {name}" for name in best.constants]
-    names += [f"{grouped(best.count)} other terms", "sum: its score" + (", less the row's mean" if row.centred else "")]
+    names += [plural(best.count, "other term"), "sum: its score" + (", less the row's mean" if row.centred else "")]
     rows = [[number, name] for number, name in zip(numbers(values, signed=True), names, strict=True)]
+    if not best.count:
+        del rows[-2]
     head = ["logits", "written at the query × written at the key" + (", centred over the row" if row.centred else "")]
     order = sorted(range(len(row.weights)), key=lambda index: -row.weights[index])[:count]
     columns = (numbers([float(each[index]) for index in order]) for each in (row.weights, row.scores, row.totals))
