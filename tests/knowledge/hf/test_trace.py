@@ -231,7 +231,8 @@ def test_texts_tokens_and_targets():
     model, tokenizer = made("Llama"), word_tokenizer(["[UNK]", *(f"w{i}" for i in range(49))])
     loaded = Loaded(model, tokenizer)
     found = trace(loaded, "w4 w5 w6", targets="w9", top=48)
-    assert found.tokens == ("w4", "w5", "w6")
+    assert found.tokens == ("w4", " w5", " w6")
+    assert found.prompt == "w4 w5 w6"
     assert found.targets == ("w9",) * 3
     listed = trace(loaded, "w4 w5 w6", targets=["w9", 3, "w1"])
     assert listed.target_ids == (10, 3, 2)

@@ -31,6 +31,7 @@ from attnflow.models.loaded import (
     model_inputs,
     model_name,
     ordinary_tokens,
+    sequence_texts,
     sparing,
     split,
     token_texts,
@@ -225,7 +226,7 @@ def _example(index: int, ids: Tensor, weights: Tensor, tokenizer: PreTrainedToke
     at = int(weights.abs().argmax())
     first = max(0, at - _AROUND)
     shown = slice(first, at + _AROUND + 1)
-    tokens = token_texts(ids[shown].tolist(), tokenizer)
+    tokens = sequence_texts(ids[shown].tolist(), tokenizer)
     return Example(index, at, float(weights[at]), first, tuple(tokens), tuple(weights[shown].tolist()))
 
 
@@ -308,7 +309,7 @@ def _taken_out(
         layer=reader.layer,
         entry=int(reader.ids(torch.tensor([one.place], device=ids.device))[0]),
         head=cast(int, one.head),
-        tokens=tuple(token_texts(ids.tolist(), tokenizer)),
+        tokens=tuple(sequence_texts(ids.tolist(), tokenizer)),
         position=position,
         kl=max(0.0, kl),
         chances=tuple(Chance(*each) for each in chances),

@@ -22,7 +22,7 @@ from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.source import EntrySource
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
+from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sequence_texts, sparing, split, token_texts
 from attnflow.models.offload import refuse_offloaded
 
 _PROMOTED: Final = 5  # tokens named for an entry
@@ -143,7 +143,7 @@ def trace(
                 raise UnsupportedArchitecture(f"{type(model).__name__} returns no logits that an ablation could change")
             about["target_ids"] = tuple(_targets(targets, ids, rows, tokenizer, last[0, -1]))
         about["targets"] = tuple(token_texts(about.get("target_ids", ()), tokenizer))
-        texts, tokens = _texts(every[0], traced), tuple(token_texts(ids, tokenizer))
+        texts, tokens = _texts(every[0], traced), tuple(sequence_texts(ids, tokenizer))
         result = Trace(model_name(model), tokens, tuple(rows), traced, texts=texts, promoted=words, by=order, **about)
         return _ablated(result, model, arguments, watched, ablate) if ablate else result
 
