@@ -66,7 +66,6 @@ function Leaks({ studio }) {
   const { value, error } = studio.answers.leaks.value;
   if (error) return <p class="trouble">The leaks are not known: {error}.</p>;
   if (!value) return <p class="quiet">…</p>;
-  if (!value.labels && studio.place === "report") return <p class="quiet">No labels are drawn here.</p>;
   if (!value.labels)
     return <p class="quiet">No labels yet. Set what positions must predict (left, “Labels”). This panel then shows every path by which a label leaks.</p>;
   return (
@@ -107,7 +106,7 @@ function Cost({ studio }) {
       </div>
       <p class="legend"><span class="swatch full" /> {grouped(blocks.full)} full <span class="swatch partial" /> {grouped(blocks.partial)} partial <span class="swatch empty" /> {grouped(blocks.empty)} empty</p>
       <table>
-        <thead><tr><th scope="col">backend</th><th scope="col" class="n">pairs</th><th scope="col" class="n">FLOP</th><th scope="col" class="n">memory</th></tr></thead>
+        <thead><tr><th scope="col">backend</th><th scope="col" class="n" title="pairs of a query and a key that are computed, of all heads and layers">pairs</th><th scope="col" class="n">FLOP</th><th scope="col" class="n">memory</th></tr></thead>
         <tbody>
           {value.backends.map((row) => (
             <tr>
@@ -119,7 +118,7 @@ function Cost({ studio }) {
           ))}
         </tbody>
       </table>
-      <p class="quiet">One sequence, one head of 64 channels, one layer, forward.</p>
+      <p class="quiet">{studio.counted.value.of ? `Counted as in ${studio.counted.value.of}` : "Counted"}: one sequence forward, {value.counted}. Memory is the peak of one layer.{studio.counted.value.of ? "" : " Once the screen Model has read a model, its layers and heads are counted."}</p>
     </>
   );
 }
