@@ -140,7 +140,7 @@ function Code({ studio }) {
         </label>
         <CopyButton text={text} />
       </div>
-      <pre tabIndex={0} aria-label="Code"><code>{text}</code></pre>
+      <pre aria-label="Code"><code>{text}</code></pre>
     </>
   );
 }
