@@ -89,6 +89,7 @@ function Leaks({ studio }) {
   );
 }
 
+const KINDS = ["full", "partial", "empty"];
 const BACKENDS = { eager: "eager", sdpa: "SDPA", flex: "FlexAttention" };
 
 function Cost({ studio }) {
@@ -100,11 +101,9 @@ function Cost({ studio }) {
     <>
       <p class="verdict"><b class="n">{percent(value.skipped)}</b> of {plural(blocks.total, "block")} of {blocks.block} are skipped</p>
       <div class="blocks" role="img" aria-label={`${blocks.full} full, ${blocks.partial} partial, ${blocks.empty} empty blocks`}>
-        {[["full", blocks.full], ["partial", blocks.partial], ["empty", blocks.empty]].map(([kind, count]) => (
-          <span class={kind} style={{ flexGrow: count }} title={`${kind}: ${grouped(count)}`} />
-        ))}
+        {KINDS.map((kind) => <span class={kind} style={{ flexGrow: blocks[kind] }} title={`${kind}: ${grouped(blocks[kind])}`} />)}
       </div>
-      <p class="legend"><span class="swatch full" /> {grouped(blocks.full)} full <span class="swatch partial" /> {grouped(blocks.partial)} partial <span class="swatch empty" /> {grouped(blocks.empty)} empty</p>
+      <Legend items={KINDS.map((kind) => [kind, `${grouped(blocks[kind])} ${kind}`])} />
       <table>
         <thead><tr><th scope="col">backend</th><th scope="col" class="n" title="pairs of a query and a key that are computed, of all heads and layers">pairs</th><th scope="col" class="n">FLOP</th><th scope="col" class="n">memory</th></tr></thead>
         <tbody>
@@ -143,6 +142,11 @@ function Code({ studio }) {
       <pre aria-label="Code"><code>{text}</code></pre>
     </>
   );
+}
+
+/** What colours mean: [name of the colour, text]. */
+export function Legend({ items }) {
+  return <p class="legend">{items.map(([colour, text]) => <><span class={`swatch ${colour}`} /> {text}</>)}</p>;
 }
 
 export function CopyButton({ text, disabled = false, label = "Copy" }) {

@@ -21,7 +21,7 @@ export function Trace({ state, value }) {
         </select>
       </label>
       <HeatMap title={what} values={value[map.value]} x="token" y="layer" sides={value.sides} columns={value.tokens} column={value.position} words={map.value === "active" ? percent : signed} />
-      <h3>Entries at {value.tokens[value.position]} <span class="aside">{value.target ? `effects on the next token ${value.target}` : ""}{value.logit === null ? "" : `: logit ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean, probability ${chance(value.chance)}`}</span></h3>
+      <h3>Entries at “{value.tokens[value.position]}” <span class="aside">{value.target ? `effects on the next token “${value.target}”` : ""}{value.logit === null ? "" : `: logit ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean, probability ${chance(value.chance)}`}</span></h3>
       {value.without && <p class="quiet">No direct effects: {value.without}.</p>}
       {value.entries.length ? <Fired state={state} value={value} isBusy={isBusy} /> : <p class="quiet">No entry fired for this token.</p>}
     </>
@@ -36,8 +36,9 @@ function Fired({ state, value, isBusy }) {
   const Effect = ({ of }) => <><td class="n">{signed(of)}</td><td>{of !== null && <Bar value={of} limit={limit} />}</td></>;
   return (
     <>
+      <label class="switch"><input type="checkbox" role="switch" checked={state.isAblated.value} disabled={isBusy} onChange={(event) => state.ablate(event.currentTarget.checked)} /> Take the {ABLATED} strongest out, one by one</label>
       <p class="quiet">
-        <label class="switch"><input type="checkbox" role="switch" checked={state.isAblated.value} disabled={isBusy} onChange={(event) => state.ablate(event.currentTarget.checked)} /> Take the {ABLATED} strongest out, one by one</label> {state.busy.value === "trace" ? "at work …" : value.note || "Direct effects hold later layers still, so the model may lose much less, or gain, without an entry."}
+        {state.busy.value === "trace" ? "At work …" : value.note || "Direct effects hold later layers still, so the model may lose much less, or gain, without an entry."}
       </p>
       <div class="scroll" tabIndex={0} role="region" aria-label="Entries that fired">
         <table class="numbers fired">
@@ -118,7 +119,7 @@ function Without({ state, value, isBusy }) {
   const limit = shown ? Math.max(...shown.rows.map((row) => Math.abs(row.change))) : 0;
   return (
     <section class="without" aria-label="The next token without this entry">
-      <label class="switch"><input type="checkbox" role="switch" checked={state.isOut.value} disabled={isBusy} onChange={(event) => state.takeOut(event.currentTarget.checked)} /> Take the entry out, and see the next token after <b>{after}</b></label>
+      <label class="switch"><input type="checkbox" role="switch" checked={state.isOut.value} disabled={isBusy} onChange={(event) => state.takeOut(event.currentTarget.checked)} /> Take the entry out, and see the next token after “{after}”</label>
       {state.isOut.value && error && <p class="trouble" role="alert">{error}</p>}
       {shown && (
         <>

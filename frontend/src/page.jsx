@@ -1,7 +1,7 @@
 // The first screen: what is drawn, the matrix, what follows.
 
 import { useSignalEffect } from "@preact/signals";
-import { Answers, CopyButton, Order } from "./answers.jsx";
+import { Answers, CopyButton, Legend, Order } from "./answers.jsx";
 import { grouped, percent, plural } from "./format.js";
 import { Hasse } from "./hasse.jsx";
 import { LabelsPanel } from "./labels_panel.jsx";
@@ -82,11 +82,6 @@ function toggleTheme() {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   document.dispatchEvent(new Event("themechange"));
-}
-
-/** What the colours of a matrix mean: [name of the colour, text]. */
-export function Legend({ items }) {
-  return <p class="legend">{items.map(([colour, text]) => <><span class={`swatch ${colour}`} /> {text}</>)}</p>;
 }
 
 function legendOf(studio) {

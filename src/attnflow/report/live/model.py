@@ -21,7 +21,7 @@ from attnflow.geometry.published import Summary
 from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.provenance import Trace
-from attnflow.models import load_model, sample_text
+from attnflow.models import load_model
 from attnflow.models.attention import attention_layers
 from attnflow.models.loaded import Loaded, text_inputs, token_texts
 from attnflow.report.audit import LISTED, effort, strips_of
@@ -102,7 +102,7 @@ class ModelSession:
             "width": getattr(model.config, "hidden_size", None),
             "bias": any(layer_biases(model)),
             "reads": reads,
-            "text": " ".join(sample_text(characters=_SAMPLE).split()).rpartition(" ")[0] if reads else _IDS,
+            "text": " ".join(entries.sonnets()[0].split())[:_SAMPLE].rpartition(" ")[0] if reads else _IDS,
             "max_tokens": MAX_TOKENS,
             "max_characters": MAX_CHARACTERS,
         }
