@@ -235,6 +235,17 @@ def test_the_slider_lights_the_receptive_field_of_the_row_under_the_pointer(page
     assert "3 ← 12: never" in page.locator("#readout").text_content()
 
 
+def test_the_diagram_lights_what_a_held_row_has_read_under_a_mask_that_changes(page):
+    page.mouse.click(*cell(page, 11, 9))
+    settled(page)
+    assert page.locator(".node.lit").count() == 12
+    page.get_by_role("radio", name="Allow").check()
+    page.mouse.click(*cell(page, 2, 9))
+    settled(page)
+    assert page.locator(".node").count() == 9, "2 to 9 read each other now, and are one box"
+    assert page.locator(".node.lit").count() == 5
+
+
 def test_the_slider_goes_to_the_depth(page):
     write(page, "n", "16384")
     page.get_by_label("Layers", exact=True).and_(page.locator("[max='5461']")).wait_for()
