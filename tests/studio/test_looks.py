@@ -95,6 +95,19 @@ def test_the_axes_of_the_matrix_are_named_where_they_begin(browser, studio, size
             ]
 
 
+def test_axes_take_room_for_tokens_only_where_they_are_written(browser, studio):
+    with opened(browser, studio, "phone") as page:
+        page.get_by_text("One position, tokens").click()
+        page.get_by_label("text", exact=True).fill("the cat sat on the mat")
+        page.keyboard.press("Tab")
+        settled(page)
+        assert place(page, 0, 0)[1] > 80, "cells of 16 positions are wide enough for words"
+        page.get_by_label("n", exact=True).fill("32")
+        page.keyboard.press("Tab")
+        settled(page)
+        assert place(page, 0, 0)[1] < 60
+
+
 def test_what_scrolls_fades_where_it_hides_something(browser, studio):
     with opened(browser, studio, "phone") as page:
         page.get_by_role("button", name="Own token").click()
