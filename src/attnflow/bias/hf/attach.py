@@ -112,7 +112,7 @@ def attach(
     """Give a transformers model a learned bias on its attention scores, in place.
 
     With a config that starts at zero (the default of every kind but ALiBi), outputs stay unchanged bit for bit. Under
-    attention dropout, the random choice of dropped weights may differ. Everything that works on a `PreTrainedModel` keeps
+    attention dropout, the random choice of dropped weights may differ. Whatever works on a `PreTrainedModel` keeps
     working: `Trainer`, `generate` with its caches, PEFT, and checkpoints (which then contain the bias).
 
     Args:
