@@ -12,8 +12,7 @@ from attnflow.geometry.score import score
 from attnflow.models.attention import attention_layers
 from attnflow.models.families.rows import Composed, Selected
 from tests.conformance import inputs, oracles
-from tests.conformance.miniature import Architecture, NotBuilt, build, shrink
-from tests.models.table import skip_if_older
+from tests.conformance.miniature import Architecture, build, shrink
 
 DECODERS = {
     "Gemma4ForCausalLM": "gemma4_text",  # layers of different widths
@@ -31,12 +30,7 @@ DECODERS = {
 
 
 def miniature(name: str, model_type: str = ""):
-    skip_if_older(name)
-    try:
-        return build(Architecture(model_type or DECODERS[name], name, "decoder"))
-    except NotBuilt as error:
-        skip_if_older(name, str(error))
-        raise
+    return build(Architecture(model_type or DECODERS[name], name, "decoder"))
 
 
 def forms(query: Tensor, key: Tensor) -> Tensor:
