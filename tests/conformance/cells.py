@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from linecache import getline
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal
 
 import torch
@@ -68,7 +69,7 @@ def refused(error: BaseException) -> bool:
 
 
 def words(error: BaseException) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(error).split()))[:200]
+    return shorten(re.sub(r" at 0x[0-9a-f]+", "", str(error)), 200, placeholder=" …")
 
 
 # -------- audit

@@ -111,8 +111,8 @@ def attach(
 ) -> BiasHandle:
     """Give a transformers model a learned bias on its attention scores, in place.
 
-    With a config that starts at zero (the default of every kind but ALiBi), outputs stay unchanged bit for bit (under
-    attention dropout, except for which weights are dropped). Everything that works on a `PreTrainedModel` keeps
+    With a config that starts at zero (the default of every kind but ALiBi), outputs stay unchanged bit for bit. Under
+    attention dropout, the random choice of dropped weights may differ. Whatever works on a `PreTrainedModel` keeps
     working: `Trainer`, `generate` with its caches, PEFT, and checkpoints (which then contain the bias).
 
     Args:

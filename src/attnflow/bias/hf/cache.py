@@ -30,7 +30,7 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
     """Return the columns of all keys that the layer attends to: the cached ones, then those of new tokens.
 
     Call it after the cache has taken the keys of this layer. `columns` is [batch, tokens, width], and the result is
-    [batch, num_keys, width]. `layer` is an index into the cache, `depth` the number of layers of the model.
+    [batch, num_keys, width]. `layer` is an index into the cache; `depth` is the number of layers of the model.
     """
     if cache is None:
         if columns.shape[1] != num_keys:
