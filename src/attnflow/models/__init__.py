@@ -14,20 +14,17 @@ from attnflow._core.lazy import on_demand
 from attnflow.models.names import MODELS, sample_text
 
 if TYPE_CHECKING:
-    from attnflow.models.loaded import Loaded
     from attnflow.models.loader import load_model
 
-__all__ = ["MODELS", "Loaded", "load_model", "sample_text"]
+__all__ = ["MODELS", "load_model", "sample_text"]
 
 
-def _home(name: str) -> object:
-    if name == "load_model":
-        if find_spec("transformers") is None:
-            raise MissingExtra("transformers", "hf", "af.load_model")
-        from attnflow.models import loader as home
-    else:
-        from attnflow.models import loaded as home  # with torch
-    return home
+def _home(_: str) -> object:
+    if find_spec("transformers") is None:
+        raise MissingExtra("transformers", "hf", "af.load_model")
+    from attnflow.models import loader
+
+    return loader
 
 
 __getattr__, __dir__ = on_demand(__name__, __all__, _home)
