@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 import transformers
 
-from tests.conformance.cells import FEATURES, Cell, cell
+from tests.conformance.cells import FEATURES, Cell, cell, within
 from tests.conformance.miniature import Architecture, NotBuilt, architectures, build
 
 FILE = Path(__file__).parents[2] / "docs" / "conformance.csv"
@@ -39,19 +37,11 @@ def rows_of(architecture: Architecture, features: Iterable[str] = tuple(FEATURES
         model = build(architecture)
     except NotBuilt as error:
         return [Row(architecture, "build", Cell("none", " ".join(str(error).split())[:200]))]
-    return [Row(architecture, name, _within(SECONDS, name, model)) for name in features]
-
-
-def _within(seconds: float, name: str, model: transformers.PreTrainedModel) -> Cell:
-    def late(_: int, __: FrameType | None) -> None:
-        raise TimeoutError(f"no answer in {seconds:.0f} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(int(seconds))
-    try:
-        return cell(FEATURES[name], model)
-    finally:
-        signal.alarm(0)
+    rows: list[Row] = []
+    for name in features:
+        with within(SECONDS):
+            rows.append(Row(architecture, name, cell(FEATURES[name], model)))
+    return rows
 
 
 def run(chosen: Iterable[Architecture], features: Iterable[str], workers: int) -> Iterator[list[Row]]:

@@ -185,12 +185,6 @@ def test_json_that_is_no_mask(text: str, message: str) -> None:
         af.masks.Mask.from_json(text)
 
 
-def test_what_was_exported_is_read() -> None:
-    mask = af.masks.document([3, 2])
-    for make in af.masks.export.FORMATS.values():
-        assert af.masks.Mask.from_json(make(mask).to_json()) == mask
-
-
 def test_a_name_of_ones_own_may_be_one_of_the_catalogue() -> None:
     for name in named_masks():
         mask = af.masks.from_dense(af.masks.full(4).dense(), name=name)
