@@ -283,10 +283,15 @@ def _config(cls: type[PreTrainedModel], architecture: Architecture) -> PreTraine
     return cast(PreTrainedConfig, config_class(**_REQUIRED.get(architecture.model_type, {})))
 
 
-def shrink(config: PreTrainedConfig, narrow: bool) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, narrow: bool, **changes: object) -> PreTrainedConfig:
     """The configuration made again with small values for the attributes that are named as sizes."""
     small = _small(config, narrow) | _REQUIRED.get(config.model_type, {})
-    return type(config)(**(small | (_AGREEING.get(config.model_type, {}) if narrow else {})))
+    return type(config)(**(small | (_AGREEING.get(config.model_type, {}) if narrow else {}) | changes))
+
+
+def small_config(kind: type[PreTrainedConfig], **changes: object) -> PreTrainedConfig:
+    """The default configuration of a kind, made small."""
+    return shrink(kind(**_REQUIRED.get(kind.model_type, {})), True, **changes)
 
 
 def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:
