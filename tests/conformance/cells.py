@@ -271,8 +271,9 @@ def geometry_scored(model: PreTrainedModel) -> str:
 def scores_attributed(model: PreTrainedModel) -> str:
     """The sum of the terms is the score of the model's attention, and without biases nothing is constant in it."""
     inputs = made.text(_text(model))
-    if any(hasattr(model.config, name) for name in _OTHER_SENSES) and not made.beside(model):
-        model, inputs = _stack(model), {"input_ids": inputs["input_ids"]}
+    stack = _stack(model) if any(hasattr(model.config, name) for name in _OTHER_SENSES) else model
+    if not made.beside(model) and "input_ids" in inspect.signature(stack.forward).parameters:
+        model, inputs = stack, inputs if stack is model else {"input_ids": inputs["input_ids"]}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):

@@ -199,8 +199,9 @@ class LayerEntries(nn.Module, LayerReader):
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Ids in the base."""
-        ids = self.base.ids[self.base.rows(self.layer)][positions.clamp(min=0)]
-        return ids.masked_fill(positions < 0, -1)
+        places = positions.cpu()  # as the ids are, wherever the model is
+        ids = self.base.ids[self.base.rows(self.layer)][places.clamp(min=0)]
+        return ids.masked_fill(places < 0, -1).to(positions.device)
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "1 entries model_dim"]:
         """The values of entries."""
