@@ -212,6 +212,7 @@ OWN_MASKS = {
 REGISTERED = {
     **_shrunk("Persimmon Deberta MPNet XLMRoberta RoFormer GPTNeoXJapanese OpenAIGPT ImageGPT CodeGen DebertaV2 Esm"),
     **_shrunk("CLIPText Mpt Dbrx ConvBert Nystromformer"),
+    **_shrunk("Reformer", attn_layers=["local", "local"], attention_head_size=8, axial_pos_embds=False, num_buckets=2),
     **_shrunk("Olmo SmolLM3 Nemotron Olmoe Phimoe Glm4", num_key_value_heads=2),
     **_shrunk("Qwen2_5_VLText Qwen3VLText Qwen3_5Text Qwen3_5MoeText", num_key_value_heads=2),
     **_shrunk("MBart Pegasus Marian M2M100 Blenderbot MT5 ProphetNet", run.token_pair),
@@ -226,14 +227,6 @@ REGISTERED = {
         GraniteMoe={**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1},
         Qwen2VLText={**GROUPED, **SECTIONS},
         CpmAnt={**BASE, "dim_head": 8, "dim_ff": 48},
-        Reformer={
-            **NO_FEED_FORWARD,
-            "attn_layers": ["local", "local"],
-            "attention_head_size": 8,
-            "feed_forward_size": 48,
-            "axial_pos_embds": False,
-            "num_buckets": 2,
-        },
         Qwen2_5_VL={
             "text_config": {**GROUPED, **SECTIONS},
             "vision_config": {**PATCHED, "fullatt_block_indexes": [0, 1]},
