@@ -271,7 +271,7 @@ GEOMETRY: Final = Paper(
         Claim(
             "G33",
             "sec. 6",
-            "Self-attention reflects the symmetry of its weights: heads with more of it score pairs of tokens more alike.",
+            "Self-attention reflects the symmetry of its weights: heads with more of it score pairs more alike.",
             Measured("geometry_in_use"),
         ),
         Claim(

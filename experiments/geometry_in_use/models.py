@@ -117,7 +117,7 @@ def read(name: str, count: int, tokens: int) -> Reading:
         if marks:
             ids = [tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]
         texts.append({"input_ids": torch.tensor([ids])})
-    return Reading(cast(PreTrainedModel, loaded.model), texts, {"": (1, 1 if marks else 0)})
+    return Reading(loaded.model, texts, {"": (1, 1 if marks else 0)})
 
 
 def excerpt(work: str) -> str:
@@ -218,11 +218,11 @@ def _parts(place: str, rest: str, what: str, value: Tensor) -> dict[str, Tensor]
     return {f"{place}.{name}.{what}": part for name, part in named if (name, what) != ("k_proj", "bias")}
 
 
-def clips(path: Path) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+def clips(path: Path) -> list[Any]:
     """Clips of a sound file of 16 bits and 16 kHz, one behind the other."""
     with wave.open(str(path)) as file:
         assert (file.getframerate(), file.getsampwidth(), file.getnchannels()) == (_RATE, 2, 1), path
-        sound = np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32) / 32768
+        sound = np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32) / np.float32(32768)
     return [sound[at : at + _CLIP] for at in range(0, len(sound) - _CLIP + 1, _CLIP)]
 
 
@@ -230,7 +230,7 @@ def clips(path: Path) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
 def transcribed(model: WhisperForConditionalGeneration, features: Tensor) -> list[int]:
     """What Whisper writes greedily, without the end."""
     heard = model.model.encoder(features)
-    written = list(_START)
+    written: list[int] = [*_START]
     while len(written) < 60:
         logits = model(encoder_outputs=heard, decoder_input_ids=torch.tensor([written])).logits[0, -1]
         logits[_END + 1 :] = -torch.inf  # only words
