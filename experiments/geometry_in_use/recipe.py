@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,7 +42,7 @@ def _verdict(towers: dict[str, Any], score: str) -> tuple[Verdict, str]:
     shown = ", ".join(f"{name} {both[0]:.2f} ({both[1].mean:+.2f} without ends)" for name, both in found.items())
     return verdict, (
         f"Rank correlation over heads of {letter} of the weights with {letter} in use: {shown}. Among white tokens it "
-        f"is {min(controls):.2f} or more."
+        f"is above {floor(100 * min(controls)) / 100:.2f}."
     )
 
 
