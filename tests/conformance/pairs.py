@@ -244,7 +244,7 @@ def _page(table: Mapping[Pair, Cell]) -> Iterator[str]:
         f"{torch.__version__}). Logits, losses, gradients of every parameter, decoded tokens and scores are compared",
         "with the same function written out in float64 over dense tables, which shares no code with attnflow.",
         "Then what attnflow put on is removed: nothing of it is left in the model, whose logits are, bit for bit,",
-        "those of a model that never had it. A pair is tried in both orders in which it can be put on. A pair without",
+        "those of a model that never had it. A pair is tried in both orders of attaching. A pair without",
         "attnflow in it runs under a mask of ours. `make conformance` makes this page and",
         "[the table](conformance_pairs.csv).",
         "",

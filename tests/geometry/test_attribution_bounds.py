@@ -1,4 +1,4 @@
-"""What `attribute` is given at its boundaries: each is right, or one sentence; and the model is as it was."""
+"""Unusual models and inputs of `attribute`: each is right or refused in a sentence, and the model is as before."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def llama(**changes):
 @cache
 def plain():
     return af.geometry.attribute(llama(), IDS, layer=2)
+
+
+@cache
+def _ablated():
+    return plain().ablate("layer 1 attention")
 
 
 def state(model: nn.Module):
@@ -232,8 +237,8 @@ def compiled_layers(model, _):
 
 def parametrized(model, _):
     for layer in model.model.layers:
-        weight_norm(layer.mlp.gate_proj)
-        weight_norm(layer.self_attn.q_proj)
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, layer.self_attn.q_proj):
+            weight_norm(linear)
 
 
 def checkpointed(model, _):
@@ -294,7 +299,10 @@ def test_a_model_as_it_is_used(what, tmp_path):
     before = state(model)
     with CONTEXTS.get(what, ExitStack)():
         result = af.geometry.attribute(model, IDS.clone(), layer=2)
+        ablated = result.ablate("layer 1 attention")
     agrees(result, plain())
+    torch.testing.assert_close(ablated.held, ablated.terms, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(ablated.total, _ablated().total, atol=1e-9, rtol=1e-9)
     assert same(before, state(model))
 
 
@@ -335,6 +343,17 @@ def test_a_mask_and_a_bias_at_once():
     assert result.keys == (5, 6, 7, 8)
     assert result.constants["attached bias"].abs().max() > 1e-3
     torch.testing.assert_close(result.weights, result.scores.softmax(-1), atol=1e-9, rtol=1e-9)
+
+
+def test_inputs_that_are_written_to_afterwards():
+    ids = IDS.clone()
+    result = af.geometry.attribute(llama(), ids, layer=2)
+    ids.zero_()
+    torch.testing.assert_close(result.ablate("layer 1 attention").total, _ablated().total, atol=1e-12, rtol=0)
+
+
+def test_the_first_of_the_calls_of_shared_layers():
+    assert af.geometry.attribute(deep("Albert").double(), IDS, layer=-3).components == ("embedding",)
 
 
 # -------- encoder and decoder

@@ -149,11 +149,7 @@ def compute(call: Call, backend: str, need_weights: bool = False) -> tuple[Tenso
 
 
 def choose(call: Call, backend: str, need_weights: bool = False) -> str:
-    """The backend that computes a call: the named one, or by "auto" the reference for a few pairs, otherwise tiles.
-
-    Raises:
-        ValueError: an unknown name, or a backend that cannot compute this call.
-    """
+    """The backend that computes a call: the named one, or by "auto" the reference for a few pairs, otherwise tiles."""
     if backend == "auto":
         few = call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
         name = "reference" if need_weights or few or refusal(call, "tiled") is not None else "tiled"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
@@ -68,10 +68,11 @@ def attribute(
         UnsupportedArchitecture: the model is of half precision, or its scores are no such sum to 1e-5 of the row's
             range: the message names the layer and the difference.
 
-    Cost: one forward pass up to the layer, and components x tokens x width x head_dim multiplications. Where queries and
-    keys are not a norm, a matrix and a rotation of the stream (norms after sublayers, latent attention, cross-attention),
-    two more passes without the sublayers, and a backward pass for each entry of the head. Memory: components x tokens x
-    width. Beyond 4,096 tokens the pass is made twice, and needs components x tokens x head_dim in the plain case.
+    Cost: one forward pass up to the layer, and components x tokens x width x head_dim multiplications. Where queries
+    and keys are not a norm, a matrix and a rotation of a plain sum (as with norms after sublayers, latent attention and
+    cross-attention), two more passes without the sublayers, and a backward pass for each entry of the head.
+    Memory: components x tokens x width. Beyond 4,096 tokens the outputs of sublayers are not kept, and the pass is made
+    twice: components x tokens x head_dim in the plain case.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -243,10 +244,13 @@ class Reading:
         return texts(name, call.query.shape[2]), texts(other, call.key.shape[2])
 
 
-def _zoomed(*arguments: Any) -> ComponentZoom:
+def _zoomed(reading: Reading, titles: Mapping[int, str], tokenizer: Any, *asked: Any) -> ComponentZoom:
     from attnflow.geometry.zoom import zoomed  # it needs transformers
 
-    return zoomed(*arguments)
+    def texts(seen: Seen, attention: Attention) -> Sequence[str]:
+        return replace(reading, seen=seen, attention=attention)._texts(tokenizer)[1]
+
+    return zoomed(reading.stream, reading.seen, titles, texts, *asked)
 
 
 def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:
@@ -298,9 +302,9 @@ def _site(model: nn.Module, layer: object, attention: object) -> tuple[int, Site
     count = len(cast(nn.ModuleList, model.get_submodule(prefix)))
     depth = getattr(sites[0].owner.config, "num_hidden_layers", None)
     held = max(count, sum(site.layers == prefix for site in sites))
-    shared = isinstance(depth, int) and not sites[0].part and held < depth
-    number = _place("layer", layer, depth if shared else count)
-    if shared and number:
+    calls = depth if isinstance(depth, int) and not sites[0].part and held < depth else count
+    number = _place("layer", layer, calls)
+    if number and calls > count:
         raise ValueError(f"layer {number} is a later call of weights that {depth} layers share; layers with it: [0]")
     if number not in by_layer:
         raise ValueError(

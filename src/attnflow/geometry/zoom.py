@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from functools import partial
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,13 @@ from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution,
 from attnflow.geometry.row import row_of
 from attnflow.models.feed_forward import PackedExperts, neuron_weights, packed_experts
 from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, base_implementation, intercept
+from attnflow.models.recording import Component, owns_matrix
 from attnflow.models.sites import Site, models_around
-from attnflow.models.stream import _SUPPORTED, Component, ResidualStream, Seen, _added, _owns_matrix
+from attnflow.models.stream import SUPPORTED, ResidualStream, Seen, added_to
 from attnflow.models.watching import Arguments, Call, Watch, hidden_of, tensors_in, with_hidden
 
-if TYPE_CHECKING:
-    from attnflow.geometry.attribute import Reading
-
 Side = Literal["query", "key"]
+Texts = Callable[[Seen, Literal["self", "cross"]], Sequence[str]]  # "cross": the keys are the encoder's
 _CLOSE: Final = 1e-5  # of the sum of magnitudes: how far the parts may be from the share
 _TITLE: Final = re.compile(r"layer (\d+) (\S+)")
 _EXPERT: Final = re.compile(r"\.(\d+)\.")
@@ -63,9 +63,10 @@ class _Leaf:
 
 
 def zoomed(
-    reading: Reading,
+    stream: ResidualStream,
+    seen: Seen,
     titles: Mapping[int, str],
-    tokenizer: Any,
+    texts: Texts,
     result: ScoreAttribution,
     component: str,
     side: Side,
@@ -73,7 +74,10 @@ def zoomed(
     head: int,
     count: int | None,
 ) -> ComponentZoom:
-    """Split the share of a component in the score of one head and key; three passes up to the layer."""
+    """Split the share of a component in the score of one head and key of a recorded pass.
+
+    `texts` names the keys of a call of attention.
+    """
     names = result.components if side == "query" else result.key_components
     if component not in names:
         raise ValueError(f"component must be one of {preview(names)} on the side of the {side}, got {component!r}")
@@ -86,13 +90,13 @@ def zoomed(
             "has no heads or entries to split it by; zoom into an attention or a feed-forward component"
         )
     position = result.query if side == "query" else key
-    reading.stream.complete()
-    with reading.stream.still():
-        gradient, value = _gradient(reading, index, side, result.query, key, head)
-        parts = _Pass(replace(reading.stream, _norms={}), reading.stream.components[index], kind, position)
-        blocks, rest, seen = parts.split(gradient)
+    stream.complete()
+    with stream.still():
+        gradient, value = _gradient(stream, seen, index, side, result.query, key, head)
+        parts = _Pass(replace(stream, _norms={}), stream.components[index], kind, position)
+        blocks, rest, read = parts.split(gradient)
     total = (gradient * value).flatten(1).sum(1)
-    shares = torch.cat([block.shares for block in blocks], dim=1)
+    shares = torch.cat([total.new_zeros(2, 0), *(block.shares for block in blocks)], dim=1)
     difference = (shares.sum(1) + rest - total).abs().amax()
     size = float(shares.abs().sum(1).amax() + rest.abs().amax()) or 1.0
     if not difference <= _CLOSE * size:
@@ -101,9 +105,8 @@ def zoomed(
             f"{float(difference) / size:.2g} of their size, {_CLOSE:g} is allowed), so that it is not split"
         )
     most = shares.shape[1] if count is None else min(integer("count", count, 1), shares.shape[1])
-    texts = [] if seen is None else _source_texts(reading, seen, tokenizer)
     order = shares[0].abs().argsort(descending=True, stable=True)
-    listed = _listed(blocks, order[:most].tolist(), texts)
+    listed = _listed(blocks, order[:most].tolist(), [] if read is None else _sources(stream, read, texts))
     others = shares[:, order[most:]].sum(1)
     return ComponentZoom(
         result.model, result.layer, head, result.attention, result.query, key, component, int(found[1]), side, position,
@@ -111,9 +114,10 @@ def zoomed(
     )  # fmt: skip
 
 
-def _gradient(reading: Reading, index: int, side: Side, query: int, key: int, head: int) -> tuple[Tensor, Tensor]:
+def _gradient(
+    stream: ResidualStream, seen: Seen, index: int, side: Side, query: int, key: int, head: int
+) -> tuple[Tensor, Tensor]:
     """Differentiate the score by a component: the gradients [2, ...] of centred and raw score, and its value."""
-    stream, seen = reading.stream, reading.seen
     row = row_of(seen.call, seen.output, head, query, seen.added)
     component = stream.components[index]
     leaf = cast(Tensor, component.value).clone().requires_grad_()
@@ -155,14 +159,14 @@ class _Pass:
             else [None] * len(tensors)
             for one in gradient
         ]
-        used = [key for key, grad in zip(keys, grads[1], strict=True) if cast("Tensor | None", grad) is not None]
+        used = [key for key, grad in zip(keys, grads[1], strict=True) if grad is not None]
         used = used[-1:] if self.kind == "attention" else used  # earlier ones act through the stream, as for a gate
         if not used:
             raise UnsupportedArchitecture(
                 f"{self.component.path} does not write a sum over "
                 + ("tokens by an attention on the interface" if self.kind == "attention" else "entries of a matrix")
             )
-        pulled = {key: torch.stack([grad[keys.index(key)] for grad in grads]).double() for key in used}
+        pulled = {key: torch.stack([cast(Tensor, grad[keys.index(key)]) for grad in grads]).double() for key in used}
         blocks = [block for key, grad in pulled.items() for block in self.leaves[key].split(grad)]
         if sum(block.head is None and block.expert is None for block in blocks) > 1:
             raise UnsupportedArchitecture(
@@ -184,12 +188,12 @@ class _Pass:
         looks: dict[nn.Module, Interceptor] = {site.module: self._look(site) for site in sites}
         module = stream.model.get_submodule(path)
         inner = module.named_modules(prefix=path) if self.kind == "feed-forward" else ()
-        watched = {name: one for name, one in inner if _owns_matrix(one)} | {path: module}
+        watched = {name: one for name, one in inner if owns_matrix(one)} | {path: module}
         found: list[Tensor] = []
 
         def leave(call: Call, output: object) -> object:
             inside = self.kind == "feed-forward" and self._inside(call)
-            changed = self._after_matrix(call, output) if inside and _owns_matrix(call.module) else None
+            changed = self._after_matrix(call, output) if inside and owns_matrix(call.module) else None
             if call.module is module and call.number == self.component.number:
                 found.append(self._main(output if changed is None else changed))
                 raise _Done
@@ -199,7 +203,7 @@ class _Pass:
             models_around(stream.sites),
             looks or {stream.site.module: _through},  # it sets the implementation, as in the other passes
             role="pool",
-            implementation=current if current in _SUPPORTED else "sdpa",
+            implementation=current if current in SUPPORTED else "sdpa",
         )
         with ExitStack() as stack:
             stack.callback(interception.remove)
@@ -239,11 +243,11 @@ class _Pass:
 
         def look(call: AttentionCall, proceed: Proceed) -> Output:
             nonlocal calls
-            added = _added(call)  # before the call, which uses up what its hooks have seen
+            added = added_to(call)  # before the call, which uses up what its hooks have seen
             output, weights = proceed(call)
             key, calls = (site.name, calls), calls + 1
             seen = Seen(call, output.detach(), added)
-            leaf = self._leaf(key, output, torch.zeros_like(output), lambda grad: self._heads(seen, grad), seen)
+            leaf = self._leaf(key, output, torch.zeros_like(output), partial(self._heads, seen), seen)
             return leaf, weights
 
         return look
@@ -275,7 +279,7 @@ class _Pass:
 
     def _before_matrix(self, call: Call) -> Arguments | None:
         """Make the input of a matrix a leaf: the output depends on the leaves of the last matrices alone."""
-        if self.kind != "feed-forward" or not _owns_matrix(call.module) or _packed(call.module):
+        if self.kind != "feed-forward" or not owns_matrix(call.module) or _packed(call.module):
             return None
         if not self._inside(call):
             return None
@@ -330,11 +334,10 @@ class _Pass:
         return self._leaf(key, output, zero.reshape(output.shape), split)
 
 
-def _source_texts(reading: Reading, seen: Seen, tokenizer: Any) -> Sequence[str]:
+def _sources(stream: ResidualStream, seen: Seen, texts: Texts) -> Sequence[str]:
     """The texts of the tokens that an earlier attention read."""
-    site = next(site for site in reading.stream.sites if site.module is seen.call.module)
-    attention = "cross" if site.kind == "cross" or site.part == "encoder" else "self"  # whose keys are the encoder's
-    return replace(reading, seen=seen, attention=attention)._texts(tokenizer)[1]
+    site = next(site for site in stream.sites if site.module is seen.call.module)
+    return texts(seen, "cross" if site.kind == "cross" or site.part == "encoder" else "self")
 
 
 def _through(call: AttentionCall, proceed: Proceed) -> Output:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -101,6 +101,11 @@ def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Genera
     finally:
         for (reader, _), observer in zip(observers, before, strict=True):
             reader.observer = observer
+
+
+def unobserved(model: nn.Module) -> AbstractContextManager[None]:
+    """Remove all observers of a model's layers inside the block: readings for our own use are counted by nobody."""
+    return observed([(reader, None) for reader in readers(model)])
 
 
 class SharedReader(KnowledgeReader, LayerReader):

@@ -133,6 +133,26 @@ def token_texts(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase | None) -
     return [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
 
 
+def sequence_texts(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Decode every token of a sequence with the space before it, so that joined they are the text.
+
+    >>> "".join(sequence_texts([5, 6, 7], None))
+    '5 6 7'
+    """
+    texts: list[str] = []
+    before: list[int] = []
+    for token in ids:
+        (text,) = token_texts([token], tokenizer)
+        if before and tokenizer is None:
+            text = f" {text}"
+        elif before and tokenizer is not None:  # many tokenizers put the space only between two tokens
+            start, both = (str(tokenizer.decode(listed)) for listed in (before, [*before, token]))
+            text = both.removeprefix(start) if both.startswith(start) else text
+        texts.append(text)
+        before = [token]
+    return texts
+
+
 def sparing(model: nn.Module) -> dict[str, object]:
     """Return options that avoid a cache and the logits of every token."""
     return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if accepts(model, name)}
@@ -182,7 +202,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _tensor(name: str, value: object) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        return torch.as_tensor(value).clone()  # results read it again, after the caller may have written to it
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: of no type that torch infers
         shown = " ".join(f"{value!r:.60}".split())
         raise TypeError(f"{name} must be a tensor or a list of numbers, got {shown}") from None

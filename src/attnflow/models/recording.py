@@ -87,10 +87,10 @@ class Recorder:
             module
             for module in modules.values()
             if module in attention
-            or (_owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
+            or (owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
         }
         self._matrices = {module for module in target.modules() if module in self._ends and module not in attention}
-        self._holds = {m for m in modules.values() if any(_owns_matrix(part) for part in m.modules())}
+        self._holds = {m for m in modules.values() if any(owns_matrix(part) for part in m.modules())}
         around = next((layer for layer in self._layers if target in set(layer.modules())), target)
         self._near = {module for module in around.modules() if may_be_norm(module) and module not in self._ends}
         self._begun: dict[int, int] = {}  # how many components there were when a call began
@@ -172,7 +172,8 @@ class Recorder:
             self.components.append(Component(path, number, value, output))
 
 
-def _owns_matrix(module: nn.Module) -> bool:
+def owns_matrix(module: nn.Module) -> bool:
+    """Whether a module itself has a table of weights."""
     weight = getattr(module, "weight", None)  # which a parametrization computes, or another module owns
     return any(isinstance(p, Tensor) and p.ndim >= 2 for p in (*module._parameters.values(), weight))
 

@@ -41,7 +41,7 @@ from attnflow.models.watching import (
     with_tensor,
 )
 
-_SUPPORTED: Final = ("eager", "sdpa")
+SUPPORTED: Final = ("eager", "sdpa")
 
 
 class _Reached(Exception):
@@ -75,6 +75,7 @@ class ResidualStream:
     reads: Reads = field(default_factory=Reads)
     large: bool = False  # whether the values of components were dropped; `complete` has them
     _norms: dict[tuple[str, int], HeldNorm | None] = field(default_factory=lambda: dict[Any, Any]())
+    _scales_known: bool = False  # whether a held pass with the recorded values has been made
 
     # -------- passes
 
@@ -122,8 +123,15 @@ class ResidualStream:
     def query_and_key(self, values: Sequence[Tensor | None], *, held: bool = True) -> AttentionCall:
         """Return the call that the site makes if the components have these values.
 
-        `held` keeps every norm at its scale in the first such pass.
+        `held` keeps every norm at its scale in a pass with the recorded values, which is made first unless `values`
+        are those, marked for differentiation.
         """
+        if held and not self._scales_known:
+            self._scales_known = True
+            if not all(value is None or value.requires_grad for value in values):
+                own = [one.value for one in self.components]
+                with torch.enable_grad():
+                    self.query_and_key([None if one is None else one.clone().requires_grad_() for one in own])
         stubs: dict[str, list[tuple[Component, Tensor | None]]] = {}
         for component, value in zip(self.components, values, strict=True):
             if component.number >= 0:
@@ -165,14 +173,14 @@ class ResidualStream:
                 raise _Reached
             plain = call.replace(**{name: getattr(call, name).detach() for name in ("query", "key", "value")})
             with torch.no_grad():
-                added = _added(plain)  # before the call, which uses up what its hooks have seen
+                added = added_to(plain)  # before the call, which uses up what its hooks have seen
                 output, _ = proceed(plain)
             seen.append(Seen(plain, output, added, call.query, call.key))
             raise _Reached
 
         owner = self.site.owner
         current = base_implementation(owner.config)
-        implementation = current if current in _SUPPORTED else "sdpa"
+        implementation = current if current in SUPPORTED else "sdpa"
         around = models_around(self.sites)
         interception = intercept(around, {self.site.module: look}, role="pool", implementation=implementation)
         try:
@@ -293,7 +301,7 @@ class _Stub:
         return component.output if value is None else with_tensor(component.output, component.value, value)
 
 
-def _added(call: AttentionCall) -> Tensor | None:
+def added_to(call: AttentionCall) -> Tensor | None:
     """What the attached biases add to the scores of a call: their interceptors say so by a function `added`."""
     found = [getattr(one, "added", None) for one in in_force(call.module, "bias")]
     with torch.no_grad():

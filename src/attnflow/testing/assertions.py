@@ -69,10 +69,10 @@ def assert_no_leak(
 def assert_same_mask(actual: object, expected: object) -> None:
     """Assert that two masks allow the same pairs, layer by layer, sequence by sequence and head by head.
 
-    Either may be a `Mask`, a list of masks or a `Flow` (layers), a `BlockMask`, or a tensor [..., queries, keys]: bool
-    with True for allowed, or additive with 0 for allowed and large negative values or -inf elsewhere. One mask is
-    compared with each of several. A BlockMask allows what FlexAttention computes: its full blocks, and in partial
-    blocks its `mask_mod`.
+    Either may be a `Mask`, a list of masks or a `Flow` (layers), a `BlockMask`, or a tensor [..., queries, keys]. A
+    tensor is bool with True for allowed, or additive with 0 for allowed and large negative values or -inf elsewhere.
+    One mask is compared with each of several. A BlockMask allows what FlexAttention computes: its full blocks, and in
+    partial blocks its `mask_mod`.
 
     Raises:
         AssertionError: they differ; the message lists the first pairs and draws that part of the mask.

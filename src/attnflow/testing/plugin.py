@@ -78,7 +78,7 @@ class Audit(pytest.Item):
             assert_no_leak(found, example(found, 32))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
-        """Return the report, or why there is none, without a traceback."""
+        """Return the report, or the reason why an audit was impossible, without a traceback."""
         return str(excinfo.value)
 
     def reportinfo(self) -> tuple[str, None, str]:

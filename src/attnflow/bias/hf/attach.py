@@ -111,8 +111,8 @@ def attach(
 ) -> BiasHandle:
     """Give a transformers model a learned bias on its attention scores, in place.
 
-    With a config that starts at zero (the default of every kind but ALiBi), outputs stay unchanged bit for bit (under
-    attention dropout, except for which weights are dropped). Everything that works on a `PreTrainedModel` keeps
+    With a config that starts at zero (the default of every kind but ALiBi), outputs stay unchanged bit for bit. Under
+    attention dropout, the random choice of dropped weights may differ. Whatever works on a `PreTrainedModel` keeps
     working: `Trainer`, `generate` with its caches, PEFT, and checkpoints (which then contain the bias).
 
     Args:
@@ -187,11 +187,7 @@ def attach_to(
 
 
 def handle_of(model: nn.Module) -> BiasHandle:
-    """Return the handle of a model's bias, also if the model is wrapped (PEFT, DDP), copied or unpickled.
-
-    Raises:
-        ValueError: no bias is attached, or each half of the model has one.
-    """
+    """Return the handle of a model's bias, also if the model is wrapped (PEFT, DDP), copied or unpickled."""
     handles: list[BiasHandle] = [vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)]
     if not handles and next(layer_biases(model), None) is not None:
         raise ValueError(f"{type(model).__name__} is a part of the model that the bias was attached to: pass that")
