@@ -94,7 +94,6 @@ ARGUMENTS = {
     "no layer": ({"layer": None}, TypeError, "layer must be an integer, got None"),
     "no query": ({"query": None}, TypeError, "query must be an integer, got None"),
     "no keys": ({"keys": []}, ValueError, "keys must list positions that the query may attend to"),
-    "keys of lists": ({"keys": [[1]]}, ValueError, "keys must be one-dimensional"),
     "a later key": ({"query": 3, "keys": [2, 5]}, ValueError, "may attend to, [0, 1, 2, 3], got [5]"),
     "other attention": ({"attention": "both"}, ValueError, '"self" or "cross", got \'both\''),
     "cross-attention of a decoder": ({"attention": "cross"}, UNSUPPORTED, "LlamaForCausalLM has no cross-attention"),
@@ -162,11 +161,6 @@ def broken(model):
     return model
 
 
-def doubled(model):
-    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
-    return model
-
-
 def on_meta(mode):
     with mode:
         return llama()
@@ -194,7 +188,6 @@ MODELS = {
     "NaN": (lambda: broken(llama()), {}, UNSUPPORTED, "LlamaAttention computes NaN or infinity for query 8 in head 0"),
     "no weights": (lambda: on_meta(torch.device("meta")), {}, UNSUPPORTED, "the weights are on the meta device"),
     "inference mode": (lambda: on_meta(torch.inference_mode()), {}, UNSUPPORTED, "load the model outside of both"),
-    "a hook that changes": (lambda: doubled(llama()), {}, UNSUPPORTED, "layer 2 (model.layers.2.self_attn), head 0"),
     "learned prefixes": (lambda: prefixed(llama()), {}, UNSUPPORTED, "there are 12 keys"),
     "a mask without keys": (lambda: masked(llama()), {"query": 4}, ValueError, "query 4 attend to no key"),
     "shared layers": (lambda: deep("Albert"), {"layer": -1}, ValueError, "layer 2 is a later call of weights"),
@@ -269,7 +262,6 @@ CHANGES = {
     "with its entries in a base": lambda model, _: af.knowledge.from_ffn(model),
 }
 CONTEXTS = {
-    "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
@@ -282,7 +274,6 @@ INPUTS = {
     "a new cache": ({"input_ids": IDS, "past_key_values": DynamicCache()}, -1),
     "after another document": (PACKED, -1),
     "a cache wanted": ({"input_ids": IDS, "use_cache": True}, -1),
-    "weights wanted": ({"input_ids": IDS, "output_attentions": True}, -1),
 }
 
 
@@ -343,6 +334,24 @@ def test_a_mask_and_a_bias_at_once():
     assert result.keys == (5, 6, 7, 8)
     assert result.constants["attached bias"].abs().max() > 1e-3
     torch.testing.assert_close(result.weights, result.scores.softmax(-1), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "last"),
+    [("Llama", "model.layers.1.mlp", "down_proj"), ("Bert", "bert.encoder.layer.1.output.dense", "")],
+)
+def test_a_hook_that_changes_an_output(name, path, last):
+    """It doubles what a sublayer adds, which is what a matrix of twice the size does."""
+    model, other = (deep(name).double().eval() for _ in range(2))
+    model.get_submodule(path).register_forward_hook(lambda module, inputs, output: 2 * output)
+    with torch.no_grad():
+        other.get_submodule(path).get_submodule(last).weight.mul_(2)
+    result, expected = (af.geometry.attribute(one, IDS, layer=2) for one in (model, other))
+    agrees(result, expected)
+    for component in result.components[3:]:
+        ablated, right = result.ablate(component), expected.ablate(component)
+        for part in ("terms", "held", "direct", "total"):
+            torch.testing.assert_close(getattr(ablated, part), getattr(right, part), atol=1e-9, rtol=1e-9)
 
 
 def test_inputs_that_are_written_to_afterwards():

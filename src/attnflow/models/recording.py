@@ -21,7 +21,7 @@ from attnflow.models.held import HeldNorm, hold, may_be_norm
 from attnflow.models.watching import Arguments, Call, handed_again, hidden_of, mapped, tensors_in, with_hidden
 
 Keep = Callable[[Tensor], object]
-LARGE: Final = 4096  # tokens, beyond which the outputs of sublayers are not kept
+LARGE: Final = 4096.0  # tokens, beyond which the outputs of sublayers are not kept
 
 
 @dataclass(eq=False)

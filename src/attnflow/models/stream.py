@@ -132,17 +132,23 @@ class ResidualStream:
                 own = [one.value for one in self.components]
                 with torch.enable_grad():
                     self.query_and_key([None if one is None else one.clone().requires_grad_() for one in own])
-        stubs: dict[str, list[tuple[Component, Tensor | None]]] = {}
-        for component, value in zip(self.components, values, strict=True):
-            if component.number >= 0:
-                stubs.setdefault(component.path, []).append((component, value))
-        first = {c.path: v for c, v in zip(self.components, values, strict=True) if c.number < 0}
-        modules = {path: self.model.get_submodule(path) for path in stubs}
+        given = list(zip(self.components, values, strict=True))
+        outputs = {
+            (c.path, c.number): c.output if v is None else with_tensor(c.output, c.value, v)
+            for c, v in given
+            if c.number >= 0
+        }
+        first = {c.path: v for c, v in given if c.number < 0}
+        modules = {path: self.model.get_submodule(path) for path, _ in outputs}
+
+        def leave(call: Call, output: object) -> object:
+            return outputs.get((call.name, call.number))  # once more, as hooks of others may have changed it
+
         saved = {path: module.__dict__.get("forward") for path, module in modules.items()}
         try:
             for path, module in modules.items():
-                module.forward = _Stub(stubs[path], module.forward)
-            with self._first(first), self._held() if held else nullcontext():
+                module.forward = _Stub(path, outputs, module.forward)
+            with Watch(modules, leave=leave), self._first(first), self._held() if held else nullcontext():
                 return self._reach().call
         finally:
             for path, module in modules.items():
@@ -285,20 +291,18 @@ class ResidualStream:
 
 
 class _Stub:
-    """Stands in for a sublayer: returns what it put out, with another tensor for its part of the stream."""
+    """Stands in for a sublayer: returns the output given for each call."""
 
     stands_in = True  # for whoever expects that the module attended
 
-    def __init__(self, calls: Sequence[tuple[Component, Tensor | None]], forward: Callable[..., Any]) -> None:
-        self._calls = {component.number: (component, value) for component, value in calls}
-        self._forward, self._next = forward, 0
+    def __init__(self, path: str, outputs: Mapping[tuple[str, int], object], forward: Callable[..., Any]) -> None:
+        self._path, self._outputs, self._forward, self._next = path, outputs, forward, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         number, self._next = self._next, self._next + 1
-        if number not in self._calls:
+        if (self._path, number) not in self._outputs:
             return self._forward(*args, **kwargs)
-        component, value = self._calls[number]
-        return component.output if value is None else with_tensor(component.output, component.value, value)
+        return self._outputs[self._path, number]
 
 
 def added_to(call: AttentionCall) -> Tensor | None:
