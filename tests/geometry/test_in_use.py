@@ -242,6 +242,17 @@ def test_without_biases_positions_and_norms_all_of_it_comes_from_the_form():
     assert torch.allclose(found.form * model.encoder.layer[0].attention.self.scaling, found.scores, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_double(dtype):
+    model, text = disturbed("Llama", num_key_value_heads=2), tokens(1, 12)[0]
+    exact = [row.in_use for row in af.geometry.score(model, inputs=text)]
+    half = [row.in_use for row in af.geometry.score(model.to(dtype), inputs=text)]
+    for one, other in zip(exact, half, strict=True):
+        assert one.symmetry == pytest.approx(other.symmetry, abs=0.03)
+        assert one.form_symmetry == pytest.approx(other.form_symmetry, abs=0.03)
+        assert one.pairs == other.pairs
+
+
 def test_the_table_has_columns_only_where_a_text_was_read():
     model = disturbed("Bert")
     plain, read = af.geometry.score(model), af.geometry.score(model, inputs=[5, 6, 7, 8])
