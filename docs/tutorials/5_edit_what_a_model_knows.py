@@ -373,7 +373,7 @@ assert size == 4_546_575
 # The larger [experiment](../../experiments/reader/README.md) agrees on facts
 # about real things: 17 % of the answers are whole with the reader whose store
 # the encoder searches, and 38 to 39 % from the prompt. On made-up facts, whose
-# answer is one word, that reader is ahead: 74 % against 25 to 29 %. Readers are
+# answer is one word, that reader is ahead: 72 % against 25 to 29 %. Readers are
 # a mechanism for research.
 #
 # ## What you have now

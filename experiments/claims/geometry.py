@@ -268,5 +268,17 @@ GEOMETRY: Final = Paper(
             "Penalties for directional structure could help decoders to train.",
             Measured("geometry_init"),
         ),
+        Claim(
+            "G33",
+            "sec. 6",
+            "Self-attention reflects the symmetry of its weights: heads with more of it score pairs more alike.",
+            Measured("geometry_in_use"),
+        ),
+        Claim(
+            "G34",
+            "sec. 6",
+            "Self-attention reflects the directionality of its weights: it ranks heads as their use among tokens does.",
+            Measured("geometry_in_use"),
+        ),
     ),
 )

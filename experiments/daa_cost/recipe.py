@@ -21,8 +21,8 @@ def judge(results: Path) -> Sequence[Judgement]:
     found = {what: content["cost"][_ARM][what] for what in WHAT}
     seven = content["shapes"].get("LLaMA-2-7B")
     said = (
-        f"{content['shape']} on {'a GPU' if content['device'] == 'cuda' else 'a CPU'}, rows of {content['length']}: g "
-        f"on every other layer takes {_percent(found['training'])} of the throughput of training and adds "
+        f"{content['shape']} on {'one GPU' if content['device'] == 'cuda' else 'a CPU'}, rows of {content['length']}, "
+        f"attention with a bias in plain PyTorch: g on every other layer takes {_percent(found['training'])} of the throughput of training and adds "
         f"{_percent(found['decoding'])} to the latency of decoding."
     )
     if seven:

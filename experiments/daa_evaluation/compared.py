@@ -14,7 +14,7 @@ from experiments.daa_evaluation.perturbed import ANSWER, RESULT
 from experiments.runner.figures import SIZE, canvas, colour
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import DIVERGED, Job, Record, choosing_loss, chosen
-from experiments.runner.statistics import Array, student
+from experiments.runner.statistics import Array, said, student
 from experiments.runner.study import read_study
 
 GUIDANCE: Final = "guidance"
@@ -192,13 +192,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [["benchmark", "measure", "arm", "value", "less base, over items", "over seeds"]]
     for row in sorted(rows, key=lambda row: (row["benchmark"], row["measure"])):
         less = row["less base"]
-        shown = [_said(less["items"]), _said(less["seeds"])] if less else ["", ""]
+        shown = [said(less[over], "+.4f") for over in ("items", "seeds")] if less else ["", ""]
         cells.append([row["benchmark"], row["measure"], row["arm"], f"{row['value'][0]:.4f}", *shown])
     return aligned(cells, left=range(6))
-
-
-def _said(value: Sequence[float]) -> str:
-    return "{:+.4f} [{:+.4f}, {:+.4f}]".format(*value)
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -12,7 +12,7 @@ from attnflow._core.markup import aligned
 from experiments.runner.figures import SIZE, canvas, colour
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import DIVERGED
-from experiments.runner.statistics import Interval, interval, proportion
+from experiments.runner.statistics import Interval, interval, proportion, said
 from experiments.runner.study import read_study
 
 BASE: Final = "base"
@@ -39,7 +39,7 @@ def summarise(folder: Path, results: Path) -> str:
         "interval": "mean, 95 %: Wilson's for what is right or wrong, by items; else Student's t over seeds and items",
         "difference": "from the base on the same items: Student's t over items",
         "rows": rows,
-        "not_run": {name: said for name, (_, _, said) in about["items"].items() if said},
+        "not_run": {name: why for name, (_, _, why) in about["items"].items() if why},
         "arms_to_come": waits,
         "diverged": diverged,
         "training": {f"{run['job']['arm']}-{run['job']['seed']}": run["training"] for run in runs if run["training"]},
@@ -105,14 +105,12 @@ def table(rows: Sequence[Row], not_run: Mapping[str, str], waits: Sequence[str])
     """The results in text."""
     cells = [["benchmark", "arm", "value, 95 %", "less base", "items"]]
     for row in sorted(rows, key=lambda row: row["benchmark"]):
-        loss = row["measure"] == LOSS
-        value = "{:.4f} [{:.4f}, {:.4f}]" if loss else "{:.1%} [{:.1%}, {:.1%}]"
-        less = "{:+.4f} [{:+.4f}, {:+.4f}]" if loss else "{:+.1%} [{:+.1%}, {:+.1%}]"
-        difference = "" if row["difference"] is None else less.format(*row["difference"])
+        digits = ".4f" if row["measure"] == LOSS else ".1%"
+        difference = "" if row["difference"] is None else said(row["difference"], f"+{digits}")
         items = f"{row['items']} of {row['total']}"
-        cells.append([row["benchmark"], row["arm"], value.format(*row["value"]), difference, items])
+        cells.append([row["benchmark"], row["arm"], said(row["value"], digits), difference, items])
     lines = [aligned(cells, left=range(5))]
-    lines += [f"{name}: not run, {said}" for name, said in not_run.items()]
+    lines += [f"{name}: not run, {why}" for name, why in not_run.items()]
     lines += [f"to come: {', '.join(waits)}"] if waits else []
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ import numpy as np
 from attnflow._core.markup import aligned
 from experiments.editing.study import ARMS
 from experiments.knowledge_ablation.summary import share
-from experiments.runner.figures import SIZE, canvas, colour
+from experiments.runner.figures import SIZE, canvas, colour, enlarge
 from experiments.runner.files import write, write_table
 from experiments.runner.statistics import Interval, student
 from experiments.runner.study import read_study
@@ -143,9 +143,7 @@ def figure(made: Sequence[Outcome]) -> Any:
         axes.set(title=f"{name} facts", xlabel="share of prompts", xlim=(-0.03, 1.03))
         axes.set_yticks(range(len(_SHARES)), list(_SHARES.values()) if axes is panels[0] else [""] * len(_SHARES))
         axes.invert_yaxis()
-        axes.tick_params(labelsize=SIZE)
-        axes.title.set_fontsize(SIZE)
-        axes.xaxis.label.set_fontsize(SIZE)
+        enlarge(axes)
     panels[-1].legend(fontsize=SIZE, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return drawn
 

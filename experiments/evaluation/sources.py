@@ -8,14 +8,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import yaml
 
-from attnflow._core.errors import MissingExtra
 from attnflow.models import sample_text
 from attnflow.models.names import Packaged
-from experiments.runner.text import TEST
+from experiments.runner.text import TEST, hub_rows
 
 Item = Mapping[str, Any]
 
@@ -149,18 +148,12 @@ def chosen(items: Sequence[Any], limit: int | None) -> list[Any]:
 
 
 def rows(source: str) -> Iterable[Item]:
-    """Rows of a data set of the hub, `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`, streamed.
+    """`hub_rows`, of the split for validation where the source names none.
 
     Raises:
         MissingExtra: `datasets` is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtra("datasets", "study", f"the data set {source!r}") from error
-    name, _, rest = source.partition(":")
-    config, _, part = rest.partition(":")
-    return cast(Iterable[Item], datasets.load_dataset(name, config or None, split=part or "validation", streaming=True))
+    return hub_rows(source, "validation")
 
 
 def _steps(told: str) -> str:

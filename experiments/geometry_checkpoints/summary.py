@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from attnflow._core.markup import aligned
-from experiments.runner.figures import SIZE, canvas, colour, label_ends
+from experiments.runner.figures import SIZE, canvas, colour, enlarge, label_ends
 from experiments.runner.files import write, write_table
 from experiments.runner.study import read_study
 
@@ -90,9 +90,7 @@ def figure(runs: Sequence[Mapping[str, Any]]) -> Any:
                 name = " ".join(filter(None, (run["job"]["arm"], tower)))
                 ends[name] = _draw(axes, layers, what, name)
         label_ends(axes, ends, size=SIZE - 2)
-        axes.tick_params(labelsize=SIZE)
-        axes.title.set_fontsize(SIZE)
-        axes.xaxis.label.set_fontsize(SIZE)
+        enlarge(axes)
     return drawn
 
 

@@ -12,7 +12,7 @@ from attnflow._core.markup import aligned
 from experiments.geometry_corpus.counts import OBJECTIVES, shares
 from experiments.runner.figures import SIZE, canvas, colour
 from experiments.runner.files import write, write_table
-from experiments.runner.statistics import interval
+from experiments.runner.statistics import interval, said
 from experiments.runner.study import read_study
 
 ORDERS: Final = {
@@ -62,8 +62,8 @@ def table(content: Mapping[str, Any]) -> str:
     head = ["model", *ORDERS.values(), *(f"distance, {name}" for name in HULLS.values())]
     rows = [
         [one["model"]]
-        + [_said(one[f"order, {name}"]) for name in ORDERS]
-        + [_said(one[f"distance to the hull of {name}"]) for name in HULLS]
+        + [said(one[f"order, {name}"], ".4f") for name in ORDERS]
+        + [said(one[f"distance to the hull of {name}"], ".4f") for name in HULLS]
         for one in content["models"]
     ]
     counted = [["text", "objective", "rows", "tokens", "apart from 1", "above 1", "lowest", "highest"]]
@@ -165,7 +165,3 @@ def _text(run: Mapping[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _said(numbers: Sequence[float]) -> str:
-    return "{:.4f} [{:.4f}, {:.4f}]".format(*numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
+from experiments.runner.figures import SIZE, canvas, colour, enlarge, label_ends, plot_band
 from experiments.runner.statistics import student
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:
     _depth(panels[2, 0], content)
     _repeats(panels[2, 1], content)
     for axes in panels.flatten():
-        axes.tick_params(labelsize=SIZE)
-        axes.title.set_fontsize(SIZE)
-        axes.xaxis.label.set_fontsize(SIZE)
+        enlarge(axes)
     return drawn
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.hasse.summary import said
 from experiments.runner.experiment import Judgement, Verdict
 from experiments.runner.files import read
+from experiments.runner.statistics import said
 
 MARGIN: Final = 0.02  # nats per token: the smallest difference of interest
 ROUNDING: Final = 1e-3  # between the two best logits, in float32: either may come out first

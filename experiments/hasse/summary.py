@@ -14,7 +14,7 @@ from experiments.hasse.arms import Arm
 from experiments.hasse.figure import figure
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import DIVERGED, Chosen, Job, Record, choosing_loss, chosen
-from experiments.runner.statistics import Array, student
+from experiments.runner.statistics import Array, said, student
 from experiments.runner.study import read_study
 
 
@@ -292,8 +292,3 @@ def table(content: Mapping[str, Any]) -> str:
         for one in content["written"]
     ]
     return "\n".join([aligned(lines, left=range(len(lines[0]))), *more])
-
-
-def said(value: Sequence[float]) -> str:
-    """An interval in text."""
-    return "{:.3f} [{:.3f}, {:.3f}]".format(*value)

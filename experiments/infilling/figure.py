@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
+from experiments.runner.figures import canvas, colour, enlarge, label_ends, plot_band
 
 
 def figure(content: Mapping[str, Any]) -> Any:
@@ -35,9 +35,7 @@ def figure(content: Mapping[str, Any]) -> Any:
             values |= {name: [share] * 3 for name, share in lasts.items()}
         _points(axes, values, title, 100 if title.endswith("%") else 1)
     for axes in panels.flatten():
-        axes.tick_params(labelsize=SIZE)
-        axes.title.set_fontsize(SIZE)
-        axes.xaxis.label.set_fontsize(SIZE)
+        enlarge(axes)
     return drawn
 
 

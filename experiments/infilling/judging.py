@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.hasse.judging import READABLE, ROUNDING
-from experiments.infilling.summary import TABLE, said
+from experiments.infilling.summary import TABLE
 from experiments.runner.experiment import Judgement, Verdict
 from experiments.runner.files import read
+from experiments.runner.statistics import said
 
 _CLOSE = "random, one by one"  # the way with the lowest loss of those that read both sides
 _FAST = "one shot"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ from attnflow._core.markup import aligned
 from experiments.infilling.figure import figure
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, choosing_loss, chosen
-from experiments.runner.statistics import Array, interval, student
+from experiments.runner.statistics import Array, interval, said, student
 from experiments.runner.study import read_study
 
 TABLE: Final = "neighbours"  # the way of the table
@@ -196,8 +196,3 @@ def table(content: Mapping[str, Any]) -> str:
     ]
     text = f"letters in real words, of the text itself: {content['real_words']:.3f}"
     return "\n".join([aligned(lines, left=range(len(lines[0]))), text, *more])
-
-
-def said(value: Sequence[float]) -> str:
-    """An interval in text."""
-    return "{:.3f} [{:.3f}, {:.3f}]".format(*value)

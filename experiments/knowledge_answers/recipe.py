@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from experiments.knowledge_answers.study import AGAIN, SUPERVISED, miniature, paper, setup, small, tiny
-from experiments.knowledge_answers.summary import said, summarise
+from experiments.knowledge_answers.summary import summarise
 from experiments.runner.experiment import Experiment, Judgement, Verdict
 from experiments.runner.files import read
+from experiments.runner.statistics import said
 
 THROUGH: Final = ("softmax grown", "best grown")  # approximations of a choice of entries that gradients pass
 
@@ -24,8 +25,8 @@ def judge(results: Path) -> Sequence[Judgement]:
     tried = [arms[name] for name in deciding]
     well = any(low > 0.9 for _, low, _ in tried)
     verdict: Verdict = "confirmed" if well else "refuted" if all(high < 0.5 for *_, high in tried) else "not confirmed"
-    each = ", ".join(f"{name} {said(value)}" for name, value in arms.items() if name != SUPERVISED)
-    beside = f"; with supervised reading {said(arms[SUPERVISED])}" if SUPERVISED in arms else ""
+    each = ", ".join(f"{name} {said(value, '.1%')}" for name, value in arms.items() if name != SUPERVISED)
+    beside = f"; with supervised reading {said(arms[SUPERVISED], '.1%')}" if SUPERVISED in arms else ""
     seeds = f" ({AGAIN}: {len(content['arms'][0]['right_by_seed'])} new seeds)" if AGAIN in arms else ""
     sentence = f"Right about unseen subjects, {content['pool']} facts, trained on answers alone{seeds}: {each}{beside}."
     return [Judgement("K14", verdict, sentence)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -11,10 +11,10 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.knowledge_answers.study import AGAIN, DECISIVE, choosing_loss
-from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
+from experiments.runner.figures import canvas, colour, enlarge, label_ends, plot_band
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, chosen
-from experiments.runner.statistics import interval, student
+from experiments.runner.statistics import interval, said, student
 from experiments.runner.study import read_study
 
 KINDS: Final = ("right", "unknown", "moved")
@@ -137,9 +137,7 @@ def figure(content: Mapping[str, Any]) -> Any:
             ends[name] = places[-1], bands[0][-1]
         label_ends(axes, ends)
         axes.minorticks_off()
-        axes.tick_params(labelsize=SIZE)
-        axes.title.set_fontsize(SIZE)
-        axes.xaxis.label.set_fontsize(SIZE)
+        enlarge(axes)
     return drawn
 
 
@@ -150,12 +148,7 @@ def table(content: Mapping[str, Any]) -> str:
     lines = [head]
     for one in content["arms"]:
         pool = one["sizes"].get(str(content["pool"]), one["sizes"][sizes[0]])
-        rights = [said(one["sizes"][size]["right"]) for size in sizes]
-        ends = [said(pool["unknown"]), said(pool["moved"])]
+        rights = [said(one["sizes"][size]["right"], ".1%") for size in sizes]
+        ends = [said(pool[share], ".1%") for share in ("unknown", "moved")]
         lines.append([one["arm"], f"{one['rate']:g}", str(len(one["right_by_seed"])), *rights, *ends])
     return aligned(lines, left=range(len(head)))
-
-
-def said(value: Sequence[float]) -> str:
-    """An interval of shares in text."""
-    return "{:.1%} [{:.1%}, {:.1%}]".format(*value)

@@ -13,9 +13,9 @@ from experiments.knowledge_twins.recipe import MARGIN, brief
 from experiments.knowledge_twins.recipe import paper as twins_paper
 from experiments.knowledge_twins.recipe import small as twins_small
 from experiments.knowledge_twins.study import Schedule, setup
-from experiments.knowledge_twins.summary import said
 from experiments.runner.experiment import Experiment, Judgement, Verdict
 from experiments.runner.files import read
+from experiments.runner.statistics import said
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from attnflow._core.markup import aligned
-from experiments.knowledge_twins.summary import Curve, arms, read_curves, said, write_curves
-from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
+from experiments.knowledge_twins.summary import Curve, arms, read_curves, write_curves
+from experiments.runner.figures import SIZE, canvas, colour, enlarge, label_ends, plot_band
 from experiments.runner.files import write
-from experiments.runner.statistics import detectable, student
+from experiments.runner.statistics import detectable, said, student
 
 
 def name(width: int, entries: int) -> str:
@@ -110,9 +110,7 @@ def figure(content: Mapping[str, Any]) -> Any:
             for label, end in ends.items():
                 style = {"color": colour(label), "fontsize": SIZE, "va": "center", "textcoords": "offset points"}
                 axes.annotate(label, end, xytext=(7, 0), **style)
-        axes.tick_params(labelsize=SIZE)
-        axes.title.set_fontsize(SIZE)
-        axes.xaxis.label.set_fontsize(SIZE)
+        enlarge(axes)
     return drawn
 
 

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from experiments.knowledge_twins.models import Arm
 from experiments.knowledge_twins.study import Schedule, setup
-from experiments.knowledge_twins.summary import FORMS, KINDS, MATCHED, PAIRS, said, summarise
+from experiments.knowledge_twins.summary import FORMS, KINDS, MATCHED, PAIRS, summarise
 from experiments.runner.experiment import Experiment, Judgement, Verdict
 from experiments.runner.files import read
-from experiments.runner.statistics import Interval
+from experiments.runner.statistics import Interval, said
 
 MARGIN: Final = 0.02  # nats per token: the smallest difference of interest
 

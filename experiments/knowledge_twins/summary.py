@@ -11,10 +11,10 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.knowledge_twins.models import Kind
-from experiments.runner.figures import SIZE, canvas, colour, label_ends, plot_band
+from experiments.runner.figures import canvas, colour, enlarge, label_ends, plot_band
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import Job, Record, choosing_loss, chosen
-from experiments.runner.statistics import Array, detectable, student
+from experiments.runner.statistics import Array, detectable, said, student
 from experiments.runner.study import read_study
 
 KINDS: Final[tuple[Kind, ...]] = ("shared", "equal parameters", "equal compute")
@@ -156,9 +156,7 @@ def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:
     _differences(panels[1, 0], content["differences"])
     _read(panels[1, 1], content["arms"])
     for axes in panels.flatten():
-        axes.tick_params(labelsize=SIZE)
-        axes.title.set_fontsize(SIZE)
-        axes.xaxis.label.set_fontsize(SIZE)
+        enlarge(axes)
     return drawn
 
 
@@ -199,9 +197,7 @@ def figure_of_forms(content: Mapping[str, Any]) -> Any:
     losses.set_yticks(range(len(content["arms"])), [one["arm"] for one in reversed(content["arms"])])
     _differences(rows, content["differences"])
     for axes in panels:
-        axes.tick_params(labelsize=SIZE)
-        axes.title.set_fontsize(SIZE)
-        axes.xaxis.label.set_fontsize(SIZE)
+        enlarge(axes)
     return drawn
 
 
@@ -236,8 +232,3 @@ def table(content: Mapping[str, Any]) -> str:
             active = " ".join(f"{share:.0%}" for share in one["active"])
             more.append(f"{one['arm']}, entries read: {each}; active by layer {active}, dead {one['dead']:.0%}")
     return "\n".join([aligned(lines, left=range(len(lines[0]))), *more])
-
-
-def said(value: Sequence[float]) -> str:
-    """An interval in text."""
-    return "{:.3f} [{:.3f}, {:.3f}]".format(*value)

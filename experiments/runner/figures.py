@@ -167,6 +167,13 @@ def canvas(width: float, height: float, rows: int, columns: int) -> tuple[Any, A
     return figure, panels
 
 
+def enlarge(axes: Any) -> None:
+    """The title, the name of the x axis and all numbers of one panel in the size of all text."""
+    axes.tick_params(labelsize=SIZE)
+    axes.title.set_fontsize(SIZE)
+    axes.xaxis.label.set_fontsize(SIZE)
+
+
 def plot_band(
     axes: Any,
     places: Sequence[float],

@@ -29,7 +29,7 @@ class Interval:
     high: float
 
     def __format__(self, digits: str) -> str:
-        return "{0:+{3}} [{1:+{3}}, {2:+{3}}]".format(*self.numbers, digits)
+        return said(self.numbers, f"+{digits}")
 
     def __str__(self) -> str:
         return f"{self:.4f}"
@@ -43,6 +43,15 @@ class Interval:
     def side(self) -> int:
         """1 or -1 if the whole interval lies above or below 0, else 0."""
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+
+def said(numbers: Sequence[float], form: str = ".3f") -> str:
+    """Mean, low and high in text.
+
+    >>> said([0.5, 0.25, 0.75], ".0%")
+    '50% [25%, 75%]'
+    """
+    return "{0:{3}} [{1:{3}}, {2:{3}}]".format(*numbers, form)
 
 
 def interval(values: Array) -> Interval:

@@ -216,15 +216,15 @@ class Stored(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(self.tokens[index].astype(np.int64))}
 
 
-def stream(source: str) -> Iterator[str]:
-    """Documents of a data set of the hub, as they come: nothing is downloaded as a whole.
+def hub_rows(source: str, split: str) -> Iterable[dict[str, Any]]:
+    """Rows of a data set of the hub, streamed.
 
     Args:
-        source: `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`; the column "text" is read.
+        source: `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`.
+        split: where the source names none.
 
     Raises:
         MissingExtra: `datasets` is not installed.
-        ValueError: a row without text under "text".
     """
     try:
         import datasets
@@ -232,9 +232,22 @@ def stream(source: str) -> Iterator[str]:
         raise MissingExtra("datasets", "study", f"the data set {source!r}") from error
     name, _, rest = source.partition(":")
     config, _, part = rest.partition(":")
-    rows: Any = datasets.load_dataset(name, config or None, split=part or "train", streaming=True)
-    for row in rows:
-        text = cast("dict[str, object]", row).get("text")
+    rows: Any = datasets.load_dataset(name, config or None, split=part or split, streaming=True)
+    return rows
+
+
+def stream(source: str) -> Iterator[str]:
+    """Documents of a data set of the hub, as they come: nothing is downloaded as a whole.
+
+    Args:
+        source: see `hub_rows`; the column "text" is read.
+
+    Raises:
+        MissingExtra: `datasets` is not installed.
+        ValueError: a row without text under "text".
+    """
+    for row in hub_rows(source, "train"):
+        text = row.get("text")
         if not isinstance(text, str):
             raise ValueError(f'the data set {source!r} has rows without text under "text"; they have {", ".join(row)}')
         if text.strip():

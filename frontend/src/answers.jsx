@@ -66,7 +66,6 @@ function Leaks({ studio }) {
   const { value, error } = studio.answers.leaks.value;
   if (error) return <p class="trouble">The leaks are not known: {error}.</p>;
   if (!value) return <p class="quiet">…</p>;
-  if (!value.labels && studio.place === "report") return <p class="quiet">No labels are drawn here.</p>;
   if (!value.labels)
     return <p class="quiet">No labels yet. Set what positions must predict (left, “Labels”). This panel then shows every path by which a label leaks.</p>;
   return (
@@ -90,6 +89,7 @@ function Leaks({ studio }) {
   );
 }
 
+const KINDS = ["full", "partial", "empty"];
 const BACKENDS = { eager: "eager", sdpa: "SDPA", flex: "FlexAttention" };
 
 function Cost({ studio }) {
@@ -101,13 +101,11 @@ function Cost({ studio }) {
     <>
       <p class="verdict"><b class="n">{percent(value.skipped)}</b> of {plural(blocks.total, "block")} of {blocks.block} are skipped</p>
       <div class="blocks" role="img" aria-label={`${blocks.full} full, ${blocks.partial} partial, ${blocks.empty} empty blocks`}>
-        {[["full", blocks.full], ["partial", blocks.partial], ["empty", blocks.empty]].map(([kind, count]) => (
-          <span class={kind} style={{ flexGrow: count }} title={`${kind}: ${grouped(count)}`} />
-        ))}
+        {KINDS.map((kind) => <span class={kind} style={{ flexGrow: blocks[kind] }} title={`${kind}: ${grouped(blocks[kind])}`} />)}
       </div>
-      <p class="legend"><span class="swatch full" /> {grouped(blocks.full)} full <span class="swatch partial" /> {grouped(blocks.partial)} partial <span class="swatch empty" /> {grouped(blocks.empty)} empty</p>
+      <Legend items={KINDS.map((kind) => [kind, `${grouped(blocks[kind])} ${kind}`])} />
       <table>
-        <thead><tr><th scope="col">backend</th><th scope="col" class="n">pairs</th><th scope="col" class="n">FLOP</th><th scope="col" class="n">memory</th></tr></thead>
+        <thead><tr><th scope="col">backend</th><th scope="col" class="n" title="pairs of a query and a key that are computed, of all heads and layers">pairs</th><th scope="col" class="n">FLOP</th><th scope="col" class="n">memory</th></tr></thead>
         <tbody>
           {value.backends.map((row) => (
             <tr>
@@ -119,7 +117,7 @@ function Cost({ studio }) {
           ))}
         </tbody>
       </table>
-      <p class="quiet">One sequence, one head of 64 channels, one layer, forward.</p>
+      <p class="quiet">{studio.counted.value.of ? `Counted as in ${studio.counted.value.of}` : "Counted"}: one sequence forward, {value.counted}. Memory is the peak of one layer.{studio.counted.value.of ? "" : " Once the screen Model has read a model, its layers and heads are counted."}</p>
     </>
   );
 }
@@ -141,9 +139,14 @@ function Code({ studio }) {
         </label>
         <CopyButton text={text} />
       </div>
-      <pre tabIndex={0} aria-label="Code"><code>{text}</code></pre>
+      <pre aria-label="Code"><code>{text}</code></pre>
     </>
   );
+}
+
+/** What colours mean: [name of the colour, text]. */
+export function Legend({ items }) {
+  return <p class="legend">{items.map(([colour, text]) => <><span class={`swatch ${colour}`} /> {text}</>)}</p>;
 }
 
 export function CopyButton({ text, disabled = false, label = "Copy" }) {

@@ -110,7 +110,7 @@ function pointer(context, { at, colours, cursor, focused }) {
 
 function axes(context, scene, size, tokens) {
   const { at, colours, cursor, labelled, leaking, dead } = scene;
-  const words = tokens.length > 0 && at.cell > 9;
+  const { words } = at;
   context.font = `11px ${colours.font}`;
   context.textBaseline = "middle";
   names(context, at, colours);

@@ -2,6 +2,7 @@
 
 import { useSignal } from "@preact/signals";
 import { percent, plural } from "./format.js";
+import { ABLATED } from "./model.js";
 import { Bar, HeatMap, signed, Tokens } from "./model_charts.jsx";
 
 export function Trace({ state, value }) {
@@ -20,33 +21,51 @@ export function Trace({ state, value }) {
         </select>
       </label>
       <HeatMap title={what} values={value[map.value]} x="token" y="layer" sides={value.sides} columns={value.tokens} column={value.position} words={map.value === "active" ? percent : signed} />
-      <h3>Entries at {value.tokens[value.position]} <span class="aside">{value.target ? `effects on the logit of ${value.target}` : ""}{value.logit === null ? "" : `, ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean`}</span></h3>
+      <h3>Entries at “{value.tokens[value.position]}” <span class="aside">{value.target ? `effects on the next token “${value.target}”` : ""}{value.logit === null ? "" : `: logit ${Math.abs(value.logit)} ${value.logit < 0 ? "below" : "above"} the mean, probability ${chance(value.chance)}`}</span></h3>
       {value.without && <p class="quiet">No direct effects: {value.without}.</p>}
       {value.entries.length ? <Fired state={state} value={value} isBusy={isBusy} /> : <p class="quiet">No entry fired for this token.</p>}
     </>
   );
 }
 
+/** The entries of a token: what each adds itself, and what is lost when the model runs again without it. */
 function Fired({ state, value, isBusy }) {
   const { text } = state.results.trace.value;
+  const isOut = value.entries.some((entry) => entry.ablated !== null);
+  const limit = Math.max(...value.entries.flatMap((entry) => [entry.effect, entry.ablated]).map((effect) => Math.abs(effect ?? 0)));
+  const Effect = ({ of }) => <><td class="n">{signed(of)}</td><td>{of !== null && <Bar value={of} limit={limit} />}</td></>;
   return (
-    <div class="scroll" tabIndex={0} role="region" aria-label="Entries that fired">
-      <table class="numbers fired">
-        <thead><tr><th scope="col">layer · entry</th><th scope="col">promotes here</th><th scope="col">suppresses here</th><th scope="col" class="n">score</th><th scope="col" class="n">weight</th><th scope="col" class="n">norm</th><th scope="col" class="n">effect</th></tr></thead>
-        <tbody>
-          {value.entries.map((entry) => (
-            <tr key={entry.name}>
-              <th scope="row" class="n"><button type="button" disabled={isBusy} title="The page of this entry" onClick={() => state.openEntry(entry, value.position, text)}>{entry.name}</button></th>
-              {entry.text ? <td colSpan={2}>{entry.text}</td> : <><td>{entry.promotes}</td><td>{entry.suppresses}</td></>}
-              <td class="n">{signed(entry.score)}</td>
-              <td class="n">{signed(entry.weight)}</td>
-              <td class="n">{entry.norm === null ? "–" : entry.norm.toPrecision(3)}</td>
-              <td class="n">{signed(entry.effect)}</td>
+    <>
+      <label class="switch"><input type="checkbox" role="switch" checked={state.isAblated.value} disabled={isBusy} onChange={(event) => state.ablate(event.currentTarget.checked)} /> Take the {ABLATED} strongest out, one by one</label>
+      <p class="quiet">
+        {state.busy.value === "trace" ? "At work …" : value.note || "Direct effects hold later layers still, so the model may lose much less, or gain, without an entry."}
+      </p>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Entries that fired">
+        <table class="numbers fired">
+          <thead>
+            <tr>
+              <th scope="col">layer · entry</th>
+              <th scope="col" class="n">direct</th><td />
+              {isOut && <><th scope="col" class="n">ablated</th><td /><th scope="col" class="n" title="percentage points of its probability">points lost</th></>}
+              <th scope="col">promotes here</th><th scope="col">suppresses here</th><th scope="col" class="n">score</th><th scope="col" class="n">weight</th><th scope="col" class="n">norm</th>
             </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+          </thead>
+          <tbody>
+            {value.entries.map((entry) => (
+              <tr key={entry.name}>
+                <th scope="row" class="n"><button type="button" disabled={isBusy} title="The page of this entry" onClick={() => state.openEntry(entry, value.position, text)}>{entry.name}</button></th>
+                <Effect of={entry.effect} />
+                {isOut && <><Effect of={entry.ablated} /><td class="n">{entry.lost === null ? "–" : points(entry.lost)}</td></>}
+                {entry.text ? <td colSpan={2}>{entry.text}</td> : <><td class="words">{entry.promotes}</td><td class="words">{entry.suppresses}</td></>}
+                <td class="n">{signed(entry.score)}</td>
+                <td class="n">{signed(entry.weight)}</td>
+                <td class="n">{entry.norm === null ? "–" : entry.norm.toPrecision(3)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
   );
 }
 
@@ -100,7 +119,7 @@ function Without({ state, value, isBusy }) {
   const limit = shown ? Math.max(...shown.rows.map((row) => Math.abs(row.change))) : 0;
   return (
     <section class="without" aria-label="The next token without this entry">
-      <label class="switch"><input type="checkbox" role="switch" checked={state.isOut.value} disabled={isBusy} onChange={(event) => state.takeOut(event.currentTarget.checked)} /> Take the entry out, and see the next token after <b>{after}</b></label>
+      <label class="switch"><input type="checkbox" role="switch" checked={state.isOut.value} disabled={isBusy} onChange={(event) => state.takeOut(event.currentTarget.checked)} /> Take the entry out, and see the next token after “{after}”</label>
       {state.isOut.value && error && <p class="trouble" role="alert">{error}</p>}
       {shown && (
         <>

@@ -2,7 +2,7 @@
 
 import { useComputed, useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
-import { CopyButton } from "./answers.jsx";
+import { CopyButton, Legend } from "./answers.jsx";
 import { createFamilies } from "./families.js";
 import { grouped, plural } from "./format.js";
 import { Hasse } from "./hasse.jsx";
@@ -127,6 +127,7 @@ function Score({ state }) {
           ))}
         </tbody>
       </table>
+      <Legend items={[["now", "the node of this step"], ["read", "what it reads"], ...(state.leak.value ? [["leak", "path of the leak"]] : [])]} />
     </div>
   );
 }

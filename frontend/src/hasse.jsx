@@ -1,6 +1,6 @@
 // The Hasse diagram beside the matrix: boxes and lines where the server has put them.
 
-import { useComputed, useSignal } from "@preact/signals";
+import { useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { grouped } from "./format.js";
 
@@ -47,11 +47,11 @@ function Fitted({ content, here, children }) {
 const boxHere = (studio, content) => studio.cursor.value && content.box_of?.[studio.cursor.value.query];
 
 function Boxes({ studio, content, scale }) {
-  const lit = useComputed(() => litBoxes(studio, content));
-  const way = useComputed(() => (studio.path.value ?? []).map((position) => content.box_of?.[position]));
+  const lit = litBoxes(studio, content);
+  const way = (studio.path.value ?? []).map((position) => content.box_of?.[position]);
   const here = boxHere(studio, content);
   const [width, height] = [content.width + 2 * MARGIN, content.height + 2 * MARGIN];
-  const moves = new Set(way.value.slice(1).map((box, i) => `${way.value[i]}-${box}`));
+  const moves = new Set(way.slice(1).map((box, i) => `${way[i]}-${box}`));
   return (
     <svg
       viewBox={`${-MARGIN} ${-MARGIN} ${width} ${height}`}
@@ -61,14 +61,14 @@ function Boxes({ studio, content, scale }) {
       aria-label={`Hasse diagram: ${grouped(content.boxes.length)} boxes, ${grouped(content.lines.length)} lines; information flows upwards`}
     >
       {content.lines.map((line) => (
-        <g class={moves.has(`${line.lower}-${line.upper}`) ? "line leak" : lit.value?.has(line.lower) && lit.value.has(line.upper) ? "line lit" : "line"}>
+        <g class={moves.has(`${line.lower}-${line.upper}`) ? "line leak" : lit?.has(line.lower) && lit.has(line.upper) ? "line lit" : "line"}>
           <path d={line.path} stroke-width={1.1 + 0.8 * Math.log10(line.count)} />
           <path class="head" d={`M${line.end[0] - 3.5},${line.end[1] + 7}L${line.end[0]},${line.end[1]}L${line.end[0] + 3.5},${line.end[1] + 7}Z`} />
         </g>
       ))}
-      {way.value.slice(1).map((box, i) => <Jump from={content.boxes[way.value[i]]} to={content.boxes[box]} drawn={content.lines.some((l) => l.lower === way.value[i] && l.upper === box)} />)}
+      {way.slice(1).map((box, i) => <Jump from={content.boxes[way[i]]} to={content.boxes[box]} drawn={content.lines.some((l) => l.lower === way[i] && l.upper === box)} />)}
       {content.boxes.map((box, i) => (
-        <g class={`node${box.several ? " several" : ""}${lit.value?.has(i) ? " lit" : ""}${way.value.includes(i) ? " leak" : ""}${here === i ? " here" : ""}`}>
+        <g class={`node${box.several ? " several" : ""}${lit?.has(i) ? " lit" : ""}${way.includes(i) ? " leak" : ""}${here === i ? " here" : ""}`}>
           <title>{box.texts[2]}</title>
           {box.several && <rect class="behind" x={box.x - box.width / 2 + 4} y={box.y - box.height / 2 - 4} width={box.width} height={box.height} rx="6" />}
           <rect x={box.x - box.width / 2} y={box.y - box.height / 2} width={box.width} height={box.height} rx="6" />

@@ -123,17 +123,15 @@ export function LayersPanel({ studio }) {
               <span class="title" title={layer.title}>{layer.title}</span>
               <span class="n share">{percent(layer.density)}</span>
             </button>
-            {stacked && studio.place !== "report" && (
+            {stacked && (
               <button type="button" class="icon" aria-label={`Remove layer ${i + 1}`} onClick={() => studio.act("unstack", { layer: i })}>×</button>
             )}
           </li>
         ))}
       </ol>
-      {studio.place !== "report" && (
-        <div class="buttons">
-          <button type="button" onClick={() => studio.act("stack", { layer: studio.layer.value })}>Add a layer</button>
-        </div>
-      )}
+      <div class="buttons">
+        <button type="button" onClick={() => studio.act("stack", { layer: studio.layer.value })}>Add a layer</button>
+      </div>
     </section>
   );
 }

@@ -4,6 +4,7 @@ import { batch, signal } from "@preact/signals";
 
 export const VIEWS = ["audit", "geometry", "bias", "trace", "entry", "why"];
 const QUESTIONS = [...VIEWS, "passages", "without"];
+export const ABLATED = 8; // entries of a token that are taken out one by one
 
 export function createModel(studio) {
   const state = {
@@ -14,6 +15,7 @@ export function createModel(studio) {
     busy: signal(null), // what is at work
     fields: { entry: signal(""), of: signal(""), layer: signal("0"), head: signal("0") }, // as typed
     isOut: signal(false), // whether the entry of the page is taken out
+    isAblated: signal(false), // whether the strongest entries of a traced token are
     results: Object.fromEntries(QUESTIONS.map((name) => [name, signal({ value: null, error: "", text: null })])),
   };
 
@@ -34,7 +36,8 @@ export function createModel(studio) {
 
   async function answerTo(name, more, text) {
     const old = state.results[name].value;
-    const reply = await ask({ op: name, text, ...more });
+    const ablate = name === "trace" && state.isAblated.value ? { ablate: ABLATED } : {};
+    const reply = await ask({ op: name, text, ...ablate, ...more });
     if (!reply) return;
     state.results[name].value = reply.ok ? { value: reply, error: "", text } : { ...old, error: reply.error };
     if (name === "entry" && reply.ok && state.isOut.value) await askEntry("without");
@@ -68,6 +71,7 @@ export function createModel(studio) {
       if (!reply.ok) return void (state.error.value = reply.error);
       state.info.value = reply;
       state.text.value = reply.text ?? "";
+      if (reply.attention) studio.countFor(reply.model, reply.attention);
     },
     /** Ask the question of a view about the text of the left side. */
     run: (name) => answerTo(name, typed(name), state.text.value),
@@ -86,6 +90,11 @@ export function createModel(studio) {
     async takeOut(isOut) {
       state.isOut.value = isOut;
       if (isOut) await askEntry("without");
+    },
+    /** Take the strongest entries of the traced token out one by one, or show their direct effects alone. */
+    ablate(isAblated) {
+      state.isAblated.value = isAblated;
+      return state.choose("trace", { position: state.results.trace.value.value.position });
     },
     findPassages: () => askEntry("passages"),
     stop: studio.stopModel,

@@ -30,7 +30,11 @@ export function Model({ studio }) {
       <main class="model-none">
         <div class="ended">
           <h2>No model</h2>
-          <p>Start the studio with one, and its audit, geometry, bias, trace, entries and scores are here: <code>attnflow studio smollm2-135m</code>, a folder, a GGUF file or a model of the hub.</p>
+          {studio.guest.value ? (
+            <p>This link is from an earlier run and opens its design alone. For a model, open the address that <code>attnflow studio</code> printed.</p>
+          ) : (
+            <p>Start the studio with one, and its audit, geometry, bias, trace, entries and scores are here: <code>attnflow studio smollm2-135m</code>, a folder, a GGUF file or a model of the hub.</p>
+          )}
         </div>
       </main>
     );

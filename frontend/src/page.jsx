@@ -1,7 +1,7 @@
 // The first screen: what is drawn, the matrix, what follows.
 
 import { useSignalEffect } from "@preact/signals";
-import { Answers, CopyButton, Order } from "./answers.jsx";
+import { Answers, CopyButton, Legend, Order } from "./answers.jsx";
 import { grouped, percent, plural } from "./format.js";
 import { Hasse } from "./hasse.jsx";
 import { LabelsPanel } from "./labels_panel.jsx";
@@ -16,7 +16,7 @@ const GUEST = "This link is from an earlier run of the studio; its design is ope
 export function Page({ studio }) {
   useSignalEffect(() => {
     const layer = studio.view.value?.layers[0];
-    if (layer && studio.place === "page") document.title = `${layer.title.slice(0, 60)} · attnflow studio`;
+    if (layer) document.title = `${layer.title.slice(0, 60)} · attnflow studio`;
   });
   if (studio.status.value === "closed" && !studio.view.value) return <Ended reason={studio.reason.value} />;
   return (
@@ -60,7 +60,7 @@ function Bar({ studio }) {
       <span class="subject" title={view?.layers[studio.layer.value]?.title}>{view && onMask ? `${grouped(view.size)} positions` : ""}</span>
       <div class="tools">
         {onMask && <MaskTools studio={studio} view={view} />}
-        {studio.place === "page" && <button type="button" onClick={toggleTheme} title="Light or dark">Theme</button>}
+        <button type="button" onClick={toggleTheme} title="Light or dark">Theme</button>
       </div>
     </header>
   );
@@ -72,7 +72,7 @@ function MaskTools({ studio, view }) {
       <button type="button" disabled={!view?.undo} title="Undo (Ctrl Z)" onClick={() => studio.act("undo")}>Undo</button>
       <button type="button" disabled={!view?.redo} title="Redo (Ctrl Shift Z)" onClick={() => studio.act("redo")}>Redo</button>
       <FileButton label="Open…" studio={studio} onText={(text) => studio.act("load", { text })} />
-      {studio.place === "page" && <CopyButton text={() => location.href} disabled={!view?.design} label="Copy link" />}
+      <CopyButton text={() => location.href} disabled={!view?.design} label="Copy link" />
     </>
   );
 }
@@ -84,11 +84,6 @@ function toggleTheme() {
   document.dispatchEvent(new Event("themechange"));
 }
 
-/** What the colours of a matrix mean: [name of the colour, text]. */
-export function Legend({ items }) {
-  return <p class="legend">{items.map(([colour, text]) => <><span class={`swatch ${colour}`} /> {text}</>)}</p>;
-}
-
 function legendOf(studio) {
   const preview = studio.preview.value.value;
   const lit = studio.lit.value;
@@ -98,7 +93,7 @@ function legendOf(studio) {
   return [["given", `in both ${grouped(preview.both)}`], ["missing", `only in the mask ${grouped(preview.here)}`], ["extra", `only in ${name} ${grouped(preview.chosen)}`]];
 }
 
-export function Readout({ studio }) {
+function Readout({ studio }) {
   const most = studio.maxLayers.value;
   const field = studio.field.value;
   const lit = Math.min(studio.lit.value, field?.followed ?? Infinity);
@@ -155,8 +150,7 @@ function Status({ studio }) {
 
 function waitingText(waiting, studio) {
   if (!studio.view.value) return "starting";
-  const stop = studio.place === "page" ? <button type="button" onClick={studio.stop}>Stop</button> : "(interrupt the kernel to stop it)";
-  return <>computing {NAMES[waiting] ?? waiting} {stop}</>;
+  return <>computing {NAMES[waiting] ?? waiting} <button type="button" onClick={studio.stop}>Stop</button></>;
 }
 
 function Ended({ reason }) {

@@ -13,7 +13,8 @@ export function palette(element) {
 /** Where the matrix lies in a square of `side` pixels, and what one position takes. */
 export function geometry(side, size, window, withTokens) {
   const { query, key, span } = window ?? { query: 0, key: 0, span: size };
-  const margin = withTokens && side / span > 9 ? WIDE : size > 1e5 ? { ...MARGIN, left: 62 } : MARGIN;
+  const words = withTokens && (side - WIDE.left - WIDE.right) / span >= 10;
+  const margin = words ? WIDE : size > 1e5 ? { ...MARGIN, left: 62 } : MARGIN;
   const extent = Math.max(1, side - margin.left - margin.right);
   const height = Math.max(1, side - margin.top - margin.bottom);
   const inner = Math.min(extent, height);
@@ -23,6 +24,7 @@ export function geometry(side, size, window, withTokens) {
     top: margin.top,
     inner: cell * span,
     cell,
+    words, // whether tokens are written on the axes, for which there is room
     query,
     key,
     span,

@@ -12,7 +12,7 @@ export const SCREENS = [
 export function ScreenTabs({ studio }) {
   return (
     <nav class="screens" aria-label="Screens">
-      {SCREENS.filter(([name]) => name !== "model" || studio.place === "page").map(([name, label]) => (
+      {SCREENS.map(([name, label]) => (
         <button type="button" key={name} aria-current={studio.screen.value === name ? "page" : undefined} onClick={() => (studio.screen.value = name)}>{label}</button>
       ))}
     </nav>

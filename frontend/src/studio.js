@@ -9,10 +9,8 @@ const RESTS = 250; // milliseconds after which a pointer that rests is told what
 const COARSE_CELLS = 512;
 export const FINE = 1024; // positions up to which every pair is drawn
 
-/** The state of a studio in a "page" of its own, a "widget" of a notebook, or a "report", where nothing can be changed. */
-export function createStudio(place) {
+export function createStudio() {
   const studio = {
-    place,
     status: signal("connecting"), // connecting, open, closed
     screen: signal("mask"),
     progress: signal(null), // [done, total, what] of the work on a model
@@ -39,6 +37,8 @@ export function createStudio(place) {
     leak: signal(null), // number of the leak that is drawn
     window: signal(null), // {query, key, span}
     tab: signal("leaks"),
+    model: null, // the state of the model's screen
+    counted: signal({ of: "", shape: {} }), // the model whose layers and heads the cost counts
   };
   const pending = new Map();
   let transport = null;
@@ -177,7 +177,7 @@ export function createStudio(place) {
     const start = performance.now();
     const wanted = [...QUESTIONS, ...(studio.tab.value === "code" ? ["code"] : [])];
     for (const op of wanted) {
-      const reply = await ask({ op, revision, layer: studio.layer.value });
+      const reply = await ask({ op, revision, layer: studio.layer.value, ...(op === "cost" ? studio.counted.value.shape : {}) });
       studio.waiting.value = null;
       if (reply.stale || studio.view.value.revision !== revision) return;
       const old = studio.answers[op].value;
@@ -196,17 +196,6 @@ export function createStudio(place) {
     const reply = await ask({ op: "state" });
     if (reply.ok) take({ ...reply, notices: [studio.message.value.text || "stopped"] });
     await draw();
-  }
-
-  // Somebody else has changed the design: another view of it, or a program.
-  async function catchUp() {
-    const reply = await ask({ op: "state" });
-    if (!reply.ok || reply.revision === studio.view.peek()?.revision) return;
-    batch(() => {
-      consider(null);
-      take(reply);
-    });
-    await Promise.all([draw(), inquire()]);
   }
 
   let following = false;
@@ -237,7 +226,6 @@ export function createStudio(place) {
     act,
     ask,
     draw,
-    catchUp,
     consider,
     async showCode() {
       const reply = await ask({ op: "code" });
@@ -252,6 +240,11 @@ export function createStudio(place) {
       if (!reply.ok || reply.stale || studio.answers.leaks.peek().value !== value) return;
       const leaks = value.leaks.map((leak, i) => (i === number ? { ...leak, witness: reply.witness, route: reply.route } : leak));
       studio.answers.leaks.value = { value: { ...value, leaks }, error: "" };
+    },
+    /** Count the cost of attention in all layers and heads of a model. */
+    countFor(of, shape) {
+      studio.counted.value = { of, shape };
+      inquire();
     },
     stop: () => transport.send({ op: "stop" }),
     stopModel: () => transport.send({ op: "stop", what: "model" }),

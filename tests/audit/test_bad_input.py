@@ -1,16 +1,15 @@
 """What cannot be audited says what was expected and what to do; where it gives advice, that is followed and helps."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import attnflow as af
-from attnflow.audit import check, check_batch, declared_order, guard, measure
+from attnflow.audit import check, check_batch, check_scores, declared_order, guard, measure
 from attnflow.audit.measurement import MeasuredOrder, record
 from tests.audit.common import LENGTH, inputs, tiny, tokens
+from tests.audit.test_functions import IDS as TOKENS
+from tests.audit.test_functions import VOCABULARY, bigram
 from tests.refused import refused
 
 causal = af.masks.causal
@@ -62,6 +61,10 @@ def with_nan(ask):
 
 def batch(**entries):
     return lambda: check_batch({"input_ids": IDS, **entries})
+
+
+def scores(function, ids=TOKENS, vocab_size=VOCABULARY):
+    return lambda: check_scores(function, ids, vocab_size)
 
 
 def packed(**entries):
@@ -178,6 +181,13 @@ ROWS = {
     "a mask of another length": (batch(attention_mask=IDS[:, :4]), ValueError, "as the ids"),
     "ragged ids": (batch(input_ids=[[1, 2], [3]]), TypeError, "input_ids must be a tensor"),
     "a model's name": (lambda: check_batch({"input_ids": IDS}, "llama"), TypeError, "model_or_config must be a"),
+    # functions
+    "a class": (lambda: check(nn.Linear, TOKENS), TypeError, "expected a torch module"),
+    "a function with a cache": (lambda: check(bigram, TOKENS, cache=True), ValueError, "leave out cache="),
+    "a loss": (scores(lambda ids: -bigram(ids)), ValueError, "lambda ids: -loss", scores(bigram)),
+    "a total": (scores(lambda ids: bigram(ids).sum()), ValueError, "a score per token"),
+    "scores of other ids": (scores(bigram, vocab_size=3), ValueError, "the vocabulary"),
+    "scores of vectors": (scores(bigram, TOKENS.double()), ValueError, "must be ids"),
     # golden files
     "vectors in a golden file": (
         lambda: record(tiny("Llama"), {"inputs_embeds": torch.randn(1, 4, 32)}),
@@ -195,16 +205,6 @@ def test_it_is_refused_and_the_advice_helps(row):
         call()
     for right in advised:
         assert getattr(right(), "ok", True)
-
-
-def test_a_refused_call_leaves_the_model_and_the_generators_alone():
-    model = tiny("Llama").train()
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    with refused(ValueError, "the vocabulary"):
-        check(model, torch.tensor([[5, 61]]))
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
 
 
 @pytest.mark.parametrize(

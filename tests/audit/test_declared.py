@@ -10,7 +10,7 @@ import attnflow as af
 from attnflow.audit import check, declared_order, measure
 from tests.audit.common import LENGTH, Stack, inputs, open_attention, tiny, tokens, wrapped
 from tests.conformance.inputs import with_image
-from tests.conformance.miniature import architectures, build, shrink
+from tests.conformance.miniature import named, shrink
 from tests.models.table import in_double
 
 PACKED = [5, 7]
@@ -29,13 +29,9 @@ PICTURED = ("Llava", "PaliGemma", "Gemma3", "Gemma4", "Qwen2_5_VL", "Llama4", "C
 PREFIXES = ("PaliGemma", "ColPali")  # a prefix of the image and most of the text sees itself
 
 
-def miniature(name):
-    return build(next(each for each in architectures() if each.name == name))
-
-
 def hybrid(name):
     """A miniature whose mixers are no small part of it."""
-    model = miniature(name)
+    model = named(name)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.ndim > 1 and HYBRIDS[name] in path:
@@ -49,7 +45,7 @@ def pictured(name):
         model, given = pictured("PaliGemma")
         config = transformers.ColPaliConfig(vlm_config=model.config.to_dict(), embedding_dim=8)
         return transformers.ColPaliForRetrieval(config).eval(), given
-    model = miniature(f"{name}ForConditionalGeneration")
+    model = named(f"{name}ForConditionalGeneration")
     if name == "Llama4":  # four pixels become one, four times as wide
         model.config.vision_config.intermediate_size = 4 * model.config.vision_config.hidden_size
     if name == "Gemma4":
@@ -131,7 +127,7 @@ def test_a_causal_mask_that_is_left_out():
 
     With padding the mask is made, and the same text is causal: brute force says so, too.
     """
-    model, ids = miniature("PaliGemmaForConditionalGeneration"), tokens(2)
+    model, ids = named("PaliGemmaForConditionalGeneration"), tokens(2)
     other = ids.clone()
     other[:, -1] = torch.where(ids[:, -1] == 3, 4, 3)
     real = torch.ones_like(ids)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from attnflow.audit import check
-from tests.conformance.miniature import shrink
+from tests.conformance.miniature import awake, small_config
 
 TOKENS = torch.arange(9, 57).view(4, 12)
 NOISE = torch.Generator().manual_seed(0)
@@ -62,14 +61,5 @@ def test_crosstalk_of_codebooks_is_found(mode):
 
 def miniature(name, changes):
     cls = getattr(transformers, name)
-    config = shrink(cls.config_class(), True)
-    for key, value in changes.items():
-        setattr(config, key, value)
     torch.manual_seed(0)
-    model = cls(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1 and not parameter.any():
-            nn.init.normal_(parameter, std=0.02)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped product has no float64
-    return model
+    return awake(cls(small_config(cls.config_class, **changes)))

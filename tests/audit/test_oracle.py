@@ -134,21 +134,6 @@ def test_cuts_are_exhaustive_for_a_causal_order(n):
     assert 0.4 < few.coverage <= 1.0
 
 
-def test_nothing_forbidden_needs_no_pass():
-    made = plan(Fields(Relation((torch.ones(1, 5, 5, dtype=torch.bool),), True, "full"), 2), {3: EVERY[:5]}, 32)
-    assert (made.passes, made.coverage, made.forbidden) == ((), 1.0, 0)
-
-
-def test_clean_rows_are_those_that_read_nothing_changed():
-    mask = af.masks.sliding_window(8, 3)
-    fields = Fields(Relation((mask.dense()[None],), True, "window"), 1)
-    selected = torch.zeros(1, 8, dtype=torch.bool)
-    selected[0, 3] = True
-    for depth in (1, 2):
-        reads = af.order.analyze(mask).reachability(depth)[:, 3]
-        assert torch.equal(fields.clean(depth, selected)[0], ~reads)
-
-
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
 def test_every_pair_of_sequences_is_told_apart(batch):
     sets = batch_sets(batch, 4)

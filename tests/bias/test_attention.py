@@ -12,15 +12,12 @@ from attnflow.bias import attention
 from attnflow.bias.attention import choose
 from attnflow.bias.call import Allow
 from tests.bias.cases import (
-    MASKS,
     TERMS,
     Additive,
     Case,
     Dense,
-    Guidance,
     Offset,
     Term,
-    cast,
     make_call,
     outcome,
 )
@@ -123,13 +120,6 @@ def test_soft_cap_and_sinks_by_hand(backend):
     assert found.item() == pytest.approx((one + 2 * two) / (one + two + sink), rel=1e-6)
 
 
-def test_all_masks_and_terms_together_agree():
-    terms = tuple((kind, maps) for kind, maps in zip(TERMS, ["one", "kv", "heads"] * 3, strict=False))
-    for mask in MASKS:
-        call, _ = cast(Case(terms=terms, mask=mask, dtype=torch.float64, softcap=4.0, sinks=True).build())
-        torch.testing.assert_close(run(call, "tiled"), run(call, "reference"), atol=1e-12, rtol=1e-12)
-
-
 def on_cuda(dtype=torch.bfloat16, head_dim=32, needs_grad=False):
     """A call whose tensors say that they are on a GPU, and hold nothing."""
     with FakeTensorMode():
@@ -140,23 +130,11 @@ def on_cuda(dtype=torch.bfloat16, head_dim=32, needs_grad=False):
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_auto_on_cuda_is_flex_attention_where_that_can_compute_the_call(needs_grad):
+def test_auto_on_cuda_never_compiles(needs_grad):
     call = on_cuda(needs_grad=needs_grad)
-    assert choose(call, "auto") == "flex"
-    assert choose(on_cuda(head_dim=8), "auto") == "tiled"  # what FlexAttention refuses
+    assert choose(call, "auto") == "tiled"
+    assert choose(call, "flex") == "flex"
     assert choose(call, "auto", need_weights=True) == "reference"
-
-
-def test_whether_a_gradient_may_be_asked_for():
-    plain = Case().build()
-    learned, _ = cast(plain)
-    assert not plain.needs_grad()
-    assert learned.needs_grad()
-    only_a_term = cast(plain, requires_grad=False)[0]
-    only_a_term.terms[0].weight.requires_grad_()
-    assert only_a_term.needs_grad()
-    with torch.no_grad():
-        assert not learned.needs_grad()
 
 
 @pytest.mark.parametrize("n", [1, 5, 700])
@@ -195,21 +173,6 @@ def pairs(function, batch, groups, queries=9, keys=11):
     for index in torch.cartesian_prod(*(torch.arange(n) for n in tile.shape)).tolist():
         tile[tuple(index)] = function(*index)
     return tile
-
-
-def test_guidance_is_the_papers_network_on_the_concatenation():
-    width, hidden, queries, keys = 6, 5, 4, 7
-    first, norm = torch.nn.Linear(2 * width, hidden).double(), torch.nn.LayerNorm(hidden).double()
-    last = torch.nn.Linear(hidden, 1).double()
-    with torch.no_grad():
-        norm.weight.normal_()
-        norm.bias.normal_()
-    q, k = torch.randn(queries, width, dtype=torch.float64), torch.randn(keys, width, dtype=torch.float64)
-    rows, columns = q @ first.weight[:, :width].T + first.bias, k @ first.weight[:, width:].T
-    term = Guidance(rows[None, None], columns[None, None], norm.weight[None], norm.bias[None], last.weight, last.bias)
-    network = torch.nn.Sequential(first, norm, torch.nn.GELU(), last)
-    expected = torch.stack([torch.cat([network(torch.cat([qi, kj])) for kj in k]) for qi in q])
-    torch.testing.assert_close(term.tile(slice(0, queries), slice(0, keys))[0, 0], expected, atol=1e-14, rtol=1e-14)
 
 
 def test_product_additive_dense():

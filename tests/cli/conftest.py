@@ -5,7 +5,8 @@ import pytest
 
 import attnflow as af
 from attnflow.cli import main
-from attnflow.models import Loaded, loader
+from attnflow.models import loader
+from attnflow.models.loaded import Loaded
 from tests.models.saved import save_tiny_llama
 
 

@@ -8,14 +8,12 @@ import time
 
 from tests.conformance import matrix, page, pairs
 from tests.conformance.cells import FEATURES
-from tests.conformance.miniature import KINDS, architectures
+from tests.conformance.miniature import architectures
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
-    parser.add_argument("--kind", nargs="*", choices=KINDS, default=list(KINDS), help="which classes")
     parser.add_argument("--name", nargs="*", default=None, help="only these classes or model types")
-    parser.add_argument("--feature", nargs="*", choices=FEATURES, default=list(FEATURES), help="which columns")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="only what the file lacks")
     parser.add_argument("--pairs", nargs="*", choices=pairs.FEATURES, help="only the table of pairs, of these features")
@@ -24,16 +22,12 @@ def main() -> int:
         return _pairs(options.pairs, options.resume)
     rows = matrix.read()
     before = dict(rows)
-    chosen = [a for a in architectures() if a.kind in options.kind]
-    if options.name:
-        chosen = [a for a in chosen if {a.name, a.model_type} & set(options.name)]
+    chosen = [a for a in architectures() if not options.name or {a.name, a.model_type} & set(options.name)]
     if options.resume:
-        chosen = [
-            a for a in chosen if (a.key, "build") not in rows and any((a.key, f) not in rows for f in options.feature)
-        ]
+        chosen = [a for a in chosen if (a.key, "build") not in rows and any((a.key, f) not in rows for f in FEATURES)]
     start = time.monotonic()
-    for count, new in enumerate(matrix.run(chosen, options.feature, options.workers), 1):
-        rows = {key: row for key, row in rows.items() if key[0] != new[0].architecture.key or _still_holds(key[1], new)}
+    for count, new in enumerate(matrix.run(chosen, options.workers), 1):
+        rows = {key: row for key, row in rows.items() if key[0] != new[0].architecture.key}
         rows |= {(row.architecture.key, row.feature): row for row in new}
         matrix.write(rows)
         left = (time.monotonic() - start) / count * (len(chosen) - count)
@@ -42,14 +36,8 @@ def main() -> int:
     lost = [key for key, row in rows.items() if key in before and matrix.worse(before[key].cell, row.cell)]
     for key in lost:
         print(*key, f"{before[key].cell.code} -> {rows[key].cell.code}: {rows[key].cell.reason}")
-    whole = options.name is None and len(options.kind) == len(KINDS)
-    bad = _pairs([], options.resume) if whole else 0
+    bad = 0 if options.name else _pairs([], options.resume)
     return 1 if lost or bad else 0
-
-
-def _still_holds(feature: str, new: list[matrix.Row]) -> bool:
-    """Whether a row of a class may stand beside its new ones: it is about features, as they are."""
-    return feature != "build" and new[0].feature != "build"
 
 
 def _pairs(names: list[str], resume: bool) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
+import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from linecache import getline
 from pathlib import Path
 from textwrap import shorten
+from types import FrameType
 from typing import Literal
 
 import torch
@@ -72,6 +75,26 @@ def words(error: BaseException) -> str:
     return shorten(re.sub(r" at 0x[0-9a-f]+", "", str(error)), 200, placeholder=" …")
 
 
+def markdown(text: str) -> str:
+    """The text in a page, with the characters that mean something there escaped."""
+    return text.replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*").replace("[", "\\[")
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """No cell may hang."""
+
+    def late(_: int, __: FrameType | None) -> None:
+        raise TimeoutError(f"no answer in {seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 # -------- audit
 
 
@@ -82,25 +105,14 @@ def audit_default(model: PreTrainedModel) -> str:
 
 def audit_packed(model: PreTrainedModel) -> str:
     """Two documents by positions that restart: what crosses them is a leak, by whatever mixer."""
-    _text(model)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise NotBuilt("packed documents are for a single stack")
-    inputs = _taken(model, made.packed())
-    if "position_ids" not in inputs:
-        raise NotBuilt("takes no position_ids")
+    inputs = _of_one_stack(model, made.packed(), "position_ids", "packed documents are")
     documents = torch.block_diag(torch.ones(4, 4), torch.ones(8, 8)).bool()
     return _audit(model, inputs, documents)
 
 
 def audit_padded(model: PreTrainedModel) -> str:
     """A batch with padding on the left."""
-    _text(model)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise NotBuilt("a padded batch is for a single stack")
-    inputs = _taken(model, made.padded(model))
-    if "attention_mask" not in inputs:
-        raise NotBuilt("takes no attention_mask")
-    return _audit(model, inputs)
+    return _audit(model, _of_one_stack(model, made.padded(model), "attention_mask", "a padded batch is"))
 
 
 def audit_cached(model: PreTrainedModel) -> str:
@@ -260,8 +272,9 @@ def geometry_scored(model: PreTrainedModel) -> str:
 def scores_attributed(model: PreTrainedModel) -> str:
     """The sum of the terms is the score of the model's attention, and without biases nothing is constant in it."""
     inputs = made.text(_text(model))
-    if any(hasattr(model.config, name) for name in _OTHER_SENSES) and not made.beside(model):
-        model, inputs = _stack(model), {"input_ids": inputs["input_ids"]}
+    stack = _stack(model) if any(hasattr(model.config, name) for name in _OTHER_SENSES) else model
+    if not made.beside(model) and "input_ids" in inspect.signature(stack.forward).parameters:
+        model, inputs = stack, inputs if stack is model else {"input_ids": inputs["input_ids"]}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
@@ -354,8 +367,13 @@ def _stack(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _taken(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    names = inspect.signature(model.forward).parameters
+def _of_one_stack(model: PreTrainedModel, inputs: Inputs, needed: str, what: str) -> Inputs:
+    """What a text model of one stack takes of the inputs."""
+    names = inspect.signature(_text(model).forward).parameters
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotBuilt(f"{what} for a single stack")
+    if needed not in names:
+        raise NotBuilt(f"takes no {needed}")
     inputs = {name: value for name, value in inputs.items() if name in names}
     return inputs | made.beside(model, len(inputs["input_ids"]))
 

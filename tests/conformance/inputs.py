@@ -70,19 +70,17 @@ def others(model: PreTrainedModel) -> Iterator[Inputs]:
             yield inputs
 
 
-def packed(lengths: tuple[int, ...] = (4, 8)) -> Inputs:
-    """Two documents side by side, as transformers' own collator packs them: positions that restart, no mask."""
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return {"input_ids": ids(sum(lengths)), "position_ids": positions}
+def packed() -> Inputs:
+    """Documents of 4 and 8 tokens, as transformers' own collator packs them: positions that restart, no mask."""
+    return {"input_ids": ids(12), "position_ids": torch.cat([torch.arange(4), torch.arange(8)])[None]}
 
 
-def padded(model: PreTrainedModel, side: str = "left") -> Inputs:
-    """Two sequences, the second with three tokens of padding."""
+def padded(model: PreTrainedModel) -> Inputs:
+    """Two sequences, the second with three tokens of padding before it."""
     inputs = {"input_ids": ids(batch=2), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
-    where = slice(0, 3) if side == "left" else slice(LENGTH - 3, LENGTH)
-    inputs["attention_mask"][1, where] = 0
+    inputs["attention_mask"][1, :3] = 0
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    inputs["input_ids"][1, where] = pad if isinstance(pad, int) and 0 <= pad < LOWEST else 0
+    inputs["input_ids"][1, :3] = pad if isinstance(pad, int) and 0 <= pad < LOWEST else 0
     return inputs
 
 

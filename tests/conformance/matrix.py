@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 import transformers
 
-from tests.conformance.cells import FEATURES, Cell, cell
+from tests.conformance.cells import FEATURES, Cell, cell, within
 from tests.conformance.miniature import Architecture, NotBuilt, architectures, build
 
 FILE = Path(__file__).parents[2] / "docs" / "conformance.csv"
@@ -31,7 +29,7 @@ class Row:
     cell: Cell
 
 
-def rows_of(architecture: Architecture, features: Iterable[str] = tuple(FEATURES)) -> list[Row]:
+def rows_of(architecture: Architecture) -> list[Row]:
     """Every feature on one class."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -39,25 +37,17 @@ def rows_of(architecture: Architecture, features: Iterable[str] = tuple(FEATURES
         model = build(architecture)
     except NotBuilt as error:
         return [Row(architecture, "build", Cell("none", " ".join(str(error).split())[:200]))]
-    return [Row(architecture, name, _within(SECONDS, name, model)) for name in features]
+    rows: list[Row] = []
+    for name in FEATURES:
+        with within(SECONDS):
+            rows.append(Row(architecture, name, cell(FEATURES[name], model)))
+    return rows
 
 
-def _within(seconds: float, name: str, model: transformers.PreTrainedModel) -> Cell:
-    def late(_: int, __: FrameType | None) -> None:
-        raise TimeoutError(f"no answer in {seconds:.0f} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(int(seconds))
-    try:
-        return cell(FEATURES[name], model)
-    finally:
-        signal.alarm(0)
-
-
-def run(chosen: Iterable[Architecture], features: Iterable[str], workers: int) -> Iterator[list[Row]]:
+def run(chosen: Iterable[Architecture], workers: int) -> Iterator[list[Row]]:
     """The rows of each class, as they come."""
     with ProcessPoolExecutor(workers) as pool:
-        futures = [pool.submit(rows_of, architecture, tuple(features)) for architecture in chosen]
+        futures = [pool.submit(rows_of, architecture) for architecture in chosen]
         for future in as_completed(futures):
             yield future.result()
 

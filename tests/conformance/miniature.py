@@ -241,10 +241,7 @@ def build(architecture: Architecture) -> PreTrainedModel:
             if size > LARGEST:
                 raise NotBuilt(f"{size / 1e6:.0f} million parameters")
             torch.manual_seed(0)
-            model = cls(config).eval()
-            _wake(model)
-            if hasattr(model, "set_experts_implementation"):
-                model.set_experts_implementation("eager")  # the grouped product has no float64
+            model = awake(cls(config))
             _runs(model)
             return model
         except Exception as error:
@@ -253,11 +250,19 @@ def build(architecture: Architecture) -> PreTrainedModel:
     raise NotBuilt(" | ".join(dict.fromkeys(reasons)))
 
 
-def _wake(model: PreTrainedModel) -> None:
-    """Matrices that are zero at initialisation hide what lies before them."""
+def named(name: str) -> PreTrainedModel:
+    """The miniature of a class."""
+    return build(next(architecture for architecture in architectures() if architecture.name == name))
+
+
+def awake(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in evaluation mode, without matrices that are zero at initialisation, which hide what lies before."""
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter.is_floating_point() and not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped product has no float64
+    return model.eval()
 
 
 def _runs(model: PreTrainedModel) -> None:
@@ -283,10 +288,15 @@ def _config(cls: type[PreTrainedModel], architecture: Architecture) -> PreTraine
     return cast(PreTrainedConfig, config_class(**_REQUIRED.get(architecture.model_type, {})))
 
 
-def shrink(config: PreTrainedConfig, narrow: bool) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, narrow: bool, **changes: object) -> PreTrainedConfig:
     """The configuration made again with small values for the attributes that are named as sizes."""
     small = _small(config, narrow) | _REQUIRED.get(config.model_type, {})
-    return type(config)(**(small | (_AGREEING.get(config.model_type, {}) if narrow else {})))
+    return type(config)(**(small | (_AGREEING.get(config.model_type, {}) if narrow else {}) | changes))
+
+
+def small_config(kind: type[PreTrainedConfig], **changes: object) -> PreTrainedConfig:
+    """The default configuration of a kind, made small."""
+    return shrink(kind(**_REQUIRED.get(kind.model_type, {})), True, **changes)
 
 
 def _small(config: PreTrainedConfig, narrow: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.conformance.cells import FEATURES
+from tests.conformance.cells import FEATURES, markdown
 from tests.conformance.matrix import Row
 from tests.conformance.miniature import KINDS, architectures
 
@@ -76,19 +76,17 @@ def write(rows: Mapping[tuple[str, str], Row], path: Path = FILE) -> None:
         lines.append(f"| {next(iter(cells.values())).architecture.name} | " + " | ".join(signs) + " |")
     lines += ["", "## Models that leak", "", "Audit and oracle agree that information flows against the order:", ""]
     leaks = [row for name in order for row in built[name].values() if row.cell.reason.startswith("leak: ")]
-    lines += [f"- {row.architecture.name}, {row.feature}: {_plain(row.cell.reason[6:])}" for row in leaks] or ["None."]
+    lines += [f"- {row.architecture.name}, {row.feature}: {markdown(row.cell.reason[6:])}" for row in leaks] or [
+        "None."
+    ]
     lines += ["", "## What is wrong or unclear", ""]
     bad = [row for name in order for row in built[name].values() if row.cell.code in ("wrong", "unclear")]
-    lines += [f"- {row.architecture.name}, {row.feature}: {_plain(row.cell.reason)}" for row in bad] or ["Nothing."]
+    lines += [f"- {row.architecture.name}, {row.feature}: {markdown(row.cell.reason)}" for row in bad] or ["Nothing."]
     lines += ["", "## Not built", ""]
     lost = [cells["build"] for cells in classes.values() if "build" in cells]
-    lines += [f"- {row.architecture.name}: {_plain(row.cell.reason)}" for row in lost]
+    lines += [f"- {row.architecture.name}: {markdown(row.cell.reason)}" for row in lost]
     path.write_text("\n".join(lines) + "\n")
 
 
 def _popularity(model_type: str) -> int:
     return POPULAR.index(model_type) if model_type in POPULAR else len(POPULAR)
-
-
-def _plain(text: str) -> str:
-    return text.replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*").replace("[", "\\[")

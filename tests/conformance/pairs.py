@@ -6,7 +6,6 @@ import csv
 import multiprocessing
 import os
 import queue
-import signal
 import socket
 import tempfile
 from collections import Counter
@@ -14,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import transformers
 from torch import distributed
 
-from tests.conformance.cells import Cell, refused, words
+from tests.conformance.cells import Cell, markdown, refused, within, words
 from tests.conformance.features import DISTRIBUTED, FEATURES, Feature, quiet
 from tests.conformance.scene import Impossible, Scene, Wrong
 
@@ -92,7 +90,7 @@ def _answer(order: list[Feature], turned: bool) -> Cell:
     scene = Scene()
     foreign = tuple(feature.name for feature in order if not feature.ours)
     try:
-        with _within(SECONDS), quiet():
+        with within(SECONDS), quiet():
             if why := _stock_fails(foreign):
                 return Cell("none", f"without attnflow: {why}")
             _put(scene, order)
@@ -162,23 +160,6 @@ def _stock_fails(foreign: tuple[str, ...]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {words(error)}"
     return ""
-
-
-class _within:
-    """No pair may hang."""
-
-    def __init__(self, seconds: int) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        def late(_: int, __: FrameType | None) -> None:
-            raise TimeoutError(f"no answer in {self._seconds} s")
-
-        signal.signal(signal.SIGALRM, late)
-        signal.alarm(self._seconds)
-
-    def __exit__(self, *_: object) -> None:
-        signal.alarm(0)
 
 
 # -------- runs
@@ -290,11 +271,7 @@ def _page(table: Mapping[Pair, Cell]) -> Iterator[str]:
             by_reason: dict[str, list[str]] = {}
             for pair, one in chosen:
                 by_reason.setdefault(one.reason, []).append(" with ".join(pair))
-            yield from (f"- {', '.join(pairs)}: {_plain(reason)}" for reason, pairs in by_reason.items())
-
-
-def _plain(text: str) -> str:
-    return text.replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*").replace("[", "\\[")
+            yield from (f"- {', '.join(pairs)}: {markdown(reason)}" for reason, pairs in by_reason.items())
 
 
 def main(names: Iterable[str], resume: bool, tell: Callable[[str], object]) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conformance.cells import FEATURES, cell
 from tests.conformance.matrix import read, rows_of, worse
-from tests.conformance.miniature import Architecture, architectures, build
+from tests.conformance.miniature import Architecture, architectures, named
 
 SUBSET = (
     *("llama", "qwen3", "qwen3_moe", "qwen3_next", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3"),
@@ -36,7 +36,7 @@ def test_the_committed_matrix_has_every_feature_of_every_class_that_was_built() 
 
 
 def test_miniatures_have_every_kind_of_layer() -> None:
-    config = build(next(a for a in architectures() if a.model_type == "qwen3_next")).config
+    config = named("Qwen3NextForCausalLM").config
     assert set(config.layer_types) == {"linear_attention", "full_attention"}
     assert config.hidden_size == 64
 
@@ -91,7 +91,6 @@ UNUSUAL = {
 @pytest.mark.slow
 def test_models_that_do_what_others_do_not(name: str, feature: str) -> None:
     code, words = UNUSUAL[name, feature]
-    model = build(next(architecture for architecture in architectures() if architecture.name == name))
-    result = cell(FEATURES[feature], model)
+    result = cell(FEATURES[feature], named(name))
     assert result.code == code
     assert words in result.reason

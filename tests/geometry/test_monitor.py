@@ -144,7 +144,7 @@ def test_values_for_a_log_have_names_by_tower_and_kind():
 
 def test_a_block_starts_records_its_end_and_leaves_the_model_alone(model, tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with af.geometry.monitor(af.models.Loaded(model, None), tmp_path / "geometry.csv", every=2) as monitor:
+    with af.geometry.monitor(af.models.loaded.Loaded(model, None), tmp_path / "geometry.csv", every=2) as monitor:
         for _ in range(3):
             monitor.step()
         assert str(monitor) == (

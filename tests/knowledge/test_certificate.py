@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import ndtr
 from torch.nn import functional
 
-from attnflow.knowledge.retrieval import _MINIMA, Certificate
+from attnflow.knowledge.retrieval import Certificate
 
 ACTIVATIONS = {
     "relu": functional.relu,
@@ -48,19 +48,6 @@ def test_the_bound_holds_and_completeness_is_exact(activation, seed, entries, k,
         assert torch.equal(certificate.complete, (below <= 0).all(dim=1))
     if activation == "relu":
         assert not bool(left[certificate.complete].any())
-
-
-@pytest.mark.parametrize(("activation", "place", "depth"), [("gelu", -0.7518, 0.17), ("silu", -1.2785, 0.2785)])
-def test_bounds_of_smooth_activations_are_suprema(activation, place, depth):
-    found = _MINIMA[activation]
-    assert found[0] == pytest.approx(place, abs=1e-4)
-    assert found[1] == pytest.approx(depth, abs=1e-4)
-    grid = torch.linspace(-30, 0, 300_001, dtype=torch.float64)
-    sizes = ACTIVATIONS[activation](grid).abs()
-    largest = sizes.cummax(dim=0).values
-    bound = Certificate(False, 1, 2, grid, torch.zeros(len(grid), dtype=torch.int64)).error_bound(1.0, activation)
-    torch.testing.assert_close(bound, largest, rtol=1e-8, atol=1e-15)
-    assert bool((bound >= largest * (1 - 1e-12)).all())
 
 
 def test_range_searches_count_what_each_query_kept():

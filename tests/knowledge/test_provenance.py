@@ -85,18 +85,3 @@ def test_what_was_not_traced_is_said():
     for call in (lambda: found.row(2), lambda: found.fired(-4)):
         with pytest.raises(ValueError, match=r"position must be one of the traced \[0, 1, 3\]"):
             call()
-
-
-def test_a_negative_weight_exchanges_what_an_entry_promotes_and_suppresses():
-    found = made()
-    entry = found.promoted[0].entry
-    place = (found.layers[0].ids[2] == entry).nonzero()[0]
-    for sign, promotes, suppresses in ((1, (" city", "town"), ("no",)), (-1, ("no",), (" city", "town"))):
-        found.layers[0].weights[2, place] = sign * 0.5
-        one = next(one for one in found.fired(-1) if one.entry == entry)
-        assert (one.promotes, one.suppresses) == (promotes, suppresses)
-        words = "+ city town  − no" if sign > 0 else "+ no  − city town"
-        assert any(line.endswith(words) for line in found.table(-1).split("\n"))
-        row = next(row for row in found.rows() if row["entry"] == entry and row["position"] == 3)
-        assert row["promotes"].split(" | ") == list(promotes)
-        assert row["suppresses"].split(" | ") == list(suppresses)

@@ -143,23 +143,6 @@ def test_straight_through_gradients(threshold, activation, gated, retrieval):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu", "sparsemax"])
-def test_the_surrogate_by_finite_differences(activation):
-    """The gradient for tokens is that of the layer that reads all, by differences of its output."""
-    reader, hidden, entries = layer_and_inputs(retrieval=Retrieval(k=4, search="exact"), activation=activation)
-    direction, step = torch.randn(*TOKENS, 8, dtype=torch.float64), 1e-6
-    given = hidden.clone().requires_grad_()
-    (reader.train()(given, entries) * direction).sum().backward()
-    reader.retrieval = None
-    for place in [(0, 0, 0), (1, 2, 7), (0, 1, 3)]:
-        moved = [hidden.clone() for _ in range(2)]
-        moved[0][place] += step
-        moved[1][place] -= step
-        with torch.no_grad():
-            above, below = ((reader(one, entries) * direction).sum() for one in moved)
-        assert float((above - below) / (2 * step)) == pytest.approx(float(given.grad[place]), rel=1e-5, abs=1e-7)
-
-
 @pytest.mark.parametrize("retrieval", [Retrieval(k=5, search="exact"), Retrieval(threshold=0.3)], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_gradients_in_evaluation_are_those_of_the_function(gated, retrieval):

@@ -26,21 +26,6 @@ def same(positions):
     return positions
 
 
-@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
-def test_any_split_into_passes_counts_the_same(seed, passes, heads, entries):
-    generator = torch.Generator().manual_seed(seed)
-    fires = torch.rand(11, heads, entries, generator=generator) < 0.4
-    seen = Activity()
-    for part in fires.chunk(passes):
-        seen.see(reading(part.tolist()), same)
-    one = seen.report().layers[0]
-    per_token = fires.sum(dim=(1, 2))
-    assert seen.fired(0)[1].tolist() == fires.sum(dim=(0, 1)).tolist()
-    assert one.mean == pytest.approx(float(per_token.float().mean()))
-    assert one.maximum == int(per_token.max())
-    assert one.dead == int((fires.sum(dim=(0, 1)) == 0).sum())
-
-
 def test_an_entry_is_dead_if_no_layer_reads_it():
     seen = Activity()
     seen.see(reading([[[1, 0, 0]]], layer=0), same)

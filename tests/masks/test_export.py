@@ -117,7 +117,7 @@ def check(mask, name):
     table = decoded(form, mask)
     assert table is None or np.array_equal(table, mask.dense().numpy())
     assert form.to_mask() == mask
-    assert type(form).from_json(form.to_json()).to_mask() == mask
+    assert masks.Mask.from_json(form.to_json()) == mask
     return form
 
 

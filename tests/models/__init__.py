@@ -84,6 +84,14 @@ def outputs(model: PreTrainedModel, **inputs: object) -> torch.Tensor:
     return result.logits if "logits" in result else result[0]
 
 
+def state(model: PreTrainedModel) -> list[tuple[object, ...]]:
+    """Everything about a model that an interception could have touched."""
+    return [
+        (name, sorted(module.__dict__), dict(getattr(getattr(module, "config", None), "__dict__", {})))
+        for name, module in model.named_modules()
+    ]
+
+
 def tokens(batch: int = 2, length: int = 7) -> torch.Tensor:
     """Random token ids, without the special ones."""
     return torch.randint(3, 50, (batch, length))

@@ -66,17 +66,16 @@ T5 = {
     "pad_token_id": 0,
     "eos_token_id": 2,
 }
-IMAGE = {"image_size": 8, "patch_size": 4, "num_channels": 3, "initializer_range": 0.3}
+EIGHT_BY_EIGHT = {"image_size": 8, "patch_size": 4}
+IMAGE = {**EIGHT_BY_EIGHT, "num_channels": 3, "initializer_range": 0.3}
 VISION = {"hidden_size": WIDTH, "intermediate_size": 48, **HEADS, **IMAGE}
+ONE_CONVOLUTION = {"conv_dim": (16,), "conv_stride": (4,), "conv_kernel": (4,), "num_feat_extract_layers": 1}
 AUDIO = {
     "vocab_size": 50,
     "hidden_size": WIDTH,
     "intermediate_size": 48,
     **HEADS,
-    "conv_dim": (16,),
-    "conv_stride": (4,),
-    "conv_kernel": (4,),
-    "num_feat_extract_layers": 1,
+    **ONE_CONVOLUTION,
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
     "initializer_range": 0.3,
@@ -95,7 +94,6 @@ PATCHED = {
 }
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 CLIP_TEXT = {**BASE, "projection_dim": WIDTH}
-MPT = {"vocab_size": 50, "d_model": WIDTH, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
 MODULAR = {
     **{name: value for name, value in GROUPED.items() if not name.endswith("os_token_id")},
     "num_entries": 24,

@@ -11,12 +11,14 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from tests.conformance.miniature import small_config
 from tests.models import inputs as run
 from tests.models.options import (
     ALL_FULL,
     AUDIO,
     BASE,
     CLIP_TEXT,
+    EIGHT_BY_EIGHT,
     ENCODER_DECODER,
     FOUR_EXPERTS,
     GPT,
@@ -25,8 +27,8 @@ from tests.models.options import (
     LATENT,
     MAMBA2,
     MODULAR,
-    MPT,
     NO_FEED_FORWARD,
+    ONE_CONVOLUTION,
     PATCHED,
     SECTIONS,
     SHARED_EXPERT,
@@ -54,11 +56,12 @@ class TinyModel:
     inputs: Inputs = run.token
     config: str | None = None
     package: str = "transformers"
+    shrunk: bool = False  # whether the options change the default configuration, made small
 
     def make_config(self, **changes: object) -> transformers.PreTrainedConfig:
-        config = self.config or self._class().config_class.__name__
+        kind = getattr(import_module(self.package), self.config) if self.config else self._class().config_class
         options = deepcopy({**self.options, **changes})  # older configs take entries out of the options' own parts
-        return getattr(import_module(self.package), config)(**options)
+        return small_config(kind, **options) if self.shrunk else kind(**options)
 
     def make(self, **changes: object) -> PreTrainedModel:
         """Random weights, float32, in evaluation mode."""
@@ -90,6 +93,10 @@ def _composite(name: str, encoder: str, decoder: str, inputs: Inputs) -> TinyMod
 
 def _models(inputs: Inputs = run.token, **options: Options) -> dict[str, TinyModel]:
     return {name: TinyModel(f"{name}Model", given, inputs) for name, given in options.items()}
+
+
+def _shrunk(names: str, inputs: Inputs = run.token, **options: object) -> dict[str, TinyModel]:
+    return {name: TinyModel(f"{name}Model", options, inputs, shrunk=True) for name in names.split()}
 
 
 def _decoders(**options: Options) -> dict[str, TinyModel]:
@@ -202,71 +209,33 @@ OWN_MASKS = {
     ),
     "LayoutLM": TinyModel("LayoutLMModel", {}),
 }
-# Families whose heads the registry of `attnflow.models` knows, besides those above.
+# Families whose heads the registry of `attnflow.models` knows, besides those above: most as `shrink` makes them small.
 REGISTERED = {
+    **_shrunk("Persimmon Deberta MPNet XLMRoberta RoFormer GPTNeoXJapanese OpenAIGPT ImageGPT CodeGen DebertaV2 Esm"),
+    **_shrunk("CLIPText Mpt Dbrx ConvBert Nystromformer"),
+    **_shrunk("Reformer", attn_layers=["local", "local"], attention_head_size=8, axial_pos_embds=False, num_buckets=2),
+    **_shrunk("Olmo SmolLM3 Nemotron Olmoe Phimoe Glm4", num_key_value_heads=2),
+    **_shrunk("Qwen2_5_VLText Qwen3VLText Qwen3_5Text Qwen3_5MoeText", num_key_value_heads=2),
+    **_shrunk("MBart Pegasus Marian M2M100 Blenderbot MT5 ProphetNet", run.token_pair),
+    **_shrunk("DeiT Dinov2 Dinov2WithRegisters DINOv3ViT CLIPVision BlipVision", run.pixels, **EIGHT_BY_EIGHT),
+    **_shrunk("Beit", run.pixels, **EIGHT_BY_EIGHT, use_relative_position_bias=True),
+    **_shrunk("ViTMAE", run.pixels, **EIGHT_BY_EIGHT, mask_ratio=0.0),
+    **_shrunk("SamVision", run.pixels, **EIGHT_BY_EIGHT, window_size=0),
     **_models(
-        **dict.fromkeys(("Olmo", "Cohere", "Granite", "SmolLM3", "Nemotron"), GROUPED),
-        **dict.fromkeys(("Persimmon", "Deberta", "MPNet", "XLMRoberta", "RoFormer", "GPTNeoXJapanese"), BASE),
-        **dict.fromkeys(("OpenAIGPT", "ImageGPT"), GPT),
-        Olmoe={**GROUPED, "num_experts": 2, "num_experts_per_tok": 1},
+        **dict.fromkeys(("Cohere", "Granite"), GROUPED),
         Qwen2Moe={**GROUPED, **TWO_EXPERTS, **SHARED_EXPERT},
-        Phimoe={**GROUPED, "num_local_experts": 2},
-        CodeGen={**GPT, "rotary_dim": 4},
         DeepseekV2={**LATENT, "topk_method": "greedy", "first_k_dense_replace": 2},
         GraniteMoe={**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1},
-        Glm4=SMALL_HEADS,
-        DebertaV2={**BASE, "relative_attention": True, "pos_att_type": ["c2p"]},
-        Esm={**BASE, "mask_token_id": 3, "position_embedding_type": "rotary"},
-        CLIPText=CLIP_TEXT,
-        Mpt=MPT,
-        Dbrx={
-            **MPT,
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "hidden_size": WIDTH},
-        },
         Qwen2VLText={**GROUPED, **SECTIONS},
-        Qwen2_5_VLText={**GROUPED, **SECTIONS},
-        Qwen3VLText={**SMALL_HEADS, **SECTIONS},
-        Qwen3_5Text={**SMALL_HEADS, **ALL_FULL},
-        Qwen3_5MoeText={**SMALL_HEADS, **ALL_FULL, **TWO_EXPERTS, **SHARED_EXPERT},
-        ConvBert={**BASE, "embedding_size": WIDTH},
-        Nystromformer={**BASE, "num_landmarks": 4, "segment_means_seq_len": 4},
         CpmAnt={**BASE, "dim_head": 8, "dim_ff": 48},
-        Reformer={
-            **NO_FEED_FORWARD,
-            "attn_layers": ["local", "local"],
-            "attention_head_size": 8,
-            "feed_forward_size": 48,
-            "axial_pos_embds": False,
-            "num_buckets": 2,
-        },
         Qwen2_5_VL={
             "text_config": {**GROUPED, **SECTIONS},
             "vision_config": {**PATCHED, "fullatt_block_indexes": [0, 1]},
         },
     ),
     **_models(
-        run.token_pair,
-        **dict.fromkeys(("MBart", "Pegasus", "Marian", "M2M100", "Blenderbot"), ENCODER_DECODER),
-        MT5=T5,
-        ProphetNet={
-            "vocab_size": 50,
-            "hidden_size": WIDTH,
-            "max_position_embeddings": 64,
-            **SPECIAL,
-            **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
-            **{f"num_{part}_layers": 2 for part in ("encoder", "decoder")},
-            **{f"num_{part}_attention_heads": 4 for part in ("encoder", "decoder")},
-        },
-    ),
-    **_models(
         run.pixels,
-        **dict.fromkeys(
-            ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "DINOv3ViT", "CLIPVision", "BlipVision"), VISION
-        ),
-        Beit={**VISION, "use_relative_position_bias": True},
-        ViTMAE={**VISION, "mask_ratio": 0.0},
-        SamVision={**VISION, "window_size": 0, "output_channels": 8},
+        ViT=VISION,
         Swin={
             **IMAGE,
             "patch_size": 1,
@@ -291,12 +260,7 @@ REGISTERED = {
         CLIP={"text_config": CLIP_TEXT, "vision_config": VISION},
         Siglip={"text_config": BASE, "vision_config": VISION},
     ),
-    **_models(
-        run.waveform,
-        Wav2Vec2=AUDIO,
-        Hubert=AUDIO,
-        WavLM={**AUDIO, "num_buckets": 8, "max_bucket_distance": 8},
-    ),
+    **_shrunk("Wav2Vec2 Hubert WavLM", run.waveform, **ONE_CONVOLUTION),
     **_models(
         run.spectrogram,
         Whisper={**ENCODER_DECODER, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 8},
@@ -369,23 +333,12 @@ AUDITED = {
         MiniMax={**SMALL_HEADS, "block_size": 4, "num_local_experts": 4},
         Lfm2={**GROUPED, "conv_L_cache": 3},
         FalconMamba={**STATE_SPACE, **SPECIAL},
-        NemotronH={
-            **SMALL_HEADS,
-            **FOUR_EXPERTS,
-            "hybrid_override_pattern": "M*EM",
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 8,
-            "n_groups": 2,
-            "chunk_size": 4,
-            "n_routed_experts": 4,
-            "moe_shared_expert_intermediate_size": 16,
-        },
         RoFormer={**BASE, "is_decoder": True},
         BigBird={**BASE, "is_decoder": True, "attention_type": "original_full"},
         RemBert={**BASE, "is_decoder": True, "input_embedding_size": 16, "output_embedding_size": 32},
         MegatronBert={**BASE, "is_decoder": True},
     ),
+    "NemotronH": TinyModel("NemotronHForCausalLM", {}, shrunk=True),
     "Llama4": TinyModel(
         "Llama4ForCausalLM",
         {**SMALL_HEADS, "intermediate_size_mlp": 48, "attention_chunk_size": WINDOW, "num_local_experts": 2},

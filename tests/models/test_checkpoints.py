@@ -68,19 +68,6 @@ def test_prefixes_of_names_do_not_matter(llama, prefix):
     same_weights(folder, model)
 
 
-def test_names_of_llamas_own_format(llama, tmp_path):
-    model, _ = llama
-    state = {
-        f"layers.{live.layer}.attention.w{letter}.weight": weight
-        for live in attention_layers(model)
-        for letter, weight in (("q", live.query().detach()), ("k", live.key().detach()))
-    }
-    save_file({name: weight.clone() for name, weight in state.items()}, tmp_path / "consolidated.safetensors")
-    (tmp_path / "params.json").write_text(json.dumps({"n_heads": 4, "n_kv_heads": 2}))
-    same_weights(tmp_path, model)
-    assert "names and shapes" in score(tmp_path).notes[0]
-
-
 def test_mobilellm_is_laid_out_as_llama(llama):
     model, folder = llama
     config = {**json.loads((folder / "config.json").read_text()), "model_type": "mobilellm"}

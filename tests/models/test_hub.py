@@ -9,7 +9,6 @@ import huggingface_hub
 import pytest
 
 from attnflow.geometry.score import score
-from attnflow.models import hub
 from attnflow.models.checkpoints import BadCheckpoint
 from tests.models import ZOO
 
@@ -34,7 +33,7 @@ def test_files_of_safetensors_and_their_config_are_downloaded(folder, tmp_path, 
                 shutil.copy(file, tmp_path / "there")
         return str(tmp_path / "there")
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     scores = score("someone/llama")
     assert scores.matrices == score(folder).matrices
     assert scores.model == "someone/llama"
@@ -60,7 +59,7 @@ def test_models_that_are_not_there(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(FileNotFoundError, match=r"cannot be downloaded from the hub \(no route\)"):
         score("someone/nothing")
     with pytest.raises(FileNotFoundError, match="no file or folder 'some/where/else'"):

@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from attnflow.models.interception import intercept
 from attnflow.models.mask_request import asking, request_of
 from attnflow.models.sites import find_sites, models_around
-from tests.models import outputs, tiny, tokens
+from tests.models import outputs, state, tiny, tokens
 from tests.models.table import BIDIRECTIONAL, CAUSAL
 
 LENGTH = 9
@@ -61,13 +61,6 @@ def inputs(name, **more):
 def run(model, given):
     with torch.no_grad():
         return outputs(model, **given)
-
-
-def state(model):
-    return [
-        (name, sorted(module.__dict__), dict(getattr(getattr(module, "config", None), "__dict__", {})))
-        for name, module in model.named_modules()
-    ]
 
 
 @pytest.mark.parametrize("name", INTERFACES)

@@ -32,7 +32,7 @@ def title(result, **options):
         (leak(module=""), "Leak: layer 12 (order: causal)\n1 violation; 87.5 % of the forbidden pairs tested"),
         (leak(module="model.norm", layer=None), "Leak: model.norm (order: causal)"),
         (leak(violations=()), "Clean (order: causal)\n87.5 % of the forbidden pairs tested"),
-        (leak(violations=(), forbidden=0), "Nothing tested (order: causal)"),
+        (leak(violations=(), forbidden=0), "Nothing tested (order: causal)\nthe order (causal) forbids no pair"),
         (leak(violations=(Violation("missing", 3, "layers.3.attn", 0, 5, 0.0),)), "Missing flow: layer 3, attn (order"),
     ],
 )
@@ -64,3 +64,22 @@ def test_each_status_has_a_hatch_of_its_own_in_the_figure_and_on_a_page():
     wanted = set(re.findall(r'fill="url\(#([^)]+)\)"', page))
     assert wanted
     assert wanted <= set(re.findall(r'id="([^"]+)"', page))  # a pattern that is missing would leave the cells black
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"forbidden": 0, "coverage": 1.0, "order": "bidirectional"}, "a bidirectional model forbids no pair"),
+        ({"forbidden": 0, "coverage": 1.0}, "the order (causal) forbids no pair"),
+        ({"untested": ("of logits: its shape has no axis of positions",)}, "of logits: its shape has no axis"),
+        ({"coverage": 0.0}, "none of 28 forbidden pairs could be tested"),
+    ],
+)
+def test_an_audit_without_a_verdict_says_why_and_paints_nothing_green(changes, why):
+    found = leak(violations=(), **changes)
+    said = parse_page(report.page(found).html).text.replace("\xa0", " ")
+    assert f"The audit tested nothing: {why}" in said or f"tested, {why}" in said
+    assert "100 % of" not in said
+    assert "modules watched" not in said
+    labels = [patch.get_label() for patch in report.figure(found).legends[0].get_patches()]
+    assert "clean" not in labels

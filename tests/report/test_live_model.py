@@ -39,6 +39,12 @@ def ask(page, op, heard=None, **message):
     return reply
 
 
+def test_the_layers_and_heads_that_a_cost_counts_are_the_models(page, network):
+    assert ask(page, "model")["attention"] == {"num_layers": 2, "num_heads": 4, "head_dim": 8}
+    network.config.num_hidden_layers, network.model.layers = 0, torch.nn.ModuleList()
+    assert ask(page, "model")["attention"] is None
+
+
 def test_an_audit_names_the_layer_and_the_module_of_a_leak(page, network):
     heard = []
     reply = ask(page, "audit", heard, text=TEXT)
@@ -95,6 +101,46 @@ def test_the_trace_is_that_of_knowledge(page, network):
     assert [entry["name"] for entry in reply["entries"][:3]] == [f"{one.layer} · {one.entry}" for one in fired]
     assert ask(page, "trace", text=TEXT, position=2)["position"] == 2
     assert "position must be one of" in ask(page, "trace", text=TEXT, position=99)["error"]
+
+
+@pytest.mark.parametrize("position", [7, 3])
+def test_ablated_effects_stand_beside_the_direct_ones(page, network, position):
+    heard = []
+    reply = ask(page, "trace", heard, text=TEXT, position=position, ablate=4)
+    assert "two forward passes, and one of 5 copies of the text" in [what for _, _, what in heard]
+    target, gone = reply["target"], network.model.layers
+    with torch.no_grad():
+        before = network(torch.tensor([IDS])).logits[0, position]
+        for number, entry in enumerate(reply["entries"]):
+            if number >= 4:
+                assert (entry["ablated"], entry["lost"]) == (None, None)
+                continue
+            layer, place = divmod(entry["entry"], 48)
+            column = gone[layer].mlp.down_proj.weight[:, place]
+            kept = column.clone()
+            column.zero_()
+            after = network(torch.tensor([IDS])).logits[0, position]
+            column.copy_(kept)
+            logit, chance = (
+                (each[int(target)] - each.mean(), each.softmax(-1)[int(target)]) for each in (before, after)
+            )
+            change = [float(a - b) for a, b in zip(logit, chance, strict=True)]
+            assert [entry["ablated"], entry["lost"]] == pytest.approx(change, rel=2e-2, abs=1e-5)
+    assert reply["chance"] == pytest.approx(float(before.softmax(-1)[int(target)]), rel=1e-3)
+    assert "later layers react" in reply["note"]
+    plain = ask(page, "trace", text=TEXT, position=position)
+    assert [entry["effect"] for entry in plain["entries"]] == [entry["effect"] for entry in reply["entries"]]
+    assert (plain["note"], {entry["ablated"] for entry in plain["entries"]}) == ("", {None})
+    assert all(entry["promotes"] for entry in plain["entries"]), "at every token, not at the last alone"
+
+
+def test_a_model_without_logits_is_traced_and_says_that_nothing_is_taken_out(page, network, monkeypatch):
+    bare = network.model
+    monkeypatch.setattr(live, "load_model", lambda name, tokenizer=True: Loaded(bare, None))
+    reply = ask(page, "trace", text=TEXT, ablate=2)
+    assert reply["entries"]
+    assert reply["note"].startswith("No entry is taken out: ")
+    assert {entry["ablated"] for entry in reply["entries"]} == {None}
 
 
 def test_promoted_and_suppressed_tokens_are_those_of_weight_times_value(page, network):
@@ -194,6 +240,8 @@ def test_a_model_without_entries_says_so_in_a_sentence(monkeypatch):
         ("audit", {"text": "1" * 3000}, "no tokenizer"),
         ("bias", {"text": TEXT}, "bias"),
         ("trace", {"text": TEXT, "position": "0"}, "position: expected an integer"),
+        ("trace", {"text": TEXT, "ablate": 17}, "ablate must be at most 16, got 17"),
+        ("trace", {"text": TEXT, "ablate": True}, "ablate: expected an integer"),
         ("entry", {"text": TEXT, "entry": 96}, "no entry 96: the 96 ids go from 0 to 95"),
         ("entry", {"text": TEXT, "entry": -1}, "id must be at least 0, got -1"),
         ("entry", {"text": TEXT, "entry": "first"}, "entry: expected an integer"),

@@ -17,6 +17,21 @@ from attnflow.report.live.session import Session
 from tests.report.live_cases import do, plane, refused, session
 
 
+def test_the_cost_is_counted_in_all_layers_and_heads_that_a_page_names():
+    page = session()
+    shape = {"num_layers": 3, "num_heads": 4, "head_dim": 8}
+    one, every = do(page, "cost"), do(page, "cost", **shape)
+    assert (one["counted"], every["counted"]) == (
+        "1 layer with 1 head of 64 channels",
+        "3 layers with 4 heads of 8 channels",
+    )
+    for row, expected in zip(every["backends"], mask_of(page).cost(num_heads=4, head_dim=8).backends, strict=True):
+        assert (row["pairs"], row["flops"]) == (12 * expected.pairs, 3 * expected.flops)
+        assert row["memory"] == expected.memory, "of one layer at a time"
+    do(page, "stack")
+    assert do(page, "cost", **shape)["counted"].startswith("1 layer with 4 heads"), "each layer of a stack has its own"
+
+
 def mask_of(session, layer=0):
     return session.design.layers[layer].mask
 
@@ -245,6 +260,7 @@ REFUSED = [
     ({"op": "field", "position": 8}, "at most 7"),
     ({"op": "source", "position": 0, "tokens": [8]}, "must lie in"),
     ({"op": "cost", "num_heads": 1 << 60}, "integers are at most"),
+    ({"op": "cost", "num_layers": 0}, "num_layers must be at least 1"),
     ({"op": "export", "format": "__class__"}, "unknown operation"),
 ]  # fmt: skip
 

@@ -113,3 +113,13 @@ def test_the_audit_says_the_declared_order_in_words():
     words = audit.check(model, [5, 6, 7, 8]).order
     assert "window" in words
     assert f"against the order: {words}." in parse_page(model_page(model, [5, 6, 7, 8]).html).text
+
+
+def test_an_encoder_forbids_no_pair_and_has_no_empty_columns():
+    made = model_page(tiny("Bert", torch.float32), [5, 6, 7, 8], title="mine")
+    said = parse_page(made.html).text.replace("\xa0", " ")
+    assert opening(made).startswith("The audit tested nothing: a bidirectional model forbids no pair of these inputs.")
+    assert "of 0" not in said
+    assert "Text, or tokens" not in said
+    assert "Direct effect</th>" not in made.html
+    assert made.html.count(">Model</dt>") == 1

@@ -53,6 +53,56 @@ CONTRAST = """
   }).filter(([ratio]) => ratio < 4.5);
 }
 """
+# Where the focus is not seen on all four sides: it has no ring, something cuts it, or the footer covers it.
+RINGS = """
+() => {
+  const wanted = 'a[href], button:enabled, input:enabled, select:enabled, textarea:enabled, summary, [tabindex="0"]';
+  const footer = document.querySelector('footer'), found = [];
+  const edges = (box, by) => [box.left - by, box.top - by, -box.right - by, -box.bottom - by];
+  for (const element of document.querySelectorAll(wanted)) {
+    if (!element.checkVisibility()) continue;
+    element.focus({focusVisible: true});
+    const shown = element.closest('label.file, .segments label')?.querySelector('span') ?? element;
+    const style = getComputedStyle(shown);
+    const name = element.ariaLabel || shown.textContent.slice(0, 30) || element.outerHTML;
+    const width = parseFloat(style.outlineWidth), reach = width + parseFloat(style.outlineOffset);
+    if (style.outlineStyle === 'none' || width < 2) { found.push(`no ring: ${name}`); continue; }
+    const ring = edges(shown.getBoundingClientRect(), reach);
+    const cuts = [[0, 0, -innerWidth, -Infinity]];
+    for (let up = shown.parentElement; up; up = up.parentElement) {
+      const { overflowX, overflowY, maskImage } = getComputedStyle(up);
+      if (overflowX === 'visible' && overflowY === 'visible' || up === document.body) continue;
+      if (maskImage !== 'none') found.push(`faded: ${name}`);
+      const box = up.getBoundingClientRect(), [left, top] = [box.left + up.clientLeft, box.top + up.clientTop];
+      cuts.push([left, top, -left - up.clientWidth, -top - up.clientHeight]);
+    }
+    if (cuts.some((cut) => cut.some((edge, i) => ring[i] < edge - 0.5))) found.push(`cut: ${name}`);
+    const [low, high] = [shown.getBoundingClientRect(), footer.getBoundingClientRect()];
+    if (!footer.contains(element) && low.height < 200 && low.bottom > high.top + 0.5) found.push(`covered: ${name}`);
+  }
+  document.activeElement.blur();
+  scrollTo(0, 0);
+  return found;
+}
+"""
+# What scrolls, and on which sides it fades: {name: [[left, right, up, down] that hide something, those that fade]}.
+FADES = """
+() => {
+  const found = {};
+  for (const element of document.querySelectorAll('body *')) {
+    const { overflowX, overflowY } = getComputedStyle(element);
+    const [wide, high] = [element.scrollWidth - element.clientWidth, element.scrollHeight - element.clientHeight];
+    const scrolls = overflowX === 'auto' && wide > 30 || overflowY === 'auto' && high > 30;
+    if (!scrolls || !element.checkVisibility()) continue;
+    const style = getComputedStyle(element);
+    const [left, top] = [element.scrollLeft, element.scrollTop];
+    const hides = [left > 1, left < wide - 1, top > 1, top < high - 1];
+    const fades = ['left', 'right', 'up', 'down'].map((side) => parseFloat(style.getPropertyValue(`--${side}`)) > 0);
+    found[element.ariaLabel || element.id || element.className] = [hides, fades, style.maskImage !== 'none'];
+  }
+  return found;
+}
+"""
 CONTROLS = {"button", "link", "checkbox", "radio", "slider", "spinbutton", "textbox", "combobox", "tab", "application",
             "region", "img", "image", "meter", "radiogroup", "tabpanel", "tablist"}  # fmt: skip
 
@@ -177,5 +227,6 @@ def legible(page, size, *expected) -> None:
     page.wait_for_timeout(200)  # colours fade over
     assert page.evaluate(CONTRAST) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    assert page.evaluate(RINGS) == []
     if size == "wide":
         assert page.evaluate("document.documentElement.scrollHeight") <= SIZES[size][1]

@@ -1,8 +1,11 @@
 """The screen of the model in a real browser: what is asked, what is drawn, where a leak starts."""
 
+import re
+
 import pytest
 
 import attnflow as af
+from attnflow import masks
 from tests.models.saved import save_tiny_llama
 from tests.studio.browser import WAIT, legible, opened, settled
 
@@ -46,6 +49,7 @@ def test_every_view_is_run_drawn_and_legible(browser, server, size, scheme):
             page.wait_for_function("() => !document.querySelector('progress')")
             is_drawn(page)
             legible(page, size, "tab", "textbox", "tabpanel")
+        cost(page)
 
 
 def audit(page):
@@ -99,15 +103,36 @@ def trace(page):
     assert page.locator(".numbers tbody").text_content() != rows
     assert page.locator(".heat text.axis").all_text_contents() == ["token →", "← layer"]
     assert {fills(page, "plus"), fills(page, "minus")} in (BLUE_AND_RED, BLUE_AND_RED_ON_DARK)
-    heads = page.locator(".fired thead th").all_text_contents()
-    assert heads[1:3] == ["promotes here", "suppresses here"]
-    first = page.locator(".fired tbody tr").first
-    promoted, suppressed = (first.locator("td").nth(i).text_content().split() for i in (0, 1))
-    assert promoted
-    assert suppressed
-    assert not set(promoted) & set(suppressed)
+    heads = page.locator(".fired thead th")
+    assert heads.all_text_contents()[1:4] == ["direct", "promotes here", "suppresses here"]
+    for row in page.locator(".fired tbody tr").all():
+        promoted, suppressed = (row.locator("td.words").nth(i).text_content().split() for i in (0, 1))
+        assert promoted
+        assert suppressed
+        assert not set(promoted) & set(suppressed)
+    ablated(page)
     page.get_by_label("map").select_option("active")
     page.locator(".heat figcaption", has_text="Share of active entries").wait_for()
+
+
+def ablated(page):
+    """What the logit loses stands beside the direct effect, for the strongest entries, at each token that is chosen."""
+    fired, tokens = page.locator(".fired"), page.get_by_role("group", name="Token whose entries").get_by_role("button")
+    page.get_by_role("switch", name="Take the 8 strongest out").click()
+    for chosen in (0, 3):
+        tokens.nth(chosen).click()
+        settled(page)
+        assert tokens.nth(chosen).get_attribute("aria-pressed") == "true"
+        assert fired.locator("thead th").all_text_contents()[1:4] == ["direct", "ablated", "points lost"]
+        rows = [row.locator("td.n").all_text_contents()[:3] for row in fired.locator("tbody tr").all()]
+        assert all(number(cell) is not None for row in rows[:8] for cell in row)
+        assert [row[1:] for row in rows[8:]] == [["–", "–"]] * len(rows[8:])
+        assert any(row[0] != row[1] for row in rows[:8]), "two questions, two answers"
+        assert fired.locator("tbody tr").first.locator(".bar").count() == 2
+    assert "later layers react" in page.locator(".view").text_content()
+    page.get_by_role("switch", name="Take the 8 strongest out").click()
+    page.get_by_text("Direct effects hold later layers still").wait_for()
+    assert "ablated" not in fired.locator("thead").text_content()
 
 
 def entry(page):
@@ -172,6 +197,20 @@ def why(page):
     refused(page, "layer", "7", "layer")
 
 
+def cost(page):
+    """The cost of a mask counts the layers and heads of the model that was read."""
+    page.get_by_role("button", name="Mask", exact=True).click()
+    page.get_by_role("tab", name="Cost").click()
+    answer = page.locator("#answer")
+    answer.get_by_text(
+        re.compile("Counted as in .*: one sequence forward, 2 layers with 4 heads of 8 channels")
+    ).wait_for()
+    mask = masks.sliding_window(16, 4).cost(num_heads=4, head_dim=8)
+    pairs = answer.locator("tbody tr").first.locator("td").first.text_content()
+    assert pairs == f"{2 * 4 * mask.backends[0].pairs / 1000:.1f} k"
+    page.get_by_role("button", name="Model", exact=True).click()
+
+
 def count(view, group):
     return view.get_by_role("group", name=group).get_by_role("button").count()
 
@@ -191,3 +230,6 @@ VIEWS = {
 def test_without_a_model_the_screen_says_how_to_have_one(page):
     page.get_by_role("button", name="Model", exact=True).click()
     page.get_by_text("attnflow studio smollm2-135m").wait_for()
+    page.get_by_role("button", name="Mask", exact=True).click()
+    page.get_by_role("tab", name="Cost").click()
+    page.get_by_text("Counted: one sequence forward, 1 layer with 1 head of 64 channels").wait_for()

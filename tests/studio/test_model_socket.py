@@ -58,10 +58,24 @@ def test_the_model_is_the_one_of_the_command_line_and_ends_with_its_page(server,
         reply, progress = ask(page, "audit", text=TEXT)
         assert reply["verdict"] == "clean"
         assert any(total for _, total, _ in progress)
+        for op, message, said in [
+            ("trace", {}, "opening the feed-forward layers"),
+            ("trace", {"ablate": 4}, "two forward passes, and one of 5 copies of the text"),
+            ("entry", {"entry": 3}, "looking at entry 3"),
+            ("passages", {"entry": 3}, "reading texts"),
+            ("without", {"entry": 3}, "looking at entry 3"),
+            ("why", {"layer": 0, "head": 1}, "a forward pass, and the components of the residual stream"),
+        ]:
+            reply, progress = ask(page, op, text=TEXT, model="/etc/passwd", path="/etc/passwd", **message)
+            assert reply["ok"]
+            assert said in [what for _, _, what in progress]
         for op, message, error in [
             ("audit", {"text": "the " * 2000}, "at most 4,000 characters"),
             ("audit", {"text": {"path": "/etc/passwd"}}, "text must be text"),
             ("trace", {"text": TEXT, "position": 1 << 70}, "position must be one of"),
+            ("trace", {"text": TEXT, "ablate": 1 << 70}, "ablate must be at most 16"),
+            ("entry", {"text": TEXT, "entry": "/etc/passwd"}, "entry: expected an integer"),
+            ("why", {"text": TEXT, "layer": 1 << 70, "head": 0}, "layer"),
             ("state", {"what": "model"}, "unknown operation"),
             ("load", {"what": "model", "text": "{}"}, "unknown operation"),
         ]:

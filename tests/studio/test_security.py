@@ -365,19 +365,3 @@ def test_a_port_that_is_taken_is_named(server, monkeypatch):
     from attnflow.cli import main
 
     assert main(["studio", "--port", str(server.port), "--no-open"]) == 2
-
-
-def test_a_guest_sees_nothing_of_this_run_and_takes_no_page_from_its_reader():
-    with (
-        serving(design={"name": "full", "parameters": {"n": 3}}, sessions=1, guests=1) as running,
-        running.connect() as guest,
-        running.connect() as second,
-        running.page() as own,
-    ):
-        for socket in (guest, second):
-            socket.send(json.dumps({"token": "of an earlier run", "guest": True}))
-        assert json.loads(guest.recv(timeout=120)) == {"guest": True}
-        guest.send(json.dumps({"id": 1, "op": "state"}))
-        assert json.loads(guest.recv(timeout=120))["size"] == 8
-        assert closed(second)[0] == 4429
-        assert own.ask("state")["size"] == 3

@@ -307,3 +307,12 @@ def test_a_single_task_is_taken_as_it_is(by_length):
 def test_room_for_intervals():
     assert Collator(windowed, masks="intervals")([[5, 6, 7]])["attention_mask"].shape == (1, 1, 2, 3)
     assert Collator(windowed, masks="intervals", min_width=3)([[5, 6, 7]])["attention_mask"].shape == (1, 1, 8, 3)
+
+
+def test_a_task_with_a_mask_per_layer_is_refused_with_a_way_that_works() -> None:
+    layers = [af.masks.sliding_window(6, 2), af.masks.causal(6)]
+    task = Task([Token(index + 1, index) for index in range(6)], [], layers)
+    with pytest.raises(ValueError, match=r"af\.masks\.attach\(model, per_layer=task\.masks\)"):
+        Collator(lambda tokens: task, by_length=False, masks="intervals")(samples([6]))
+    with af.masks.attach(model(), per_layer=task.masks) as handle:
+        assert [*handle.masks.values()] == layers

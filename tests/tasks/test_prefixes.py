@@ -64,28 +64,10 @@ def test_a_window_reads_the_last_of_the_path(sequences, window, step):
         assert mask.keys(node).tolist() == [u for u in path(trie, node) if columns[node] - columns[u] < window]
 
 
-def test_the_largest_child_comes_first():
-    trie = Trie.of_sequences([[1, 9], [1, 2, 3], [1, 2, 4], [1, 8], [7]])
-    order = [1, 2, 3, 4, 9, 8, 7]
-    flat = [1, 9, 1, 2, 3, 1, 2, 4, 1, 8, 7]
-    assert [flat[source] for source in trie.source] == order
-
-
 @pytest.mark.parametrize("sequences", [[], [[]], [[], []]])
 def test_no_items(sequences):
     trie = Trie.of_sequences(sequences)
     assert (trie.size, mask_of(trie).shape) == (0, (0, 0))
-
-
-def comb(teeth: int) -> list[list[int]]:
-    """An agent's history with a branch at each turn."""
-    return [[*range(turn), 10**6 + turn] for turn in range(teeth)]
-
-
-def test_a_comb_has_few_intervals():
-    trie = Trie.of_sequences(comb(500))
-    assert trie.size == 999
-    assert len(mask_of(trie).intervals().starts) <= 2 * trie.size
 
 
 COSTS = [Cost(1.0, 0.0, 1.0), Cost(10.0, 1.0, 1.0), Cost(0.0, 1.0, 0.0)]

@@ -40,7 +40,6 @@ def test_llama_in_double_precision(name):
     assert result.gradient_difference < 1e-12
     assert result.loss_difference < 1e-12
     assert result.ok
-    result.raise_if_different()
     assert [each.task for each in result.tasks] == list(range(len(family)))
     assert result.merged_loss == pytest.approx(sum(each.loss for each in result.tasks), rel=1e-12)
 
@@ -71,8 +70,7 @@ def test_the_printed_eq_58_fails():
     assert result.output_difference > 0.1
     assert result.gradient_difference > 0.1
     assert not replace(result, tolerance=1e-3).ok
-    with pytest.raises(af.AttnflowError, match="largest relative difference of outputs"):
-        result.raise_if_different()
+    assert "largest relative difference of outputs" in str(result)
     wrong = [each.output_difference > 1e-2 for each in result.tasks]
     assert wrong == [True] * (len(IDS) - 1) + [False]  # n - 1 of n subtasks
     assert result.tasks[-1].output_difference < 1e-12
@@ -122,8 +120,6 @@ def test_changed_labels_are_not_ok_without_gradients(change, double):
     result = tasks.verify(family, replace(merged, task=changed), model, gradients=False)
     assert not result.ok
     assert result.output_difference <= result.tolerance < result.loss_difference
-    with pytest.raises(af.AttnflowError, match="of losses"):
-        result.raise_if_different()
 
 
 def test_labels_of_a_subtask_that_has_none():

@@ -80,12 +80,11 @@ class Function(nn.Module):
         returned: dict[str, object] = {}
         for path, value in leaves(output, lambda path, value: returned.update({path.lstrip(".") or "output": value})):
             returned[path.lstrip(".") or "output"] = value
-        return {name: self._labelled(name, value) for name, value in returned.items()}
-
-    def _labelled(self, name: str, value: object) -> object:
-        if name not in self.ahead or not isinstance(value, Tensor) or value.numel() != np.prod(self.size):
-            return value
-        return value.reshape(self.size)[..., :-1]
+        for name in self.ahead & set(returned):
+            value = returned[name]
+            if isinstance(value, Tensor) and value.numel() == np.prod(self.size):
+                returned[name] = value.reshape(self.size)[..., :-1]
+        return returned
 
     def align(self, inputs: Inputs, seed: int) -> tuple[str, ...]:
         """Call it on three inputs, and read off which outputs score the next token; the reasons to test nothing.

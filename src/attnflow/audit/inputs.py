@@ -177,7 +177,8 @@ def read(
     if isinstance(given, Sequence):
         given = _ids(cast(Sequence[Any], given))
     if isinstance(given, Tensor):
-        kwargs: dict[str, Any] = {_first_name(model, given): given}
+        parameters, usual = _parameters(model), "inputs_embeds" if given.is_floating_point() else "input_ids"
+        kwargs: dict[str, Any] = {usual if usual in parameters or not parameters else parameters[0]: given}
     elif isinstance(given, Mapping):
         kwargs = dict(cast(Mapping[str, Any], given))
     else:
@@ -225,12 +226,6 @@ def _ids(inputs: Sequence[Any]) -> Tensor:
     if tensor.is_floating_point() and tensor.numel():
         raise TypeError("token ids must be integers, got a list of floats; pass torch.tensor(rows) if they are vectors")
     return tensor.long() if tensor.is_floating_point() else tensor
-
-
-def _first_name(model: nn.Module, tensor: Tensor) -> str:
-    parameters = _parameters(model)
-    usual = "inputs_embeds" if tensor.is_floating_point() else "input_ids"
-    return usual if usual in parameters or not parameters else parameters[0]
 
 
 def _parameters(model: nn.Module) -> list[str]:

@@ -134,7 +134,8 @@ class Tracer:
         """Show every tensor of the model's own output, in the layout of the first pass."""
 
         def unknown(path: str, value: object) -> None:
-            if not _is_cache(value):
+            # A cache of keys and values or states is audited on its own, by decoding.
+            if "cache" not in type(value).__name__.lower() and not hasattr(value, "get_seq_length"):
                 one = isinstance(value, int | float) and not path.rpartition(".")[2].isdigit()  # not of a list
                 why = f"is a {type(value).__name__}, which is not looked into"
                 self.layouts[path] = Layout("unknown", why=why, sure=one)
@@ -148,11 +149,6 @@ class Tracer:
             rows, name = arranged(tensor, layout, self.frame), type(self.model).__name__
             name = name if layout.aligned else f"{name}{path}"
             self.visit(Event(key, name, None, self.depth, layout.offset, rows, tensor, not layout.aligned))
-
-
-def _is_cache(value: object) -> bool:
-    """Whether an output is a cache of keys and values or states, which decoding audits on its own."""
-    return "cache" in type(value).__name__.lower() or hasattr(value, "get_seq_length")
 
 
 class Runner:

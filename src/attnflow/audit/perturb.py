@@ -78,11 +78,11 @@ class Prober:
 
     def settle(self) -> None:
         """Repeat the base pass after itself, which shows noise, and after a perturbed one, which shows state."""
-        inputs = self.runner.inputs
-        first = self._differences(inputs.base)
+        inputs, every = self.runner.inputs, self._every(True)
+        first = self._moves(self.runner, inputs.base, every)
         if first:
             self.base = self.runner.record(inputs.base)
-            again = self._differences(inputs.base)
+            again = self._moves(self.runner, inputs.base, every)
             beyond = isinstance(self.runner.model, Function) and any(_size(moved)[1] for moved in (*first, *again))
             if not again or beyond:  # of a function all generators are seeded anew: a large difference is no noise
                 self.stateful = first[0]
@@ -90,12 +90,8 @@ class Prober:
             for moved in (*first, *again):
                 key = moved.event.key
                 self._noise[key] = max(self._noise.get(key, 0.0), float(moved.change.max()))
-        with torch.no_grad():
-            none = self._every(False)
-            self.runner.run(
-                inputs.changed(~none, inputs.draw(self.generator)), lambda event: self._compare(event, none, [])
-            )
-        self.stateful = next(iter(self._differences(inputs.base)), None)
+        self._moves(self.runner, inputs.changed(every, inputs.draw(self.generator)), ~every)
+        self.stateful = next(iter(self._moves(self.runner, inputs.base, every)), None)
         if self.stateful is None and isinstance(self.runner.model, Function):
             self.stateful = self._in_another_order(self.runner.model.twin)
 
@@ -103,13 +99,11 @@ class Prober:
         """The first difference of a copy that is called with changed inputs first: what a first call leaves behind."""
         if twin is None:
             return None
-        inputs, moves = self.runner.inputs, list[Moved]()
+        inputs, every = self.runner.inputs, self._every(True)
         other = Runner(twin, inputs, "layers", self.runner.seed)
-        other.layouts, everything = self.runner.layouts, self._every(True)
-        with torch.no_grad():
-            other.run(inputs.changed(everything, inputs.draw(self.generator)), lambda event: None)
-            other.run(inputs.base, lambda event: self._compare(event, everything, moves))
-        return next((moved for moved in moves if _size(moved)[0].any()), None)
+        other.layouts = self.runner.layouts
+        self._moves(other, inputs.changed(every, inputs.draw(self.generator)), ~every)
+        return next((moved for moved in self._moves(other, inputs.base, every) if _size(moved)[0].any()), None)
 
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
         """Change the `selected` positions; the first event that moves against the order, in all or these `rows`."""
@@ -149,11 +143,10 @@ class Prober:
         low, high = 0, len(ranked)  # ranked[low:] moves the target, ranked[high:] does not
         while high - low > 1:
             middle = (low + high) // 2
-            moves = self._change(ranked[middle:], hit, row, target) > floor
+            moves = self._rows(ranked[middle:], hit, row, target)[1] > floor
             low, high = (middle, high) if moves else (low, middle)
         source_row, source = ranked[low]
-        call, now, before = self._rows(ranked[low:], hit, row, target)
-        change = float(row_change(now[None, None], before[None, None]))
+        call, change, before, now = self._rows(ranked[low:], hit, row, target)
         kind: Kind = "order" if source_row == row else "batch"
         tokens, values = (self._ids(self.runner.inputs.base, source_row), self._ids(call, source_row)), (before, now)
         if before.numel() > 1 or not tokens[0]:
@@ -180,10 +173,11 @@ class Prober:
     def _every(self, value: bool) -> Tensor:
         return torch.full((self.runner.inputs.batch, self.runner.inputs.size), value)
 
-    def _differences(self, call: Call) -> list[Moved]:
-        everything, moves = self._every(True), list[Moved]()
+    def _moves(self, runner: Runner, call: Call, watched: Tensor) -> list[Moved]:
+        """What differs from the unperturbed pass in one call, of the `watched` positions."""
+        moves: list[Moved] = []
         with torch.no_grad():
-            self.runner.run(call, lambda event: self._compare(event, everything, moves))
+            runner.run(call, lambda event: self._compare(event, watched, moves))
         return moves
 
     def _compare(self, event: Event, watched: Tensor, moves: list[Moved]) -> None:
@@ -266,12 +260,10 @@ class Prober:
         real = [moved for moved in real if moved.change.any()]
         return real, any(_size(moved)[1] for moved in real) or None
 
-    def _change(self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int) -> float:
-        _, now, before = self._rows(pairs, hit, row, target)
-        return float(row_change(now[None, None], before[None, None]))
-
-    def _rows(self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int) -> tuple[Call, Tensor, Tensor]:
-        """(the call with these positions changed, the target's vector then, and before)."""
+    def _rows(
+        self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int
+    ) -> tuple[Call, float, Tensor, Tensor]:
+        """(the call with these positions changed, how far the target moves, its vector before, and then)."""
         selected = torch.zeros_like(hit.selected)
         for b, j in pairs:
             selected[b, j] = True
@@ -280,7 +272,8 @@ class Prober:
         after = self.runner.record(call)
         place = row, target - self.base[key].offset
         before = self.base[key].values[place]
-        return call, after[key].values[place] if key in after else before, before
+        now = after[key].values[place] if key in after else before
+        return call, float(row_change(now[None, None], before[None, None])), before, now
 
 
 def _size(moved: Moved) -> tuple[Tensor, bool]:

@@ -87,7 +87,12 @@ def check_scores(
     # First, as it sees what a first call leaves.
     report = check(score, tokens, passes=passes, seed=seed, progress=progress)
     scorer = _Scorer(score, tokens, seed)
-    scorer.require_log_probabilities()
+    least, most = float(scorer.base.min()), float(scorer.base.max())
+    if least >= 0 and most > 0:
+        raise ValueError(
+            f"expected log-probabilities, which are at most 0, got numbers from {least:.3g} to {most:.3g}; of a loss "
+            "pass lambda ids: -loss(ids)"
+        )
     if report.untested or any(violation.kind == "state" for violation in report.violations):
         return report
     labels = scorer.labels(positions, vocab_size)
@@ -147,14 +152,6 @@ class _Scorer:
         except (*REFUSALS, IndexError):
             return 1
         return _COPIES if torch.allclose(scores, self.base, rtol=0, atol=_ALIKE, equal_nan=True) else 1
-
-    def require_log_probabilities(self) -> None:
-        """Refuse numbers that are never log-probabilities."""
-        if bool((self.base >= 0).all()) and bool((self.base > 0).any()):
-            raise ValueError(
-                f"expected log-probabilities, which are at most 0, got numbers from {float(self.base.min()):.3g} to "
-                f"{float(self.base.max()):.3g}; of a loss pass lambda ids: -loss(ids)"
-            )
 
     def labels(self, count: int, vocab_size: int) -> list[int]:
         """At most `count` positions that are scored: their scores move when all tokens change."""

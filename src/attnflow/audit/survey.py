@@ -138,7 +138,10 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
     for slot, own in parts:
         entered = _entered(inputs, slot, own)
         if entered is not None:
-            inputs = replace(inputs, batch=entered[1], group=_group(inputs, entered[1]))
+            vectors = [v for v in inputs.kwargs.values() if isinstance(v, Tensor) and v.is_floating_point()]
+            given = next((len(v) for v in vectors if v.ndim > 1), 0)  # images, pairs or sounds
+            several = given and not inputs.slots and entered[1] % given == 0
+            inputs = replace(inputs, batch=entered[1], group=entered[1] // given if several else 1)
             slots.append(replace(entered[0], offset=sum(each.length for each in slots)))
     if not slots:
         raise UnsupportedArchitecture(
@@ -151,12 +154,6 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
             "audit can tell which of them an output of the model belongs to"
         )
     return replace(inputs, slots=tuple(slots))
-
-
-def _group(inputs: Inputs, batch: int) -> int:
-    """How many of the sequences that enter the layers belong to one image, pair or sound."""
-    given = [len(v) for v in inputs.kwargs.values() if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 1]
-    return batch // given[0] if given and not inputs.slots and batch % given[0] == 0 else 1
 
 
 def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> tuple[Slot, int] | None:
@@ -211,5 +208,6 @@ def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence
                 (call.asked,) = own.values()
                 break
         else:
-            unmasked = [r for r in asked.without_mask() if (r.num_queries, r.num_keys) == (length, length)]
+            size = length, length
+            unmasked = [r for mask, r in asked.made if mask is None and (r.num_queries, r.num_keys) == size]
             call.asked = unmasked[-1] if unmasked and not call.masked else None

@@ -70,7 +70,8 @@ def attention(
         sinks: one score per head that takes weight but has no value.
         dropout: the probability of dropping a weight.
         backend: "reference" (plain PyTorch, holds every pair), "tiled" (memory-bounded), "flex" (compiled
-            FlexAttention), or "auto": the fastest that can compute this call. On CUDA that is FlexAttention.
+            FlexAttention), or "auto": the reference for a few pairs, otherwise tiles. FlexAttention is never chosen
+            unasked: on an H100 its backward pass did not fit the kernel's memory for some biases.
         need_weights: also return the post-softmax weights; only "reference" has them.
 
     Returns:
@@ -148,18 +149,10 @@ def compute(call: Call, backend: str, need_weights: bool = False) -> tuple[Tenso
 
 
 def choose(call: Call, backend: str, need_weights: bool = False) -> str:
-    """The backend that computes a call: the named one, or by "auto" the fastest that can.
-
-    Raises:
-        ValueError: an unknown name, or a backend that cannot compute this call.
-    """
+    """The backend that computes a call: the named one, or by "auto" the reference for a few pairs, otherwise tiles."""
     if backend == "auto":
         few = call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
-        if need_weights or (few and not call.query.is_cuda):
-            name = "reference"
-        else:
-            fastest = ("flex", "tiled", "reference") if call.query.is_cuda else ("tiled", "reference")
-            name = next(name for name in fastest if refusal(call, name) is None)
+        name = "reference" if need_weights or few or refusal(call, "tiled") is not None else "tiled"
         if (choice := (name, call.query.device.type)) not in _logged and not torch.compiler.is_compiling():
             _logged.add(choice)
             _log.info("attention with a bias runs with %r on %s", *choice)

@@ -87,11 +87,7 @@ class Pairwise(nn.Module):
         return wide(keys.reference(self.name))
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Dense:
-        """What the module returns.
-
-        Raises:
-            ValueError: a result of another shape.
-        """
+        """What the module returns."""
         rows = queries.reference(self.name)
         bias = self.network(rows, columns.to(rows.dtype))
         expected = (rows.shape[1], columns.shape[1])

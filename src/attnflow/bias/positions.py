@@ -31,11 +31,7 @@ class DenseTable(Kind["DenseConfig"]):
         nn.init.normal_(self.values, std=config.std)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Dense:
-        """The table at the positions of queries and keys.
-
-        Raises:
-            ValueError: a position beyond the table.
-        """
+        """The table at the positions of queries and keys."""
         table, length = self.values, self.config.max_length
         keys, rows = columns.squeeze(-1).long(), queries.positions
         last = 0 if torch.compiler.is_compiling() else max(int(keys.max()), int(rows.max()))

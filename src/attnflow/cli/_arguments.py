@@ -13,7 +13,7 @@ from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
-    from attnflow.models import Loaded
+    from attnflow.models.loaded import Loaded
 
 MaskLength = Annotated[
     int | None, typer.Option("--n", metavar="N", min=0, help="Number of tokens of the mask (default: 16).")
@@ -73,7 +73,8 @@ def settings_from(texts: Iterable[str], option: str = "--set") -> dict[str, str]
     for text in texts:
         name, sign, value = (part.strip() for part in text.partition("="))
         if not sign or not name:
-            raise BadUsage(f"{option} takes NAME=VALUE, such as {option} window=4, got {text!r}")
+            example = "window=4" if option == "--set" else "num_attention_heads=12"
+            raise BadUsage(f"{option} takes NAME=VALUE, such as {option} {example}, got {text!r}")
         if name in values:
             raise BadUsage(f"{option} {name}=... is given twice")
         values[name] = value

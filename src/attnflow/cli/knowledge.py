@@ -28,8 +28,7 @@ def build(
 ) -> None:
     """Build a store from the feed-forward entries of a model."""
     require(model)
-    from attnflow.knowledge.hf.convert import from_ffn
-    from attnflow.knowledge.hf.stored_entries import save_entries
+    from attnflow.knowledge.hf.convert import from_ffn, save_entries
     from attnflow.knowledge.store import Store
     from attnflow.knowledge.store.table import check_uri
     from attnflow.models.loader import load_model
@@ -126,6 +125,7 @@ def knowledge_edit(
     from attnflow._core.files import write_folder
     from attnflow.knowledge import edit, from_ffn, to_ffn
     from attnflow.knowledge.facts import Fact, read_facts
+    from attnflow.models.loader import quiet
 
     facts = [Fact(str(prompt), str(answer), subject)] if file is None else read_facts(file)
     texts = [] if keep is None else [line for line in keep.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -135,7 +135,7 @@ def knowledge_edit(
         loaded = loaded._replace(model=converted)
         with edit(loaded, facts, layers=chosen, untouched=texts, progress=spinner) as handle:
             plain, tokenizer, report = to_ffn(converted), cast(Any, loaded.tokenizer), handle.report
-            with write_folder(output) as part:
+            with write_folder(output) as part, quiet():
                 plain.save_pretrained(part)
                 tokenizer.save_pretrained(part)
     show(report, json_output)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
-from attnflow._core.markup import percent, plural
+from attnflow._core.markup import aligned, percent, plural
 from attnflow.cli._arguments import EXAMPLES, MaskLength, OutputOption, Settings, mask_argument, settings_from
 from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, show, style, working, write
 
@@ -102,7 +102,7 @@ def mask_check(
     from attnflow.tasks import Task, check
 
     task = Task.from_dict(read_json(spec), spec)
-    with working(f"checking {task.size} positions"):
+    with working(f"checking {plural(task.size, 'position')}"):
         report = check(task, layers)
     show(report, json_output, ok=report.ok)
     raise typer.Exit(0 if report.ok else 1)
@@ -174,9 +174,8 @@ def mask_export(
             say(console(), str(error), style(ok=False))
         raise typer.Exit(1) from None
     fields = {label: value for label, value in form.to_dict().items() if label not in ("attnflow", "version")}
-    show(
-        form, json_output, "\n".join([str(form), *(f"{label:<16} {_short(value)}" for label, value in fields.items())])
-    )
+    table = aligned([[label, _short(value)] for label, value in fields.items()], left=[0, 1])
+    show(form, json_output, f"{form}\n{table}")
 
 
 @app.command("debug")
@@ -211,7 +210,7 @@ def _short(value: object, limit: int = 100) -> str:
         tensor = cast("dict[str, object]", value)
         value = f"{tensor['dtype']}{tensor['shape']} {tensor['values']}"
     text = str(value)
-    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
+    return text if len(text) <= limit else f"{text[: text.rfind(' ', 0, limit - 4)]} ..."
 
 
 def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:

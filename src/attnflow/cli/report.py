@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnflow._core.markup import plural
 from attnflow.cli import _arguments as arguments
 from attnflow.cli._arguments import MaskLength, Settings, is_file
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, say, style, working
@@ -74,7 +75,7 @@ def _of_mask(subject: str, n: int | None, settings: Sequence[str], spinner: Repo
     spec = read_json(subject) if is_file(subject) and n is None and not settings else {}
     if "inputs" in spec:
         task = Task.from_dict(spec, subject)
-        spinner.stage(f"checking {task.size} positions")
+        spinner.stage(f"checking {plural(task.size, 'position')}")
         return page(task, title=subject)
     mask = mask_from_dict(spec.get("mask", spec), subject) if spec else arguments.mask_argument(subject, n, settings)
     spinner.stage(f"analysing {mask.name}")

@@ -25,6 +25,7 @@ def without(
     if component not in names:
         raise ValueError(f"component must be one of {preview(names)}, got {component!r}")
     keys = list(result.keys)
+    stream.complete()
     values = [one.value for one in stream.components]
     index = next(number for number, title in titles.items() if title == component)
     value = values[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.ablation import without
-from attnflow.geometry.attribution import ScoreAttribution
+from attnflow.geometry.attribution import ComponentZoom, ScoreAttribution
+from attnflow.geometry.parts import Parts, parts_of
 from attnflow.geometry.row import Row, row_of
-from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
+from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, named_tensors, sparing, split, token_texts
+from attnflow.models.offload import without_numbers
 
 if TYPE_CHECKING:
     from attnflow.models.sites import Site
-    from attnflow.models.stream import Component, ResidualStream, Seen
+    from attnflow.models.stream import ResidualStream, Seen
 
 Attention = Literal["self", "cross"]
 CLOSE: Final = 1e-5  # of the range of a row: how far a sum of terms may be from the score
@@ -66,8 +68,11 @@ def attribute(
         UnsupportedArchitecture: the model is of half precision, or its scores are no such sum to 1e-5 of the row's
             range: the message names the layer and the difference.
 
-    Cost: three forward passes up to the layer, two of them without the sublayers, and a backward pass through the sums
-    for each component of the head. Memory: components x tokens x width.
+    Cost: one forward pass up to the layer, and components x tokens x width x head_dim multiplications. Where queries
+    and keys are not a norm, a matrix and a rotation of a plain sum (as with norms after sublayers, latent attention and
+    cross-attention), two more passes without the sublayers, and a backward pass for each entry of the head.
+    Memory: components x tokens x width. Beyond 4,096 tokens the outputs of sublayers are not kept, and the pass is made
+    twice: components x tokens x head_dim in the plain case.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -104,7 +109,7 @@ def attribute_one(
     rows = [row_of(call, reading.seen.output, head, at, reading.seen.added) for head in range(call.query.shape[1])]
     weights = torch.stack([row.weights for row in rows])
     if attention == "self":
-        weights[:, [0, at]] *= 1e-9  # they decide only where there is no other token
+        weights[:, [int(rows[0].allowed.int().argmax()), at]] *= 1e-9  # they decide only where there is no other token
     return reading.explain(int(weights.amax(1).argmax()), at, None, tokenizer or brought)
 
 
@@ -141,8 +146,8 @@ class Reading:
         self._refuse_pad(at)
         rows = [row_of(call, output, one, at, self.seen.added) for one in heads]
         chosen = _keys(keys, rows)
-        with self.stream.still():
-            parts = _Parts.of(self, heads, at)
+        rows = [row.until(max(int(one.allowed.nonzero().amax()) for one in rows) + 1) for row in rows]
+        parts = parts_of(self.stream, self.seen, heads, at, len(rows[0].allowed))
         terms = [self._head(parts, row, n, one) for n, (row, one) in enumerate(zip(rows, heads, strict=True))]
         error = max(one["error"] for one in terms)
 
@@ -179,9 +184,10 @@ class Reading:
             error,
         )
         object.__setattr__(result, "take_out", partial(without, self.stream, call, titles))
+        object.__setattr__(result, "look_into", partial(_zoomed, self, titles, tokenizer))
         return result
 
-    def _head(self, parts: _Parts, row: Row, number: int, head: int) -> dict[str, Any]:
+    def _head(self, parts: Parts, row: Row, number: int, head: int) -> dict[str, Any]:
         """The terms of one head, over all keys, after the check."""
         group = self.seen.call.query.shape[1] // self.seen.call.key.shape[1]
         q, q0 = parts.query[number], parts.query_constant[number]  # [components, head_dim], [head_dim]
@@ -216,7 +222,7 @@ class Reading:
     def _refuse_pad(self, query: int) -> None:
         name = "decoder_attention_mask" if self._two else "attention_mask"
         mask = self.stream.inputs.get(name)
-        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[0, query]):
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[0, query : query + 1].all()):
             raise ValueError(f"query {query} is a pad by the {name}; choose a position whose mask is 1")
 
     @property
@@ -238,81 +244,20 @@ class Reading:
         return texts(name, call.query.shape[2]), texts(other, call.key.shape[2])
 
 
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """Queries and keys by component, float64, and the constant rest that no component makes."""
+def _zoomed(reading: Reading, titles: Mapping[int, str], tokenizer: Any, *asked: Any) -> ComponentZoom:
+    from attnflow.geometry.zoom import zoomed  # it needs transformers
 
-    query_components: list[int]
-    key_components: list[int]
-    query: list[Tensor]  # for each head: [components, head_dim]
-    query_constant: list[Tensor]  # [head_dim]
-    key: dict[int, Tensor]  # for each key head: [components, keys, head_dim]
-    key_constant: dict[int, Tensor]  # [keys, head_dim]
+    def texts(seen: Seen, attention: Attention) -> Sequence[str]:
+        return replace(reading, seen=seen, attention=attention)._texts(tokenizer)[1]
 
-    @classmethod
-    def of(cls, reading: Reading, heads: Sequence[int], at: int) -> _Parts:
-        """Differentiate the held pass, and run it once with every component at zero for the constants."""
-        stream = reading.stream
-        leaves = [None if c.value is None else c.value.clone().requires_grad_() for c in stream.components]
-        call = stream.query_and_key(leaves)
-        group = call.query.shape[1] // call.key.shape[1]
-        kv = sorted({head // group for head in heads})
-        query = [_pulled(call.query[0, head, at], leaves, stream.components, at) for head in heads]
-        key = {one: _pulled(call.key[0, one], leaves, stream.components, None) for one in kv}
-        with torch.no_grad():
-            rest = stream.query_and_key([None if leaf is None else torch.zeros_like(leaf) for leaf in leaves])
-        used, of_keys = (sorted({c for one in side for c in one}) for side in (query, key.values()))
-        if not used or not of_keys:
-            raise UnsupportedArchitecture(
-                f"{stream.site.name}: its {'queries' if of_keys else 'keys'} are not made of a residual stream that is "
-                "read, such as an encoder whose attention does not call the attention interface, or states that a "
-                "router or an indexer compresses"
-            )
-        size = call.query.shape[3]
-        empty = (torch.zeros(size).double(), torch.zeros(call.key.shape[2], size).double())
-        return cls(
-            used,
-            of_keys,
-            [torch.stack([one.get(c, empty[0]) for c in used]) for one in query],
-            [rest.query[0, head, at].double().cpu() for head in heads],
-            {n: torch.stack([one.get(c, empty[1]) for c in of_keys]) for n, one in key.items()},
-            {one: rest.key[0, one].double().cpu() for one in kv},
-        )
-
-
-def _pulled(
-    target: Tensor, leaves: Sequence[Tensor | None], components: Sequence[Component], at: int | None
-) -> dict[int, Tensor]:
-    """What each component adds to a target [..., head_dim], by one backward pass for each of its last entries."""
-    if not target.requires_grad:
-        return {}
-    index = [n for n, leaf in enumerate(leaves) if leaf is not None]
-    inputs = [cast(Tensor, leaves[n]) for n in index]
-    parts: dict[int, list[Tensor]] = {}
-    zero = target.new_zeros(target.shape[:-1]).double()
-    for entry in range(target.shape[-1]):
-        grads = torch.autograd.grad(target[..., entry].sum(), inputs, retain_graph=True, allow_unused=True)
-        for n, leaf, grad in zip(index, inputs, grads, strict=True):
-            if cast("Tensor | None", grad) is not None:
-                axis = _axis(leaf, len(target), components[n]) if at is None else None
-                product = grad.double() * leaf.detach().double()
-                value = product.sum() if axis is None else product.movedim(axis, 0).flatten(1).sum(1)
-                parts.setdefault(n, [zero] * entry).append(value)
-    return {n: torch.stack(values, dim=-1).detach().cpu() for n, values in parts.items()}
-
-
-def _axis(leaf: Tensor, positions: int, component: Component) -> int:
-    """The axis of positions."""
-    for axis in (leaf.ndim - 2, 1, 0):
-        if axis < leaf.ndim - 1 and leaf.shape[axis] == positions:
-            return axis
-    raise UnsupportedArchitecture(
-        f"{component.path} adds {list(leaf.shape)} to the stream, which has no axis of {positions} keys: its positions "
-        "are not those of the keys"
-    )
+    return zoomed(reading.stream, reading.seen, titles, texts, *asked)
 
 
 def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:
+    if without_numbers(model) or any(parameter.is_inference() for parameter in model.parameters()):
+        raise UnsupportedArchitecture(
+            "the weights are on the meta device, or were made in torch.inference_mode(): load the model outside of both"
+        )
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE), None)
     if kind is not None:
         raise UnsupportedArchitecture(
@@ -320,7 +265,7 @@ def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tenso
             "that no attribution of a score can be checked; call model.float() first"
         )
     if isinstance(inputs, Mapping) and "input_ids" not in inputs:
-        named = {str(name): torch.as_tensor(value) for name, value in cast("Mapping[str, Any]", inputs).items()}
+        named = named_tensors(cast("Mapping[str, object]", inputs))
         if not named:
             raise ValueError("the inputs are empty: expected a text, token ids, or the model's named inputs")
     else:
@@ -355,7 +300,12 @@ def _site(model: nn.Module, layer: object, attention: object) -> tuple[int, Site
     if not by_layer:
         raise UnsupportedArchitecture(f"the attention of {type(model).__name__} lies in no list of layers ({prefix})")
     count = len(cast(nn.ModuleList, model.get_submodule(prefix)))
-    number = _place("layer", layer, count)
+    depth = getattr(sites[0].owner.config, "num_hidden_layers", None)
+    held = max(count, sum(site.layers == prefix for site in sites))
+    calls = depth if isinstance(depth, int) and not sites[0].part and held < depth else count
+    number = _place("layer", layer, calls)
+    if number and calls > count:
+        raise ValueError(f"layer {number} is a later call of weights that {depth} layers share; layers with it: [0]")
     if number not in by_layer:
         raise ValueError(
             f"layer {number} has no {attention}-attention; layers with it: {checks.preview(sorted(by_layer))}"
@@ -377,7 +327,8 @@ def _keys(keys: object, rows: Sequence[Row]) -> list[int]:
     possible: list[int] = allowed.nonzero().flatten().tolist()
     if keys is None:
         return possible
-    listed = [keys] if isinstance(keys, int) else checks.index_array("keys", keys).tolist()
+    one = isinstance(keys, int) or getattr(keys, "shape", None) == ()
+    listed = [keys] if one else checks.index_array("keys", keys).tolist()
     count = len(allowed)
     chosen = [_place("each of keys", key, count) for key in listed]
     forbidden = [key for key in chosen if key not in possible]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -21,7 +21,7 @@ _CLOSE: Final = 2e-4  # of the largest value, for what attention put out
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """softmax(cap(product) + added) over the allowed keys and a sink, for one head and query; float64."""
+    """softmax(cap(product) + added) over the allowed keys and a sink, for one head and query; float64, on the CPU."""
 
     allowed: Tensor  # bool[keys]
     product: Tensor  # [keys], scaling * q.k
@@ -37,6 +37,11 @@ class Row:
         scores = sum(self.added.values(), scores).masked_fill(~self.allowed, -torch.inf)
         everything = scores if self.sink is None else torch.cat([scores, self.sink[None]])
         return everything.softmax(0)[: len(scores)]
+
+    def until(self, end: int) -> Row:
+        """The row without the keys from `end` on, none of which may be allowed."""
+        added = {name: values[:end] for name, values in self.added.items()}
+        return replace(self, allowed=self.allowed[:end], product=self.product[:end], added=added)
 
     @property
     def slope(self) -> Tensor:
@@ -63,21 +68,25 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
             added["positions"] = added.get("positions", 0.0) + own.masked_fill(~allowed, 0.0)
     if bias is not None:
         added["attached bias"] = _at(bias, head, query, len(keys)).masked_fill(~allowed, 0.0)
-    sinks = kwargs.get("s_aux", kwargs.get("sinks"))
-    sink = None if sinks is None else cast(Tensor, sinks).double()[head]
-    row = Row(
-        allowed, product, added, kwargs.get("softcap"), sink if sink is None or sink.ndim == 0 else sink[query], scaling
-    )
+    sinks = cast("Tensor | None", kwargs.get("s_aux", kwargs.get("sinks")))
+    if sinks is not None:  # [heads], or one for each query: [batch, heads, queries, 1]
+        sinks = sinks if sinks.ndim == 4 else sinks.reshape(1, *sinks.shape, *(1,) * (3 - sinks.ndim))
+    sink = None if sinks is None else _at(sinks.detach(), head, query, 1)[0]
+    if call.empty is not None:  # the mask lets such a query attend to all, and its output is set to zero afterwards
+        allowed = allowed & ~_at(call.empty[..., None], head, query, 1).bool()
+    if not bool(allowed.any()):
+        raise ValueError(f"the mask lets query {query} attend to no key in head {head}: choose another query")
+    row = Row(allowed, product, added, kwargs.get("softcap"), sink, scaling)
     _check(row, call, output, head, query)
     return row
 
 
 def product_of(call: AttentionCall, head: int, query: int) -> tuple[Tensor, float]:
     """Return scaling * q.k for all keys, [keys] in float64, and the scaling."""
-    keys = call.key[0, head // (call.query.shape[1] // call.key.shape[1])].double()
+    keys = call.key[0, head // (call.query.shape[1] // call.key.shape[1])].double().cpu()
     scaling = call.kwargs.get("scaling")
     scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return scaling * (keys @ call.query[0, head, query].double()), scaling
+    return scaling * (keys @ call.query[0, head, query].double().cpu()), scaling
 
 
 def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -86,10 +95,10 @@ def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str,
     if mask is None:
         causal: Any = call.kwargs.get("is_causal")
         causal = getattr(call.module, "is_causal", True) if causal is None else causal
-        all_of_them = torch.ones(keys, dtype=torch.bool, device=call.key.device)
+        all_of_them = torch.ones(keys, dtype=torch.bool)
         if not causal or call.query.shape[2] == 1 or call.implementation != "sdpa":
             return all_of_them, {}
-        return all_of_them & (torch.arange(keys, device=call.key.device) <= query), {}
+        return all_of_them & (torch.arange(keys) <= query), {}
     row = _at(mask, head, query, keys)
     if mask.dtype == torch.bool:
         return row.bool(), {}
@@ -99,18 +108,23 @@ def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str,
 
 
 def _at(table: Tensor, head: int, query: int, keys: int) -> Tensor:
-    """One row of a table [batch or 1, heads or 1, queries or 1, keys], in float64."""
+    """One row of a table [batch or 1, heads or 1, queries or 1, keys], in float64 on the CPU."""
     table = table.reshape(*(1,) * (4 - table.ndim), *table.shape)
     row = table[0, head if table.shape[1] > 1 else 0, query if table.shape[2] > 1 else 0, :keys]
-    return row.double().expand(keys)
+    return row.detach().double().cpu().expand(keys)
 
 
 def _check(row: Row, call: AttentionCall, output: Tensor, head: int, query: int) -> None:
     """Compare with the output: the row explains it only if nothing else was added to the scores."""
-    value = call.value[0, head * call.value.shape[1] // call.query.shape[1]].double()
+    value = call.value[0, head * call.value.shape[1] // call.query.shape[1]].double().cpu()
     if output.ndim == 3:
         output = output.unflatten(-1, (call.query.shape[1], -1))
-    expected, found = row.weights @ value, output[0, query, head].double()
+    expected, found = row.weights @ value, output[0, query, head].double().cpu()
+    if not bool(expected.isfinite().all() and found.isfinite().all()):
+        raise UnsupportedArchitecture(
+            f"{type(call.module).__name__} computes NaN or infinity for query {query} in head {head}: look for weights "
+            "or inputs that are not finite"
+        )
     if not bool((expected - found).abs().amax() <= _CLOSE * value.abs().amax()):
         raise UnsupportedArchitecture(
             f"{type(call.module).__name__} computes other weights than its scores, mask and sinks give (its output "

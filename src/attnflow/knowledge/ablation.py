@@ -88,19 +88,9 @@ def without(removed: Sequence[LocatedEntry | None]) -> Generator[None]:
 def logits_without(
     model: nn.Module, arguments: Mapping[str, Tensor], removed: Sequence[LocatedEntry], position: int
 ) -> tuple[Float[Tensor, " vocabulary"], Float[Tensor, "removed vocabulary"]]:
-    """Return a token's logits, and its logits without each of the entries.
+    """Return a token's logits, and its logits without each of the entries alone; `arguments` are of one sequence.
 
     The sequence runs as one batch with a copy for each entry and an untouched one, or as several if it is long.
-
-    Args:
-        model: a model that reads entries.
-        arguments: its inputs for one sequence.
-        removed: the entries, each taken out alone.
-        position: of the token, from 0.
-
-    Raises:
-        ValueError: an input's first axis is not the batch.
-        UnsupportedArchitecture: a layer does not see all tokens of the batch, or the model returns no logits.
     """
     tokens = arguments["input_ids"].shape[1]
     odd = [name for name, value in arguments.items() if value.ndim == 0 or len(value) != 1]

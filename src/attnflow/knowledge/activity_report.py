@@ -1,4 +1,7 @@
-"""`ActivityReport`: the entries that are active for a token, and those that never are, layer by layer."""
+"""`ActivityReport`: the entries that are active for a token, and those that never are, layer by layer.
+
+Beside `usage`, which counts them in a model, so that a report opens where no transformers is installed.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -101,6 +101,11 @@ def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Genera
     finally:
         for (reader, _), observer in zip(observers, before, strict=True):
             reader.observer = observer
+
+
+def unobserved(model: nn.Module) -> AbstractContextManager[None]:
+    """Remove all observers of a model's layers inside the block: readings for our own use are counted by nobody."""
+    return observed([(reader, None) for reader in readers(model)])
 
 
 class SharedReader(KnowledgeReader, LayerReader):
@@ -199,8 +204,9 @@ class LayerEntries(nn.Module, LayerReader):
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Ids in the base."""
-        ids = self.base.ids[self.base.rows(self.layer)][positions.clamp(min=0)]
-        return ids.masked_fill(positions < 0, -1)
+        places = positions.cpu()  # as the ids are, wherever the model is
+        ids = self.base.ids[self.base.rows(self.layer)][places.clamp(min=0)]
+        return ids.masked_fill(places < 0, -1).to(positions.device)
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "1 entries model_dim"]:
         """The values of entries."""

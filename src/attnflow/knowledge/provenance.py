@@ -211,10 +211,10 @@ class Trace(Result):
         }
         if not any(one.threshold for one in fired):  # as in models without biases
             del columns["threshold"]
-        if all(one.ablated_effect is None for one in fired):
-            del columns["ablated"], columns["p lost"]
-        lines = [list(columns)] + [[show(one) for show in columns.values()] for one in fired]
-        return aligned(lines, left=[1, len(columns) - 1])
+        cells = [[name, *map(show, fired)] for name, show in columns.items()]
+        cells = [column for column in cells if any(column[1:]) or not fired]  # some models have no effects, or no words
+        left = [at for at, column in enumerate(cells) if column[0] == "token" or column[0].startswith("text")]
+        return aligned([*zip(*cells, strict=True)], left)
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each kept entry of each token and layer."""

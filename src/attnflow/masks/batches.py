@@ -55,8 +55,7 @@ class MaskGrid(Blocked):
         table = torch.empty(self.shape, dtype=torch.bool)
         for b, row in enumerate(self.padded()):
             for h, mask in enumerate(row):
-                for start, part in mask.dense_chunks():
-                    table[b, h, start : start + len(part)] = torch.from_numpy(part)
+                table[b, h] = mask.dense()
         return table if device is None else table.to(device)
 
     def row_intervals(

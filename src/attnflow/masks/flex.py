@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 MAX_UNROLLED: Final = 32  # intervals per row up to which a mask_mod compares; above, it looks up a bit
+_BLOCK: Final = 128  # queries and keys per block of the masks of a batch, as FlexAttention takes them by default
 _BLOCKS: Final = 1 << 26  # that are counted: 2.5 GB while it runs, and a million positions in blocks of 128
 _COVERED: Final = 1 << 22  # keys that are counted at a time where they are numbered anew
 
@@ -243,9 +244,7 @@ def pairs_in_blocks(
     return (direct + between)[:, :-1]
 
 
-def _pairs_of_renumbered(
-    row: Tensor, starts: Tensor, ends: Tensor, rank: Tensor, grid: tuple[int, int], width: int
-) -> Tensor:
+def _pairs_of_renumbered(row: Tensor, starts: Tensor, ends: Tensor, rank: Tensor, grid: tuple[int, int]) -> Tensor:
     """`pairs_in_blocks` of numbered keys: sums rows while keys lie together, then renumbers the sum.
 
     Cost: a number per key and grid row more.
@@ -255,8 +254,8 @@ def _pairs_of_renumbered(
     for at, change in ((starts, 1), (ends, -1)):
         index = row * (num_keys + 1) + at
         cover.view(-1).scatter_add_(0, index.flatten(), torch.full_like(index, change, dtype=torch.int32).flatten())
-    cover = torch.nn.functional.pad(cover.cumsum(-1, dtype=torch.int32)[:, rank.long()], (0, -num_keys % width))
-    return cover.unflatten(1, (grid[1], width)).sum(-1, dtype=torch.int64)
+    cover = torch.nn.functional.pad(cover.cumsum(-1, dtype=torch.int32)[:, rank.long()], (0, -num_keys % _BLOCK))
+    return cover.unflatten(1, (grid[1], _BLOCK)).sum(-1, dtype=torch.int64)
 
 
 def _block_rows(present: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,32 +314,27 @@ def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: 
     return compare
 
 
-def block_mask_of_rows(
-    rows: Int32[Tensor, "batch heads rows queries"], num_keys: int, blocks: tuple[int, int] = (128, 128)
-) -> BlockMask:
+def block_mask_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: int) -> BlockMask:
     """The `BlockMask` of row intervals, on their device."""
-    counts = block_counts_of_rows(rows, num_keys, blocks)
-    return block_mask_of_counts(counts, blocks, mask_mod_of_rows(rows, num_keys), (rows.shape[-1], num_keys))
+    counts = block_counts_of_rows(rows, num_keys)
+    return block_mask_of_counts(counts, (_BLOCK, _BLOCK), mask_mod_of_rows(rows, num_keys), (rows.shape[-1], num_keys))
 
 
 def block_counts_of_rows(
-    rows: Int32[Tensor, "batch heads rows queries"], num_keys: int, blocks: tuple[int, int] = (128, 128)
+    rows: Int32[Tensor, "batch heads rows queries"], num_keys: int
 ) -> Int[Tensor, "batch heads query_blocks key_blocks"]:
     """Allowed pairs in each block."""
     (bounds, rank), (batch, heads, _, queries) = split_rows(rows), rows.shape
     starts, ends = bounds[:, :, ::2].long(), bounds[:, :, 1::2].long()
-    height, width = -(-queries // blocks[0]), -(-num_keys // blocks[1])
-    row = torch.arange(queries, device=rows.device) // blocks[0]
+    height, width = -(-queries // _BLOCK), -(-num_keys // _BLOCK)
+    row = torch.arange(queries, device=rows.device) // _BLOCK
     if rank is None:
         place = torch.arange(batch * heads, device=rows.device).view(batch, heads, 1, 1) * height
         grid = batch * heads * height, width
-        return pairs_in_blocks((place + row).expand_as(starts), starts, ends, grid, blocks[1]).unflatten(
-            0, (batch, heads, height)
-        )
+        counts = pairs_in_blocks((place + row).expand_as(starts), starts, ends, grid, _BLOCK)
+        return counts.unflatten(0, (batch, heads, height))
     parts = [
-        _pairs_of_renumbered(
-            row.expand_as(starts[b, h]), starts[b, h], ends[b, h], rank[b, h], (height, width), blocks[1]
-        )
+        _pairs_of_renumbered(row.expand_as(starts[b, h]), starts[b, h], ends[b, h], rank[b, h], (height, width))
         for b in range(batch)
         for h in range(heads)
     ]

@@ -162,7 +162,12 @@ class IntervalRows:
 
     def intersection(self, other: IntervalRows) -> IntervalRows:
         """Row by row, the keys in both."""
-        return self._from_line(*_intersection(*self._line(), *other._line()), self.num_rows, self.num_keys)
+        (starts, ends), (other_starts, other_ends) = self._line(), other._line()
+        first = np.searchsorted(other_ends, starts, side="right")  # the first that ends behind the start
+        count = np.maximum(np.searchsorted(other_starts, ends) - first, 0)
+        mine, its = ragged(first, count)
+        starts, ends = np.maximum(starts[mine], other_starts[its]), np.minimum(ends[mine], other_ends[its])
+        return self._from_line(starts, ends, self.num_rows, self.num_keys)
 
     def complement(self) -> IntervalRows:
         """Row by row, the keys not in this."""
@@ -210,13 +215,3 @@ def _union(starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
     reach = np.maximum.accumulate(ends)
     apart = starts[1:] > reach[:-1]
     return starts[np.append(True, apart)], reach[np.append(apart, True)]
-
-
-def _intersection(
-    starts: IntArray, ends: IntArray, other_starts: IntArray, other_ends: IntArray
-) -> tuple[IntArray, IntArray]:
-    """The intersection of two sequences of sorted, disjoint intervals of the line, in order."""
-    first = np.searchsorted(other_ends, starts, side="right")  # the first that ends behind the start
-    count = np.maximum(np.searchsorted(other_starts, ends) - first, 0)
-    mine, other = ragged(first, count)
-    return np.maximum(starts[mine], other_starts[other]), np.minimum(ends[mine], other_ends[other])

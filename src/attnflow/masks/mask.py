@@ -110,11 +110,6 @@ class Mask(Priced, flex.Blocked):
         pairs = self.num_queries * self.num_keys
         return self.nnz / pairs if pairs else 0.0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the row intervals."""
-        return sum(part.nbytes for part in (self._rows.indptr, self._rows.starts, self._rows.ends))
-
     def row_counts(self) -> IntArray:
         """Number of keys that each query may attend to, int64[num_queries]. Cost: O(intervals)."""
         counts = self._rows.counts()

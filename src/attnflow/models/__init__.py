@@ -2,8 +2,8 @@
 
 Read `sites` first: it finds where a model attends. `attention` finds the weights of queries and keys, by the `probe`
 or, for files, by the tables in `families`. `feed_forward` does the same for the other layers. `interception` wraps
-attention while the model runs, `watching` wraps any module, and a `trial` runs a model and restores it. `loader`,
-`names` and `hub` get a model. `checkpoints` reads tensors from files without building a model.
+attention while the model runs, `watching` wraps any module, and a `trial` runs a model and restores it. `loader`
+and `names` get a model. `checkpoints` reads tensors from files without building a model.
 """
 
 from importlib.util import find_spec
@@ -14,20 +14,17 @@ from attnflow._core.lazy import on_demand
 from attnflow.models.names import MODELS, sample_text
 
 if TYPE_CHECKING:
-    from attnflow.models.loaded import Loaded
     from attnflow.models.loader import load_model
 
-__all__ = ["MODELS", "Loaded", "load_model", "sample_text"]
+__all__ = ["MODELS", "load_model", "sample_text"]
 
 
-def _home(name: str) -> object:
-    if name == "load_model":
-        if find_spec("transformers") is None:
-            raise MissingExtra("transformers", "hf", "af.load_model")
-        from attnflow.models import loader as home
-    else:
-        from attnflow.models import loaded as home  # with torch
-    return home
+def _home(_: str) -> object:
+    if find_spec("transformers") is None:
+        raise MissingExtra("transformers", "hf", "af.load_model")
+    from attnflow.models import loader
+
+    return loader
 
 
 __getattr__, __dir__ = on_demand(__name__, __all__, _home)

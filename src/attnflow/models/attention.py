@@ -131,19 +131,15 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
         if weights.module is not None:
             places = _places(weights.module, weights.shapes, config or {})
         else:
-            places = _stored_places(weights, {**weights.config, **(config or {})})
+            shapes, whole = weights.shapes, {**weights.config, **(config or {})}
+            try:
+                places = ordered(registered(shapes, whole), shapes, whole)
+            except UnknownHeads:
+                whole = _with_defaults(whole)
+                places = ordered(registered(shapes, whole), shapes, whole)
     except UnsupportedArchitecture as error:
         raise UnsupportedArchitecture(f"{weights.name}: {error}") from error
     return [AttentionLayer(**vars(place), read=weights.read, parameters={}) for place in places]
-
-
-def _stored_places(weights: Weights, config: Mapping[str, object]) -> tuple[Place, ...]:
-    shapes = weights.shapes
-    try:
-        return ordered(registered(shapes, config), shapes, config)
-    except UnknownHeads:
-        config = _with_defaults(config)
-        return ordered(registered(shapes, config), shapes, config)
 
 
 def _with_defaults(config: Config) -> Config:

@@ -71,12 +71,12 @@ def model_inputs(
     """Make the model's keyword arguments, batched, on the device of its embeddings."""
     inputs = tokenized(inputs, tokenizer)
     if isinstance(inputs, Mapping):
-        named = {str(name): torch.as_tensor(value) for name, value in cast(Mapping[str, Any], inputs).items()}
+        named = named_tensors(cast("Mapping[str, object]", inputs))
         if "input_ids" not in named:
             raise ValueError(f"the inputs must hold input_ids, got {', '.join(named) or 'nothing'}")
         named["input_ids"] = _batched(named["input_ids"])
     else:
-        named = {"input_ids": _batched(torch.as_tensor(inputs))}
+        named = {"input_ids": _batched(_tensor("inputs", inputs))}
         if len(named["input_ids"]) > 1:
             raise ValueError("token ids must be of one sequence: pass a batch as a mapping, with its attention_mask")
     table = embedding_table(model)
@@ -88,6 +88,27 @@ def model_inputs(
         raise ValueError(f"sequence must be a number of the batch of {len(named['input_ids'])}, got {sequence}")
     device = device_of(model)
     return {name: value.to(device) for name, value in named.items()}
+
+
+def named_tensors(inputs: Mapping[str, object]) -> dict[str, Tensor]:
+    """Make tensors of named inputs, without those that are None and an empty cache; `ValueError` for a filled one."""
+    named = {str(name): value for name, value in inputs.items() if value is not None}
+    if (cache := named.pop("past_key_values", None)) is not None:
+        length = cast(Any, cache).get_seq_length() if hasattr(cache, "get_seq_length") else len(cast(Any, cache))
+        if length:
+            raise ValueError(
+                "past_key_values holds states of earlier positions, which are not read here: pass the whole sequence, "
+                "without a cache"
+            )
+    tensors = {name: _tensor(name, value) for name, value in named.items()}
+    for part in ("", "decoder_"):
+        ids, mask = tensors.get(f"{part}input_ids"), tensors.get(f"{part}attention_mask")
+        if ids is not None and mask is not None and ids.ndim == mask.ndim == 2 and ids.shape != mask.shape:
+            raise ValueError(
+                f"{part}input_ids are {list(ids.shape)}, their {part}attention_mask is {list(mask.shape)}: it needs "
+                "one entry for each token"
+            )
+    return tensors
 
 
 def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None = None) -> dict[str, Tensor]:
@@ -110,6 +131,26 @@ def text_inputs(loaded: Loaded, inputs: str | Sequence[int], limit: int | None =
 def token_texts(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
     """Decode every token by itself; without a tokenizer its id is its text."""
     return [str(token) if tokenizer is None else str(tokenizer.decode([token])) for token in ids]
+
+
+def sequence_texts(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Decode every token of a sequence with the space before it, so that joined they are the text.
+
+    >>> "".join(sequence_texts([5, 6, 7], None))
+    '5 6 7'
+    """
+    texts: list[str] = []
+    before: list[int] = []
+    for token in ids:
+        (text,) = token_texts([token], tokenizer)
+        if before and tokenizer is None:
+            text = f" {text}"
+        elif before and tokenizer is not None:  # many tokenizers put the space only between two tokens
+            start, both = (str(tokenizer.decode(listed)) for listed in (before, [*before, token]))
+            text = both.removeprefix(start) if both.startswith(start) else text
+        texts.append(text)
+        before = [token]
+    return texts
 
 
 def sparing(model: nn.Module) -> dict[str, object]:
@@ -159,9 +200,17 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
+def _tensor(name: str, value: object) -> Tensor:
+    try:
+        return torch.as_tensor(value).clone()  # results read it again, after the caller may have written to it
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: of no type that torch infers
+        shown = " ".join(f"{value!r:.60}".split())
+        raise TypeError(f"{name} must be a tensor or a list of numbers, got {shown}") from None
+
+
 def _batched(ids: Tensor) -> Tensor:
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"expected a text or token ids, got a tensor of {ids.dtype}")
     if ids.ndim not in (1, 2) or ids.numel() == 0:
         raise ValueError(f"token ids must be [tokens] or [batch, tokens] with at least one token, got {ids.shape}")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"expected a text or token ids, got a tensor of {ids.dtype}")
     return ids if ids.ndim == 2 else ids[None]

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 import transformers
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -27,9 +28,9 @@ from attnflow._core.checks import boolean
 from attnflow._core.errors import AttnflowError, MissingExtra, UnsupportedArchitecture
 from attnflow._core.files import write_folder
 from attnflow.models.checkpoints import open_weights
-from attnflow.models.checkpoints.files import BadCheckpoint, Folder, check_sizes, first_line, shards
+from attnflow.models.checkpoints.files import BadCheckpoint, Folder, check_sizes, first_line, not_reached, shards
 from attnflow.models.loaded import Loaded
-from attnflow.models.names import REGISTRATIONS, resolve, short_names
+from attnflow.models.names import REGISTRATIONS, resolve
 
 _LOG: Final = logging.getLogger("attnflow.models")
 _Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
@@ -125,7 +126,7 @@ def _config(folder: str) -> Config:
     except OSError as error:
         if Path(folder).is_dir():
             raise BadCheckpoint(f"{folder} has no config that can be read: {first_line(error)}") from error
-        raise _not_found(folder, error) from error
+        raise not_reached(folder, error, HF_HUB_OFFLINE) from error
     except ImportError:
         raise
     except Exception as error:  # every config checks its values in its own way
@@ -163,7 +164,7 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
                 f"{folder} holds no safetensors weights, and pickled weights (.bin, .pt) are not opened: convert them "
                 "with save_pretrained on a machine that trusts them"
             ) from error
-        raise _not_found(folder, error) from error
+        raise not_reached(folder, error, HF_HUB_OFFLINE) from error
     except Exception as error:  # safetensors raises a class of its own for a damaged file
         if type(error).__name__ == "SafetensorError":
             raise BadCheckpoint(f"the weights in {folder} are damaged: {error}") from error
@@ -216,12 +217,6 @@ def _tokenizer(folder: str, **gguf_file: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # damaged files fail anywhere, with any class of error
         place = "/".join([folder, *gguf_file.values()])
         raise BadCheckpoint(f"{place} has no tokenizer: {first_line(error)}; pass tokenizer=False") from error
-
-
-def _not_found(name: str, error: Exception) -> FileNotFoundError:
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
-    return FileNotFoundError(f"{name!r} is not local, and cannot be downloaded from the hub ({why}){short_names()}")
 
 
 def _load_gguf(

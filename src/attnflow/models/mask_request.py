@@ -200,10 +200,6 @@ class Asked:
         """Return the request behind `mask`, or behind the tensor that it is a view of."""
         return next((request for made, request in reversed(self.made) if _same(made, mask)), None)
 
-    def without_mask(self) -> list[MaskRequest]:
-        """Return the requests that needed no mask."""
-        return [request for made, request in self.made if made is None]
-
 
 @contextmanager
 def asking() -> Generator[Asked, None, None]:

@@ -74,19 +74,15 @@ def find_sites(model: object) -> tuple[Site, ...]:
         )
         for name, module in callers
     )
-    _refuse_other_modality(next(iter(owners.values())), sites)
-    return sites
-
-
-def _refuse_other_modality(model: PreTrainedModel, sites: Sequence[Site]) -> None:
-    """Refuse text that bypasses every site: the sites attend to an image instead."""
-    owners = {type(site.owner).__name__: site.owner.main_input_name for site in sites}
-    if model.main_input_name == "input_ids" and "input_ids" not in owners.values():
-        names = ", ".join(f"{owner} (reads {reads})" for owner, reads in owners.items())
+    outermost = next(iter(owners.values()))
+    reads = {type(site.owner).__name__: site.owner.main_input_name for site in sites}
+    if outermost.main_input_name == "input_ids" and "input_ids" not in reads.values():  # the sites attend to an image
+        names = ", ".join(f"{owner} (reads {what})" for owner, what in reads.items())
         raise UnsupportedArchitecture(
-            f"{type(model).__name__} reads text by attention that does not call {INTERFACE}; what calls it lies in "
+            f"{type(outermost).__name__} reads text by attention that does not call {INTERFACE}; what calls it lies in "
             f"{names}: pass that part if you mean it"
         )
+    return sites
 
 
 def one_owner(sites: Sequence[Site]) -> list[Site]:

@@ -3,10 +3,6 @@
 `ResidualStream` runs a model up to one attention module. Afterwards it can run the same code again with each sublayer
 replaced by a given output, and with norms held: queries and keys are then an affine function of those outputs, whatever
 lies between them (residual sums, scales, norms after sublayers, rotations, latent projections).
-
-A sublayer is found by what it does, not by its name. The input of the first layer is marked for automatic
-differentiation, and the mark ends at every module that owns a matrix and at every attention. The outermost modules
-whose outputs bear no mark carry no residual path: they are the sublayers.
 """
 
 from __future__ import annotations
@@ -32,6 +28,8 @@ from attnflow.models.interception import (
     intercept,
 )
 from attnflow.models.mixing import moves_between_positions
+from attnflow.models.offload import device_of
+from attnflow.models.recording import LARGE, Component, Keep, Reads, Recorder
 from attnflow.models.sites import Site, models_around
 from attnflow.models.watching import (
     Arguments,
@@ -39,27 +37,15 @@ from attnflow.models.watching import (
     Watch,
     handed_again,
     hidden_of,
-    mapped,
-    tensors_in,
     with_hidden,
     with_tensor,
 )
 
-_SUPPORTED: Final = ("eager", "sdpa")
+SUPPORTED: Final = ("eager", "sdpa")
 
 
 class _Reached(Exception):
     """The pass is at the attention module that it was for."""
-
-
-@dataclass(eq=False)
-class Component:
-    """One summand of the residual stream: the input of the first layer, or the output of one call of a sublayer."""
-
-    path: str  # of the module
-    number: int  # of its call
-    value: Tensor | None  # None for an output that is not of the stream's shape; it is kept as it is
-    output: Any  # everything that the module returned
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +55,8 @@ class Seen:
     call: AttentionCall
     output: Tensor
     added: Tensor | None = None  # what an attached bias adds to the scores, [batch or 1, heads or 1, queries, keys]
+    query: Tensor | None = None  # that of the call, differentiable by the matrices of `reads`; None in later passes
+    key: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -84,7 +72,10 @@ class ResidualStream:
     sites: Sequence[Site]
     lists: Mapping[str, str]
     components: list[Component] = field(default_factory=lambda: list[Component]())
+    reads: Reads = field(default_factory=Reads)
+    large: bool = False  # whether the values of components were dropped; `complete` has them
     _norms: dict[tuple[str, int], HeldNorm | None] = field(default_factory=lambda: dict[Any, Any]())
+    _scales_known: bool = False  # whether a held pass with the recorded values has been made
 
     # -------- passes
 
@@ -96,11 +87,11 @@ class ResidualStream:
         """
         flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
         eager = cast(Any, torch.compiler).set_stance("force_eager")
-        exact = torch.autocast(next(self.model.parameters()).device.type, enabled=False)
+        exact = torch.autocast(device_of(self.model).type, enabled=False)
         double = torch.float64 if flags[0][0].dtype == torch.float64 else None
         still = (unchanged(self.model), evaluating(self.model), precision(self.model, double), eager, exact)
         with ExitStack() as stack:
-            for one in (*still, torch.enable_grad()):
+            for one in (*still, torch.inference_mode(False), torch.enable_grad()):
                 stack.enter_context(one)
             try:
                 for parameter, _ in flags:
@@ -110,19 +101,37 @@ class ResidualStream:
                 for parameter, flag in flags:
                     parameter.requires_grad_(flag)
 
-    def record(self) -> Seen:
-        """Run the model up to the site, and keep what its sublayers put out."""
-        recorder = _Recorder(self)
+    def record(self, keep: Keep | None = None, limit: float = LARGE) -> Seen:
+        """Run the model up to the site, and keep what its sublayers put out.
+
+        `keep` receives each output in place of that, and its results are kept. Without it, a pass of more than `limit`
+        tokens keeps none.
+        """
+        attention = {site.module for site in self.sites}
+        recorder = Recorder(self.lists, self._layers(), self._modules(), attention, self.site.module, keep, limit)
         with Watch(self._modules(), recorder.enter, recorder.leave):
             seen = self._reach(recorded=True)
-        self.components = recorder.components
+        self.components, self.reads, self.large = recorder.components, recorder.reads, recorder.dropped
         return seen
+
+    def complete(self) -> None:
+        """Record once more with all values, if they were dropped."""
+        if all(one.value is None for one in self.components):
+            with self.still():
+                self.record(limit=float("inf"))
 
     def query_and_key(self, values: Sequence[Tensor | None], *, held: bool = True) -> AttentionCall:
         """Return the call that the site makes if the components have these values.
 
-        `held` keeps every norm at its scale in the first such pass.
+        `held` keeps every norm at its scale in a pass with the recorded values, which is made first unless `values`
+        are those, marked for differentiation.
         """
+        if held and not self._scales_known:
+            self._scales_known = True
+            if not all(value is None or value.requires_grad for value in values):
+                own = [one.value for one in self.components]
+                with torch.enable_grad():
+                    self.query_and_key([None if one is None else one.clone().requires_grad_() for one in own])
         stubs: dict[str, list[tuple[Component, Tensor | None]]] = {}
         for component, value in zip(self.components, values, strict=True):
             if component.number >= 0:
@@ -159,14 +168,19 @@ class ResidualStream:
         seen: list[Seen] = []
 
         def look(call: AttentionCall, proceed: Proceed) -> Output:
-            added = _added(call) if recorded else None  # before the call, which uses up what its hooks have seen
-            output, _ = proceed(call)
-            seen.append(Seen(call, output, added))
+            if not recorded:
+                seen.append(Seen(call, proceed(call)[0]))
+                raise _Reached
+            plain = call.replace(**{name: getattr(call, name).detach() for name in ("query", "key", "value")})
+            with torch.no_grad():
+                added = added_to(plain)  # before the call, which uses up what its hooks have seen
+                output, _ = proceed(plain)
+            seen.append(Seen(plain, output, added, call.query, call.key))
             raise _Reached
 
         owner = self.site.owner
         current = base_implementation(owner.config)
-        implementation = current if current in _SUPPORTED else "sdpa"
+        implementation = current if current in SUPPORTED else "sdpa"
         around = models_around(self.sites)
         interception = intercept(around, {self.site.module: look}, role="pool", implementation=implementation)
         try:
@@ -270,67 +284,6 @@ class ResidualStream:
         return f"{start} {'mixer' if mixes else 'feed-forward'}"
 
 
-class _Recorder:
-    """Ends the marks at matrices and attention, and keeps the outputs of the outermost modules without a mark."""
-
-    def __init__(self, stream: ResidualStream) -> None:
-        self._layers = {layer: path for path, layer in stream._layers().items()}
-        attention = {site.module for site in stream.sites}
-        self._target = stream.site.module
-        self._ends = {
-            module
-            for module in stream._modules().values()
-            if module in attention
-            or (_owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
-        }
-        self._holds = {m for m in stream._modules().values() if any(_owns_matrix(part) for part in m.modules())}
-        self._lists = stream.lists
-        self._begun: dict[int, int] = {}  # how many components there were when a call began
-        self._open: list[Call] = []
-        self._shapes: dict[str, torch.Size] = {}
-        self._marked: dict[str, tuple[Tensor, Tensor]] = {}  # the input of each list's first layer, without and with
-        self._found: list[Component] = []
-
-    @property
-    def components(self) -> list[Component]:
-        """The components outside of the site itself."""
-        return self._found
-
-    def enter(self, call: Call) -> Arguments | None:
-        """Mark the input of a list's first layer."""
-        if call.module is self._target:
-            return None
-        self._begun[id(call)] = len(self._found)
-        prefix = str(call.name).rpartition(".")[0]
-        if call.module not in self._layers or prefix not in self._lists:
-            return None
-        if prefix in self._marked:
-            return handed_again(call, *self._marked[prefix])
-        hidden = hidden_of(call)
-        self._shapes[prefix] = hidden.shape
-        marked = hidden.detach().requires_grad_().clone()
-        self._marked[prefix] = hidden.detach(), marked
-        self._found.append(Component(str(call.name), -1, hidden.detach(), None))
-        return with_hidden(call, marked)
-
-    def leave(self, call: Call, output: object) -> object:
-        """End marks, and keep the output of a module that has none."""
-        path, begun = str(call.name), self._begun.pop(id(call), None)
-        inside_target = any(open_call.module is self._target for open_call in _callers(call))
-        ended = mapped(output, lambda t: t.detach()) if call.module in self._ends else output
-        if begun is None or inside_target or call.module not in self._holds:
-            return ended if call.module in self._ends else None
-        tensors = tensors_in(ended)
-        if not tensors or any(tensor.requires_grad for tensor in tensors):
-            return ended if call.module in self._ends else None
-        del self._found[begun:]
-        prefix = max((one for one in self._lists if path.startswith(one)), key=len)
-        shape = self._shapes.get(prefix, torch.Size())
-        main = next((t for t in tensors if t.is_floating_point() and _alike(t.shape, shape)), None)
-        self._found.append(Component(path, call.number, None if main is None else main.detach(), ended))
-        return ended if call.module in self._ends else None
-
-
 class _Stub:
     """Stands in for a sublayer: returns what it put out, with another tensor for its part of the stream."""
 
@@ -348,29 +301,9 @@ class _Stub:
         return component.output if value is None else with_tensor(component.output, component.value, value)
 
 
-def _added(call: AttentionCall) -> Tensor | None:
+def added_to(call: AttentionCall) -> Tensor | None:
     """What the attached biases add to the scores of a call: their interceptors say so by a function `added`."""
     found = [getattr(one, "added", None) for one in in_force(call.module, "bias")]
     with torch.no_grad():
         parts: list[Tensor] = [part for one in found if one is not None and (part := one(call)) is not None]
     return sum(parts[1:], start=parts[0]) if parts else None
-
-
-def _owns_matrix(module: nn.Module) -> bool:
-    return any(p is not None and p.ndim >= 2 for p in module._parameters.values())
-
-
-def _callers(call: Call) -> Generator[Call]:
-    one = call.caller
-    while one is not None:
-        yield one
-        one = one.caller
-
-
-def _alike(shape: torch.Size, stream: torch.Size) -> bool:
-    """Whether an output has the stream's vectors, with or without the axis of the batch."""
-    return (
-        shape[-1:] == stream[-1:]
-        and len(shape) >= 2
-        and shape[:-1].numel() in (stream[-3:-1].numel(), stream[:-1].numel())
-    )

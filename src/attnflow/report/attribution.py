@@ -276,7 +276,13 @@ def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
     names += [f"{grouped(best.count)} other terms", "sum of all" if row.centred else "the score"]
     values = [value for *_, value in best.terms] + ([*best.constants.values()] or [0.0]) + [best.others, best.total]
     axes = panel.subplots()
-    places = np.arange(len(values)) + np.where(np.arange(len(values)) >= len(best.terms), 0.4, 0.0)
+    draw_bars(axes, names, values, len(best.terms))
+    axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
+
+
+def draw_bars(axes: Any, names: Sequence[str], values: Sequence[float], count: int) -> None:
+    """Draws parts of a score as bars with their numbers: the first `count`, and after a gap their sums."""
+    places = np.arange(len(values)) + np.where(np.arange(len(values)) >= count, 0.4, 0.0)
     axes.barh(places, values, color=[*_colours(np.array(values[:-1])), INK], height=0.7)
     axes.set_yticks(places, [literal(name) for name in names])
     axes.tick_params(axis="y", length=0, labelsize=7.5)
@@ -288,7 +294,6 @@ def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
     axes.axvline(0, color=SOFT, linewidth=0.8)
     axes.invert_yaxis()
     axes.set_xlabel("logits")
-    axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
 
 
 def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:

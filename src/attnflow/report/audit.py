@@ -31,13 +31,13 @@ _ROWS: Final = 48  # runs of layers that a chart shows
 
 def audit_part(report: AuditReport, _: Context) -> Part:
     """Describes the verdict, what was tested, each violation and every watched module."""
-    count, tested = len(report.violations), f"{percent(report.coverage)} of the forbidden pairs tested"
+    count, tested = len(report.violations), _tested(report)
     if report.ok:
         reading: list[Content] = [f"No leak found, {tested}."]
         verdict = html.note("good", html.paragraph(f"No output moved against the order: {report.order}."))
     elif not report.violations:
-        reading = ["The audit tested nothing: the order forbids no pair of these inputs."]
-        verdict = html.note("neutral", html.paragraph(f"Nothing was tested: {report.order}."))
+        reading = [f"The audit tested nothing: {_untested(report)}."]
+        verdict = html.note("neutral", html.paragraph(f"Nothing was tested: {_untested(report)}."))
     else:
         first = report.violations[0]
         where = "" if first.layer is None else f" (layer {first.layer})"
@@ -52,10 +52,10 @@ def audit_part(report: AuditReport, _: Context) -> Part:
         rows = [_violation(violation) for violation in report.violations[:LISTED]]
         body += html.table(head, rows, text_columns=2, marked=[0])
         body += html.rest(count - LISTED)
-    if report.modules:
+    if report.modules and (report.ok or count):
         watched = f"{plural(len(report.modules), 'module')} watched"
         body += tag("h3", watched) + charts.in_page(lambda: audit_chart(report, title=" "), watched)
-    for remark in report.notes:
+    for remark in (*report.untested, *report.notes):
         body += html.note("neutral", html.paragraph(remark))
     ink = "bad-ink" if count else "good-ink" if report.ok else ""
     verdict_ = tag("span", plural(count, "violation") if count else report.verdict, class_=ink)
@@ -63,10 +63,24 @@ def audit_part(report: AuditReport, _: Context) -> Part:
     return Part("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
 
 
+def _tested(report: AuditReport) -> str:
+    return f"{percent(report.coverage)} of the forbidden pairs tested" if report.forbidden else _untested(report)
+
+
+def _untested(report: AuditReport) -> str:
+    """Returns why an audit without violations is not clean."""
+    if not report.forbidden:
+        who = "a bidirectional model" if report.order == "bidirectional" else f"the order ({report.order})"
+        return f"{who} forbids no pair of these inputs"
+    if report.untested:
+        return f"not every output could be tested, {report.untested[0]}"
+    return f"none of {plural(report.forbidden, 'forbidden pair')} could be tested"
+
+
 def effort(report: AuditReport) -> list[tuple[str, Content]]:
     """Returns what was tested and at what cost, line by line."""
     passes = plural(report.forward_passes, "forward pass", "forward passes")
-    tested = f"{percent(report.coverage)} of {grouped(report.forbidden)}"
+    tested = f"{percent(report.coverage)} of {grouped(report.forbidden)}" if report.forbidden else "none is forbidden"
     return [
         ("Order tested", report.order),
         ("Inputs", f"{plural(report.batch, 'sequence')}, {plural(report.positions, 'position')}"),
@@ -107,14 +121,17 @@ def audit_chart(report: AuditReport, *, title: str | None = None) -> Figure:
     lines = [title] if title else _heading(report)
     letters = int(12.5 * figure.get_figwidth())  # of a line
     figure.suptitle(literal("\n".join(part for line in lines for part in textwrap.wrap(line, letters) or [line])))
-    handles = [Patch(**_look(status), label=meaning) for status, (*_, meaning) in _LOOKS.items()]
+    meanings = {status: meaning for status, (*_, meaning) in _LOOKS.items()}
+    if not (report.ok or report.violations):
+        meanings["clean"] = "watched, nothing to see"
+    handles = [Patch(**_look(status), label=meaning) for status, meaning in meanings.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, handleheight=1.4, handlelength=2.4)
     return figure
 
 
 def _heading(report: AuditReport) -> list[str]:
     """Returns the verdict with the module where a leak starts, and what was tested: a line each."""
-    tested = f"{percent(report.coverage)} of the forbidden pairs tested".replace("\xa0", " ")
+    tested = _tested(report).replace("\xa0", " ")
     if not report.violations:
         return [f"{report.verdict.capitalize()} (order: {report.order})", tested]
     first = report.violations[0]

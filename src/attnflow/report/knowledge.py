@@ -87,9 +87,10 @@ def _entries(trace: Trace) -> Section:
             "An entry is named by layer and id. Its words are its text, or the tokens whose logits it raises (↑) and "
             "lowers (↓) most here: weight times value, seen by the unembedding."
         )
+    words = [entry_words(one, 90) or "–" for one in strongest]
     columns: dict[str, Sequence[str]] = {
         "Entry": [entry_name(one) for one in strongest],
-        "Text, or tokens": [entry_words(one, 90) or "–" for one in strongest],
+        "Text, or tokens": words,
         "Score": html.numbers([one.score for one in strongest], signed=True),
         "Threshold": html.numbers([one.threshold for one in strongest], signed=True),
         "Weight": html.numbers([one.weight for one in strongest], signed=True),
@@ -98,11 +99,17 @@ def _entries(trace: Trace) -> Section:
     }
     if not any(one.threshold for one in strongest):
         del columns["Threshold"]  # the layers have no biases
+    if trace.without:
+        del columns["Direct effect"]
+    if {*words} == {"–"}:  # without an unembedding and without a store, entries have no words
+        del columns["Text, or tokens"]
     if any(one.ablated_effect is not None for one in strongest):
         columns["Ablated"] = html.numbers(_column(strongest, "ablated_effect"), signed=True)
         columns["Probability lost"] = html.numbers(_column(strongest, "probability_effect"), signed=True)
         lead += f" {ABLATED}"
-    table = html.table(list(columns), zip(*columns.values(), strict=True), text_columns=2)
+    table = html.table(
+        list(columns), zip(*columns.values(), strict=True), text_columns=1 + ("Text, or tokens" in columns)
+    )
     what = "Norms of contributions" if trace.without else "Direct effects of entries"
     chart = charts.in_page(lambda: trace_chart(trace, picture="entries", count=_BARS), what)
     return Section("entries", title, html.paragraph(lead, kind="lead") + chart + table)

@@ -35,7 +35,10 @@ def mask_part(subject: Mask | Flow, context: Context) -> Part:
         sections += [order.order(flow, context.labels), order.growth_by_layer(flow)]
     if 0 not in masks[0].shape:
         sections.append(_blocks(layers))
-    source = ("Mask" if len(layers) == 1 else "Masks", html.join([_name(mask) for mask, _ in layers[:4]], ", "))
+    source = (
+        "Mask" if len(layers) == 1 else "Masks",
+        html.join(dict.fromkeys(_name(mask) for mask, _ in layers[:4]), ", "),
+    )
     title = shorten(repr(masks[0]), 200) if len(masks) == 1 else f"{len(masks)} layers of masks"
     return Part(title, sections, _reading(masks, layers, flow, missing), _numbers(masks, layers, flow), [source])
 

@@ -228,9 +228,14 @@ def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = No
     times = "x" if plain else "×"
     size = f"{plural(queries, 'query', 'queries')} {times} {plural(keys, 'key')}, {percent(mask.density)} allowed"
     wrapped = [line.replace("\xa0", " ") for line in textwrap.wrap(size.replace("\u202f", ","), columns)]
-    head = [_fit(repr(mask), columns, plain), *wrapped, ""]
+    name = visible(repr(mask))
+    name = name.encode("ascii", "replace").decode() if plain else name
+    named = textwrap.wrap(
+        name, columns, subsequent_indent="  ", break_on_hyphens=False, max_lines=3, placeholder=" ..."
+    )
+    head = [*named, *wrapped, ""]
     if 0 in mask.shape:
-        return "\n".join([*head, _fit("no pairs to show", columns, plain)])
+        return "\n".join([*head, "no pairs to show"])
     label = len(str(queries - 1))
     room = columns - label - 2
     if queries <= _HEIGHT and 2 * keys - 1 <= room and keys <= 99:
@@ -288,12 +293,6 @@ def _axis(keys: int, step: int, label: int, columns: int) -> str:
     first, last = "0", str(keys - 1)
     gap = columns - len(first) - len(last)
     return " " * (label + 2) + (f"{first}{'':>{gap}}{last}" if gap > 0 else first)
-
-
-def _fit(text: str, columns: int, plain: bool) -> str:
-    shown = visible(text)
-    shown = shown.encode("ascii", "replace").decode() if plain else shown
-    return shown if len(shown) <= columns else shown[: columns - 3] + "..."
 
 
 def _can_draw() -> bool:

@@ -93,7 +93,8 @@ def model_page(
             progress(done, len(steps), step)
         try:
             part = find()
-            source = [(kind, value) for kind, value in part.source if kind not in details]  # which name the same model
+            named_before = {*details, *(kind for other in parts for kind, _ in other.source)}  # the same model
+            source = [(kind, value) for kind, value in part.source if kind not in named_before]
             parts.append(replace(part, title="", source=source))
         except _ERRORS as error:
             problems[step] = str(error)

@@ -119,13 +119,14 @@ class Studio:
         self._last_message = time.monotonic()
         if is_guest:
             worker, own_model = Worker(_GUESTS_DESIGN, self.limits), None
-            await socket.send_text('{"guest":true}')
         else:
             worker, own_model = self._spare or Worker(self._design, self.limits), self.model
             self._spare = None
         limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
         model = None if own_model is None else Worker(own_model, limits, MODEL)
         try:
+            if is_guest:
+                await socket.send_text('{"guest":true}')
             await self._converse(socket, worker, model)
         finally:
             self._open[is_guest] -= 1

@@ -189,9 +189,7 @@ class _Search:
 def amalgamate(examples: Sequence[Example]) -> tuple[list[int], list[frozenset[int]], int, bool]:
     """The smallest poset with every type over a full copy of its down-set; not proved smallest past the budget.
 
-    Returns:
-        The types of its nodes in topological order; all nodes strictly below each; a lower bound on the number of
-        nodes of any such poset; and whether this one is proved to have the fewest.
+    (types of its nodes in topological order, all nodes strictly below each, lower bound on the nodes, is it proved).
     """
     needed: Counter[int] = Counter()
     lower: set[int] = set()

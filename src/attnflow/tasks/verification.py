@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import boolean
 from attnflow._core.checks import number as finite
-from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating, precision
@@ -72,11 +71,6 @@ class Verification(Result):
         """Whether outputs, losses and, if compared, gradients agree within the tolerance (NaN never does)."""
         gradients = 0.0 if self.gradient_difference is None else self.gradient_difference
         return all(value <= self.tolerance for value in (self.output_difference, self.loss_difference, gradients))
-
-    def raise_if_different(self) -> None:
-        """Raise `AttnflowError` if the merged task does not give what its subtasks give."""
-        if not self.ok:
-            raise AttnflowError(f"{self}; the tolerance is {self.tolerance:.1e}")
 
     def rows(self) -> list[dict[str, object]]:
         """One row for each subtask."""

@@ -1,6 +1,5 @@
 """A bias as a folder: round trips, wrong bases, damaged files, and saves that were interrupted."""
 
-import os
 import random
 from dataclasses import replace
 
@@ -260,23 +259,6 @@ def test_every_byte_of_the_tensors_counts(saved):
     assert af.bias.load(model, folder).parameters
 
 
-def test_a_first_save_that_was_killed_before_its_end_is_loaded(tmp_path, monkeypatch):
-    model, moved = biased("Llama"), []
-
-    def killed(path, target, real=os.replace):
-        if moved:
-            raise KeyboardInterrupt
-        moved.append(real(path, target))
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        af.bias.save(model, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS]  # the config beside it is for people
-    monkeypatch.undo()
-    handle_of(model).remove()
-    assert af.bias.load(model, tmp_path).parameters
-
-
 def test_nan_is_not_saved(tmp_path):
     model = biased("Llama")
     af.bias.save(model, tmp_path)
@@ -286,16 +268,6 @@ def test_nan_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"holds NaN or infinity in layers\.1\..*, which is not saved"):
         af.bias.save(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_save_that_fails_leaves_the_folder_as_it_was(saved, monkeypatch):
-    model, folder = saved
-    af.bias.load(model, folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(os, "fsync", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        af.bias.save(model, folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_meta_models(saved):

@@ -6,11 +6,11 @@ from transformers import BertForMaskedLM
 
 import attnflow as af
 from attnflow.knowledge.ablation import LocatedEntry, logits_without, without
-from attnflow.knowledge.layered import observed, readers
+from attnflow.knowledge.layered import readers
 from attnflow.models.evaluation import precision
 from tests.knowledge.hf.test_experts import IDS, NAMES, columns, expert_readers, logits
 from tests.knowledge.hf.test_experts import made as experts_of
-from tests.knowledge.hf.test_trace import GATED, MODULAR, PLAIN, made
+from tests.knowledge.hf.test_trace import GATED, PLAIN, made
 from tests.models import tiny, tokens
 
 DOWN = {  # the weight of the last map of layer 1, [model_dim, neurons]
@@ -86,30 +86,6 @@ def test_experts_lose_the_entry_wherever_they_are_chosen(name):
     torch.testing.assert_close(plain, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(changed[0], by_hand, rtol=1e-9, atol=1e-9)
     assert (by_hand - expected).abs().max() > 1e-6
-
-
-@pytest.mark.parametrize("kind", MODULAR)
-def test_one_head_of_a_shared_base_or_all(kind):
-    model, ids = made(kind), tokens(1, 6)
-    reader, inputs = readers(model)[0], {"input_ids": ids}
-    heads = [None, *range(reader.attention.num_heads)]
-    place = int(af.knowledge.trace(model, ids).fired(-1, layer=0, count=1)[0].entry)
-    plain, changed = logits_without(model, inputs, [LocatedEntry(reader, place, head) for head in heads], 5)
-    for head, row in zip(heads, changed, strict=True):
-        written = []
-        with torch.no_grad():
-
-            def see(reading, head=head, written=written):
-                written.append(LocatedEntry(reader, place, head).written(reading))
-
-            with observed([(reader, see)]):
-                handle = reader.register_forward_hook(lambda _, __, out, w=written: out - w[0].view_as(out))
-                expected = model(**inputs).logits[0, 5]
-                handle.remove()
-        torch.testing.assert_close(row, expected, rtol=1e-6, atol=1e-6)
-    if heads[1:] == [0]:
-        assert torch.equal(changed[0], changed[1])
-    assert (changed[0] - plain).abs().max() > 1e-6
 
 
 def test_entries_of_an_attached_store():

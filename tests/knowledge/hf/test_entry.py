@@ -62,7 +62,7 @@ def test_examples_are_the_largest_weights_of_all_texts_alone(name, monkeypatch):
     for one, (_, index, position, weights) in zip(found.examples, expected, strict=True):
         assert one.weight == pytest.approx(weights[position], rel=1e-6)
         assert list(one.weights) == pytest.approx(weights[one.first :], rel=1e-6, abs=1e-12)
-        assert one.tokens == tuple(map(str, TEXTS[index]))
+        assert "".join(one.tokens) == " ".join(map(str, TEXTS[index]))
     assert found.tokens_read == sum(map(len, TEXTS))
     if name in ("Llama", "gated"):  # a trace lists all entries with a weight; those without one may have a score
         assert found.active == active
@@ -113,7 +113,7 @@ def test_without_the_entry_the_model_says_what_the_zeroed_module_says():
         with torch.no_grad():
             before = model(**inputs).logits[0, position].softmax(dim=-1)
         after = zeroed(model, DOWN["Llama"](model)[:, 6], inputs)[0, position].softmax(dim=-1)
-        assert answer.tokens == ("w4", "w5", "w6")
+        assert answer.tokens == ("w4", " w5", " w6")
         assert answer.position == position % 3
         ids = [one.token_id for one in answer.chances]
         assert ids == before.argsort(descending=True).tolist()

@@ -1,11 +1,10 @@
 """A converted model's entries in a store, bit for bit, where those of a layer are searched."""
 
-import pytest
 import torch
 
 import attnflow as af
-from attnflow.knowledge import Retrieval, Store
-from attnflow.knowledge.hf import stored_entries
+from attnflow.knowledge import Store
+from attnflow.knowledge.hf import convert
 from attnflow.knowledge.layered import readers
 from tests.models import outputs, tiny, tokens
 
@@ -15,12 +14,12 @@ def stored(name="Llama"):
     torch.manual_seed(0)
     model = af.knowledge.from_ffn(tiny(name).float())
     store = Store.open("memory", dim=model.knowledge.entry_dim, num_thresholds=model.knowledge.num_layers)
-    stored_entries.save_entries(model, store, name="tiny")
+    convert.save_entries(model, store, name="tiny")
     return model, store
 
 
 def test_a_search_finds_the_entries_of_a_layer_that_a_token_activates(monkeypatch):
-    monkeypatch.setattr(stored_entries, "_BATCH", 20)
+    monkeypatch.setattr(convert, "_BATCH", 20)
     (model, store), readings, hidden = stored(), [], []
     assert torch.equal(store.vectors(), model.knowledge.get(store.ids()))
     entry = store.get([50])[0]
@@ -43,11 +42,3 @@ def test_the_source_of_an_entry_names_its_expert():
     model, store = stored("Mixtral")
     key = int(model.knowledge.ids[model.knowledge.rows(1, 1)][0])
     assert store.get([key])[0].source == "layer 1, expert 1"
-
-
-def test_a_converted_model_reads_its_own_base():
-    model, store = stored()
-    with pytest.raises(ValueError, match=r"reads entries already: .* in its base"):
-        af.knowledge.attach(model, store)
-    with pytest.raises(ValueError, match="a converted layer reads all its entries"):
-        readers(model)[0].retrieval = Retrieval(k=6, search="exact")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import attnflow as af
-from tests.models import ZOO, outputs, tiny, tokens
+from tests.models import ZOO, outputs, state, tiny, tokens
 
 LENGTH = 8
 ATTACH = inspect.unwrap(af.masks.attach)  # our own messages, also where a type checker would speak first
@@ -18,14 +18,6 @@ WINDOW, CAUSAL = af.masks.sliding_window(LENGTH, 2), af.masks.causal(LENGTH)
 @pytest.fixture(name="model")
 def _model():
     return tiny("Llama")
-
-
-def state(model):
-    """Everything about a model that attach could have touched."""
-    return [
-        (name, sorted(module.__dict__), dict(getattr(getattr(module, "config", None), "__dict__", {})))
-        for name, module in model.named_modules()
-    ]
 
 
 def logits(model, ids):

@@ -218,18 +218,3 @@ def test_a_batch_gives_each_gap_what_it_gives_alone(model, per_pass):
     together = tasks.infill(model, left, right, 4, **options)
     alone = [tasks.infill(model, *sides, 4, **options) for sides in zip(left, right, strict=True)]
     assert together.tokens == tuple(each.tokens[0] for each in alone)
-
-
-@pytest.mark.slow
-def test_smollm2_in_blocks_is_the_merged_task():
-    model, tokenizer = af.load_model("smollm2-135m")
-    prompt = tokenizer("The capital of France is Paris. The capital of Germany is")["input_ids"]
-    prompt = prompt[: len(prompt) // 4 * 4]
-    model.double()
-    with recorded(model) as passes, precision(model, torch.float64):
-        result = tasks.generate_blocks(model, prompt, 4, max_new_tokens=8, mask_token=0, eos_token=-1)
-    expected = merged_logits(model, tasks.block_two_stream(written(prompt, result), 4, mask_token=0))
-    for number, logits in enumerate(passes):
-        for row in range(4):
-            reference = expected[len(prompt) + 4 * number + row]
-            assert float((logits[0, row] - reference).abs().max()) <= 1e-11 * float(reference.abs().max())

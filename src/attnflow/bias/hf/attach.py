@@ -187,11 +187,7 @@ def attach_to(
 
 
 def handle_of(model: nn.Module) -> BiasHandle:
-    """Return the handle of a model's bias, also if the model is wrapped (PEFT, DDP), copied or unpickled.
-
-    Raises:
-        ValueError: no bias is attached, or each half of the model has one.
-    """
+    """Return the handle of a model's bias, also if the model is wrapped (PEFT, DDP), copied or unpickled."""
     handles: list[BiasHandle] = [vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)]
     if not handles and next(layer_biases(model), None) is not None:
         raise ValueError(f"{type(model).__name__} is a part of the model that the bias was attached to: pass that")

@@ -52,11 +52,7 @@ def extend(cache: Cache | None, layer: int, depth: int, columns: Tensor, num_key
 
 
 def new_slots(cache: Cache | None, layer: int, new: int, num_keys: int, device: torch.device) -> Tensor:
-    """Where the new tokens lie among the keys of this call, int64[new]; call it after the cache took them.
-
-    Raises:
-        UnsupportedArchitecture: there are more keys than tokens: those of an encoder, or of blocks of tokens.
-    """
+    """Where the new tokens lie among the keys of this call, int64[new]; call it after the cache took them."""
     step = torch.arange(new, device=device)
     main = None if cache is None else cache.layers[layer]
     if not isinstance(main, StaticLayer) and not torch.compiler.is_compiling():

@@ -39,12 +39,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The self-attention layers of one stack of a transformers model, in order.
-
-    Raises:
-        ValueError: not a transformers model, or several stacks of self-attention.
-        UnsupportedArchitecture: no layer calls the attention interface of transformers.
-    """
+    """The self-attention layers of one stack of a transformers model, in order."""
     stack = stack_of(model)
     seen = projections(model, stack.sites)
     layers: list[Layer] = []

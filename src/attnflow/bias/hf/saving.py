@@ -29,11 +29,7 @@ _SIZES: Final = ("num_heads", "num_kv_heads", "head_dim", "hidden_size")
 
 
 def config_from_dict(values: Mapping[str, object]) -> BiasConfig:
-    """Make a config of any kind from its `to_dict`, except a custom one, which holds code.
-
-    Raises:
-        ValueError: the kind or a field is unknown, or a value is out of range.
-    """
+    """Make a config of any kind from its `to_dict`, except a custom one, which holds code."""
     kind = str(values.get("kind"))
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
@@ -129,12 +125,7 @@ def load(
 
 
 def read(folder: str | os.PathLike[str]) -> Addon:
-    """The saved bias of a folder, read without its model.
-
-    Raises:
-        FileNotFoundError: no saved bias there.
-        ValueError: a file that is damaged, or of another version.
-    """
+    """The saved bias of a folder, read without its model."""
     saved = read_addon(folder, "bias")
     held = saved.config.get("bias")
     if not isinstance(held, list) or not all(

@@ -16,16 +16,20 @@ from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.progress import Progress
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conditions import conditions
 from attnflow.knowledge.hf.conversion_check import verify
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
+from attnflow.knowledge.store import Store
 from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, stored, uncovered
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.offload import refuse_offloaded
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
+_OTHER_LAYER: Final = -1e9  # finite, since GELU and SiLU of an infinite score are NaN
+_BATCH: Final = 4096  # entries that are written to a store at once
 
 # Where configurations say how many neurons a layer has.
 _SIZES: Final = (
@@ -145,6 +149,28 @@ def to_ffn(model: Model | Loaded) -> Model:
             setattr(part, name, widths[size])
     plain.train(model.training)
     return plain
+
+
+def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progress | None = None) -> None:
+    """Insert the entries of a converted model, in float32, under their ids into a store with a column for each layer.
+
+    An embedding is a whole row, and its thresholds are 0 in the column of its layer and -1e9 in all others. To find the
+    entries of a layer that a hidden state h activates, search for [h | 0 | ... | 1 | 0], with 1 at the threshold of the
+    first part, and `threshold_column=layer`. Each batch is written atomically.
+    """
+    base = cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE))
+    for batch in base.ids.cpu().split(_BATCH):
+        layers = base.layer_of(batch)
+        thresholds = torch.full((len(batch), base.num_layers), _OTHER_LAYER)
+        thresholds[torch.arange(len(batch)), layers] = 0.0
+        sources = [
+            f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
+            for layer, expert in zip(layers, base.expert_of(batch), strict=True)
+        ]
+        rows = base.get(batch).float()
+        store.insert(ids=batch, embeddings=rows, sources=sources, thresholds=thresholds, encoder=f"from_ffn:{name}")
+        if progress is not None:
+            progress(len(store), base.num_entries, "entries")
 
 
 def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> None:

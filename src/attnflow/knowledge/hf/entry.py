@@ -21,8 +21,8 @@ from attnflow.knowledge.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.entry_report import Chance, EntryReport, Example, Near, Pushed, Removal
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Stream, directions, wide
-from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers, reads_entries
-from attnflow.knowledge.reader import Observer, Reading
+from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers, reads_entries, unobserved
+from attnflow.knowledge.reader import Reading
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import (
     Loaded,
@@ -31,6 +31,7 @@ from attnflow.models.loaded import (
     model_inputs,
     model_name,
     ordinary_tokens,
+    sequence_texts,
     sparing,
     split,
     token_texts,
@@ -149,17 +150,12 @@ def _found(model: nn.Module, id: int, layer: int | None, head: int) -> LocatedEn
     reader = next((one for one in every if layer in (None, one.layer)), None)
     if reader is None:
         raise ValueError(f"layer must be one of {numbers}, which read entries, got {layer}")
-    ids = (
-        reader.every()
-        if not isinstance(reader, LayerEntries)
-        else reader.ids(reader.every().to(reader.base.ids.device))
-    )
-    places = (ids == id).nonzero().flatten()
-    if not len(places):
+    places = reader.every().to(device_of(model))
+    place = places[reader.ids(places) == id][:1]
+    if not len(place):
         raise ValueError(f"no entry {id}: layer {reader.layer} reads {reader.num_entries:,} entries")
-    place = int(reader.every()[places[0]])
-    checks.integer("head", head, 0, len(reader.values(torch.tensor([place], device=device_of(model)))) - 1)
-    return LocatedEntry(reader, place, head)
+    checks.integer("head", head, 0, len(reader.values(place)) - 1)
+    return LocatedEntry(reader, int(place), head)
 
 
 class _Names:
@@ -168,7 +164,7 @@ class _Names:
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
         ids = torch.tensor([ordinary_tokens(cast(PreTrainedModel, model), 2)], device=device_of(model))
         run = partial(cast(Any, model), input_ids=ids, **sparing(model))
-        with observed([(reader, None) for reader in readers(model)]):
+        with unobserved(model):
             found = directions(Stream(model, [1]), run, lambda _: [0])
         self._directions, self.without = (None, found) if isinstance(found, str) else (found, "")
         self._tokenizer = tokenizer
@@ -230,7 +226,7 @@ def _example(index: int, ids: Tensor, weights: Tensor, tokenizer: PreTrainedToke
     at = int(weights.abs().argmax())
     first = max(0, at - _AROUND)
     shown = slice(first, at + _AROUND + 1)
-    tokens = token_texts(ids[shown].tolist(), tokenizer)
+    tokens = sequence_texts(ids[shown].tolist(), tokenizer)
     return Example(index, at, float(weights[at]), first, tuple(tokens), tuple(weights[shown].tolist()))
 
 
@@ -244,9 +240,8 @@ def _read_batch(model: nn.Module, one: LocatedEntry, rows: Sequence[Tensor]) -> 
         seen.extend(column.reshape(ids.shape).to(wide(column.dtype)) for column in columns)
         raise _Read
 
-    quiet: list[tuple[LayerReader, Observer | None]] = [(reader, None) for reader in readers(model)]
     masked = {"attention_mask": mask} if accepts(model, "attention_mask") else {}
-    with observed([*quiet, (one.reader, see)]), suppress(_Read):
+    with unobserved(model), observed([(one.reader, see)]), suppress(_Read):
         cast(Any, model)(input_ids=ids, **masked, **sparing(model))
     return seen[0], seen[1]
 
@@ -299,8 +294,7 @@ def _taken_out(
         raise ValueError(f"expected one sequence, got {len(arguments['input_ids'])}")
     position = checks.integer("position", position, -len(ids), len(ids) - 1) % len(ids)
     checks.integer("count", count, 1)
-    quiet: list[tuple[LayerReader, Observer | None]] = [(reader, None) for reader in readers(model)]
-    with evaluating(model), torch.no_grad(), observed(quiet):
+    with evaluating(model), torch.no_grad(), unobserved(model):
         logits, changed = logits_without(model, arguments, [one], position)
     before, after = (each.log_softmax(dim=-1) for each in (logits, changed[0]))
     kl = float((before.exp() * (before - after)).nan_to_num(nan=0).sum())
@@ -315,7 +309,7 @@ def _taken_out(
         layer=reader.layer,
         entry=int(reader.ids(torch.tensor([one.place], device=ids.device))[0]),
         head=cast(int, one.head),
-        tokens=tuple(token_texts(ids.tolist(), tokenizer)),
+        tokens=tuple(sequence_texts(ids.tolist(), tokenizer)),
         position=position,
         kl=max(0.0, kl),
         chances=tuple(Chance(*each) for each in chances),

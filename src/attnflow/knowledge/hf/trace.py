@@ -17,12 +17,12 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.hf.convert import from_ffn
 from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, directions, wide
-from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries
+from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries, unobserved
 from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
 from attnflow.knowledge.source import EntrySource
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sparing, split, token_texts
+from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sequence_texts, sparing, split, token_texts
 from attnflow.models.offload import refuse_offloaded
 
 _PROMOTED: Final = 5  # tokens named for an entry
@@ -108,7 +108,7 @@ def trace(
     stream = Stream(model, rows)
     effects: dict[tuple[Kind, int], Tensor] = {}
     run = partial(cast(Any, model), **arguments, **sparing(model))
-    with evaluating(model), torch.no_grad(), observed([(reader, None) for reader in every]):
+    with evaluating(model), torch.no_grad(), unobserved(model):
         towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
         if isinstance(towards, str) and (by == "effect" or (targets is not None and not ablate)):
             raise ValueError(f"this model has no direct effects, since {towards}: use by='norm' without targets")
@@ -143,7 +143,7 @@ def trace(
                 raise UnsupportedArchitecture(f"{type(model).__name__} returns no logits that an ablation could change")
             about["target_ids"] = tuple(_targets(targets, ids, rows, tokenizer, last[0, -1]))
         about["targets"] = tuple(token_texts(about.get("target_ids", ()), tokenizer))
-        texts, tokens = _texts(every[0], traced), tuple(token_texts(ids, tokenizer))
+        texts, tokens = _texts(every[0], traced), tuple(sequence_texts(ids, tokenizer))
         result = Trace(model_name(model), tokens, tuple(rows), traced, texts=texts, promoted=words, by=order, **about)
         return _ablated(result, model, arguments, watched, ablate) if ablate else result
 

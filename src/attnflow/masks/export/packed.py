@@ -101,16 +101,6 @@ class FlashInferMask(Result):
     qo_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
 
-    @property
-    def qo_indptr(self) -> Int32[Tensor, "requests_and_1"]:
-        """The first query of each request and the end."""
-        return _cumulative(self.qo_lengths)
-
-    @property
-    def kv_indptr(self) -> Int32[Tensor, "requests_and_1"]:
-        """The first key of each request and the end."""
-        return _cumulative(self.kv_lengths)
-
     def rows(self) -> list[dict[str, object]]:
         """One row a request."""
         return [{"queries": q, "keys": k} for q, k in zip(self.qo_lengths, self.kv_lengths, strict=True)]

@@ -88,8 +88,9 @@ def attach(
 
     With "batch", the masks come with each batch: its `attention_mask` is `af.masks.batch([...]).row_intervals()` or
     comes from `af.tasks.Collator(..., masks="intervals")`. In any other call, such as `generate`, the model uses its
-    own mask. Masks are then built on the model's device, and one compiled model serves all batches of a shape. For
-    tasks with a mask per layer, the collator gives each layer its own.
+    own mask. Masks are then built on the model's device, and one compiled model serves all batches of a shape. A batch
+    has one mask for all layers: a task with a mask per layer runs under `attach(model, per_layer=task.masks)`, and the
+    collator refuses it.
 
     Position i of the mask is the i-th token of the sequence. With a key-value cache, tokens count since the cache was
     empty. In a padded batch they count after the row's *leading* pads, so that each row gives the same result as alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, cast
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from attnflow.models.checkpoints.files import (
     Weights,
     as_float,
     model_files,
+    not_reached,
     read_json,
     safetensors_weights,
 )
@@ -43,17 +45,26 @@ def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
         raise TypeError(f"expected a torch module, a path or the id of a model, got {type(source).__name__}")
     place = resolve(os.fspath(source))
     if isinstance(place, str):
-        try:
-            from attnflow.models.hub import downloaded
-        except ImportError as error:
-            raise MissingExtra("huggingface_hub", "hf", "a model of the hub") from error
-        place = downloaded(place)
+        place = _downloaded(place)
     alone = None if place.is_dir() else place.name
     return _from_folder(Folder(place if alone is None else place.parent, only=alone), alone)
 
 
+def _downloaded(name: str) -> Path:
+    """Return the folder of a model in the hub's cache, fetched if needed; `FileNotFoundError` if it cannot be had."""
+    try:
+        from huggingface_hub import constants, errors, snapshot_download
+    except ImportError as error:
+        raise MissingExtra("huggingface_hub", "hf", "a model of the hub") from error
+    http = cast(type[Exception], errors.HfHubHTTPError.__bases__[0])  # of the HTTP client that this version brings
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
+    except (http, OSError) as error:
+        raise not_reached(name, error, constants.HF_HUB_OFFLINE) from error
+
+
 def _from_folder(folder: Folder, only: str | None = None) -> Weights:
-    config = next((read_json(folder, name) for name in ("config.json", "params.json") if name in folder.sizes), {})
+    config = read_json(folder, "config.json") if "config.json" in folder.sizes else {}
     for suffix, opened in ((SAFETENSORS, safetensors_weights), (GGUF, gguf_weights)):
         files = model_files(folder, suffix) if only is None else [only] * only.endswith(suffix)
         shard = _SHARD.search(files[0]) if len(files) == 1 else None

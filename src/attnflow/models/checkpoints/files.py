@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import AttnflowError
 from attnflow.models.families.rows import Read
+from attnflow.models.names import short_names
 
 SAFETENSORS: Final = ".safetensors"
 GGUF: Final = ".gguf"
@@ -128,6 +129,12 @@ def as_float(value: Tensor) -> Tensor:
     return value.to("cpu", torch.float64 if value.dtype == torch.float64 else torch.float32)
 
 
+def not_reached(name: str, error: Exception, offline: bool) -> FileNotFoundError:
+    """Return the error for a model that is neither here nor to be had from the hub."""
+    why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
+    return FileNotFoundError(f"{name!r} is not local, and cannot be downloaded from the hub ({why}){short_names()}")
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message."""
     return str(error).strip().split("\n")[0][:300]
@@ -175,14 +182,6 @@ def _opened(path: Path) -> Generator[Any]:
         raise BadCheckpoint(f"{path} is not a safetensors file, or is truncated or damaged: {error}") from error
 
 
-def _counts(values: object) -> tuple[int, ...]:
-    counts = tuple(cast(Sequence[object], values))
-    for count in counts:
-        if type(count) is not int or count < 0:
-            raise ValueError(f"expected sizes and offsets, got {count!r:.40}")
-    return cast(tuple[int, ...], counts)
-
-
 def _scaled(value: Tensor, scale: Tensor, config: Mapping[str, object]) -> Tensor:
     """Multiply 8-bit floats by their scales: one for all, one a row, or one a block."""
     if scale.numel() == 1:
@@ -192,13 +191,12 @@ def _scaled(value: Tensor, scale: Tensor, config: Mapping[str, object]) -> Tenso
     if scale.shape == (value.shape[0], 1):
         return value * scale
     said = config.get("quantization_config")
-    blocks = cast(Mapping[str, Any], said).get("weight_block_size") if isinstance(said, Mapping) else None
-    try:
-        height, width = _counts(blocks or (128, 128))
-    except (ValueError, TypeError) as error:
-        raise BadCheckpoint(f"weight_block_size of the config must be two sizes, got {blocks!r:.80}") from error
-    if not height or not width:
+    blocks: Any = cast(Mapping[str, Any], said).get("weight_block_size") if isinstance(said, Mapping) else None
+    blocks = blocks or (128, 128)
+    two = isinstance(blocks, list | tuple) and len(cast(Sequence[object], blocks)) == 2
+    if not two or any(type(size) is not int or size <= 0 for size in blocks):
         raise BadCheckpoint(f"weight_block_size of the config must be two sizes above 0, got {blocks!r:.80}")
+    height, width = blocks
     if scale.shape != (math.ceil(value.shape[0] / height), math.ceil(value.shape[1] / width)):
         raise BadCheckpoint(
             f"scales of shape {list(scale.shape)} for 8-bit weights of shape {list(value.shape)} in blocks of "

@@ -156,7 +156,14 @@ def _place(stem: Stem, shapes: Shapes, root: Config) -> Place | None:
         raise UnsupportedArchitecture("some layers attend to keys of earlier ones, which their own weights do not show")
     stage = next(iter(stem.numbers), 0)
     stated = Stated(with_heads(config, model_type), stem.side)
-    layout = _layout(stem, shapes, model_type, stated, stage)
+    if stem.word in LATENT or stem.tensor("kv_a_proj_with_mqa") in shapes:
+        layout = _latent(stem, shapes, model_type, stated, stage)
+    elif stem.word in SEPARATE:
+        layout = _separate(stem, shapes, model_type, stated, stage)
+    elif stem.tensor("q_attn") in shapes:
+        return None  # key and value of cross-attention, found with its query
+    else:
+        layout = _fused(stem, shapes, model_type, stated, stage)
     if layout is None:
         return None
     query, key, heads = layout
@@ -171,16 +178,6 @@ def _place(stem: Stem, shapes: Shapes, root: Config) -> Place | None:
 
 
 _Layout = tuple[Selected | Composed, Selected | Composed, Heads]
-
-
-def _layout(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout | None:
-    if stem.word in LATENT or stem.tensor("kv_a_proj_with_mqa") in shapes:
-        return _latent(stem, shapes, model_type, stated, stage)
-    if stem.word in SEPARATE:
-        return _separate(stem, shapes, model_type, stated, stage)
-    if stem.tensor("q_attn") in shapes:
-        return None  # key and value of cross-attention, found with its query
-    return _fused(stem, shapes, model_type, stated, stage)
 
 
 def _separate(stem: Stem, shapes: Shapes, model_type: str, stated: Stated, stage: int) -> _Layout:

@@ -120,10 +120,7 @@ def with_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, ob
         return {**config, "num_kv_heads": cast(Mapping[str, object], inner).get("kv_n_heads")}
     heads = next((config[word] for word in ("num_attention_heads", "n_head") if word in config), None)
     if model_type == "convbert" and isinstance(heads, int) and isinstance(ratio := config.get("head_ratio"), int):
-        return {
-            **config,
-            "num_attention_heads": max(1, heads // max(1, ratio)),
-        }  # convolutions take the place of others
+        return {**config, "num_attention_heads": max(1, heads // max(1, ratio))}  # the others are convolutions
     if model_type not in ("falcon", "gpt_bigcode") or config.get("new_decoder_architecture"):
         return config
     return {**config, "num_kv_heads": 1 if config.get("multi_query", True) else heads}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnflow._core.markup import token_label
 from attnflow.models import sample_text
+from attnflow.report.audit import LISTED
+from attnflow.report.knowledge import entry_name
 from attnflow.report.live.numbers import number, numbers
 from attnflow.report.live.operations import Reply
 
@@ -24,15 +26,29 @@ def sonnets() -> list[str]:
     return [part for part in parts if len(part) > _TITLE][:_SONNETS]
 
 
-def fired(one: Fired) -> Reply:
-    """Describes an entry that fired for a token."""
-    words = {"text": one.text, "promotes": labels(one.promotes), "suppresses": labels(one.suppresses)}
+def traced(trace: Trace, position: int) -> Reply:
+    """Describes the strongest entries of a token, and what the model says next there."""
+    row = trace.row(position)
+    known = {"logit": trace.logits, "chance": trace.probabilities}
     return {
+        "position": position,
+        "target": token_label(trace.targets[row]) if trace.targets else "",
+        **{name: None if values is None else number(float(values[row])) for name, values in known.items()},
+        "entries": [_fired(one) for one in trace.fired(position, count=LISTED)],
+    }
+
+
+def _fired(one: Fired) -> Reply:
+    return {
+        "name": entry_name(one),
         "entry": one.entry,
         "layer": one.layer,
         "head": one.head,
-        **words,
-        **numbers(score=one.score, weight=one.weight, norm=one.norm, effect=one.effect),
+        "text": one.text,
+        "promotes": labels(one.promotes),
+        "suppresses": labels(one.suppresses),
+        **numbers(score=one.score, weight=one.weight, norm=one.norm),
+        **numbers(effect=one.effect, ablated=one.ablated_effect, lost=one.probability_effect),
     }
 
 

@@ -9,8 +9,10 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
+from torch import nn
 
 from attnflow import audit, bias, geometry, knowledge
+from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.markup import token_label
 from attnflow._core.plain import as_integer, as_text
 from attnflow._core.progress import Progress
@@ -19,12 +21,13 @@ from attnflow.geometry.published import Summary
 from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.provenance import Trace
-from attnflow.models import load_model, sample_text
+from attnflow.models import load_model
+from attnflow.models.attention import attention_layers
 from attnflow.models.loaded import Loaded, text_inputs, token_texts
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
 from attnflow.report.geometry import SCORES, chance_bands, head_grid, reading_words, rows_of
-from attnflow.report.knowledge import active_shares, entry_name, written
+from attnflow.report.knowledge import ABLATED, active_shares, written
 from attnflow.report.live import entries, why
 from attnflow.report.live.numbers import number, numbers, table
 from attnflow.report.live.operations import Message, Reply
@@ -46,7 +49,8 @@ class ModelSession:
     - `audit` of a "text": whether information flows against the declared order;
     - `geometry`: symmetry and directionality of layers and heads;
     - `bias` of a "text": strengths, and the map of a "layer" or of the last query;
-    - `trace` of a "text": which feed-forward entries fired, by name for a "position";
+    - `trace` of a "text": which feed-forward entries fired, by name for a "position"; the first "ablate" of them are
+      also taken out of the model, one by one;
     - `entry` of a "text": the page of an "entry", by default the one with the largest effect at a "position";
     - `passages` of a "text": where in it, and in the sonnets, that "entry" has the largest weights;
     - `without` of a "text": the next token after a "position" with that "entry" and without it;
@@ -91,13 +95,14 @@ class ModelSession:
             "model": self._name,
             "kind": type(model).__name__,
             "parameters": sum(each.numel() for each in model.parameters()),
+            "attention": _attention(model),
             "layers": getattr(model.config, "num_hidden_layers", None),
             "heads": getattr(model.config, "num_attention_heads", None),
             "key_heads": getattr(model.config, "num_key_value_heads", None),
             "width": getattr(model.config, "hidden_size", None),
             "bias": any(layer_biases(model)),
             "reads": reads,
-            "text": " ".join(sample_text(characters=_SAMPLE).split()).rpartition(" ")[0] if reads else _IDS,
+            "text": " ".join(entries.sonnets()[0].split())[:_SAMPLE].rpartition(" ")[0] if reads else _IDS,
             "max_tokens": MAX_TOKENS,
             "max_characters": MAX_CHARACTERS,
         }
@@ -145,22 +150,23 @@ class ModelSession:
 
     def _traced(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         """Returns the entries' work by layer and token, and the strongest ones of a token."""
-        position = as_integer(message.get("position", -1), "position")
-        trace = self._fired(loaded, message, progress)
-        row = trace.row(position)
+        ablate = as_integer(message.get("ablate", 0), "ablate")
+        trace = here = self._fired(loaded, message, progress)
+        position = trace.positions[trace.row(as_integer(message.get("position", -1), "position"))]
+        note = ABLATED if ablate else ""
+        if ablate or position != trace.positions[-1]:  # of the last token alone `trace` names what all entries push
+            try:
+                here = self._fired(loaded, message, progress, positions=(position,), ablate=ablate)
+            except UnsupportedArchitecture as error:
+                note = f"No entry is taken out: {error}."
         return {
             "tokens": [token_label(token) for token in trace.tokens],
-            "position": trace.positions[row],
-            "target": token_label(trace.targets[row]) if trace.targets else "",
-            "logit": None if trace.logits is None else number(float(trace.logits[row])),
             "without": trace.without,
+            "note": note,
             "sides": [f"layer {one.layer}" for one in trace],
             "values": table(written(trace)),
             "active": table(active_shares(trace)),
-            "entries": [
-                {"name": entry_name(one), **entries.fired(one)}
-                for one in trace.fired(trace.positions[row], count=LISTED)
-            ],
+            **entries.traced(here, position),
         }
 
     def _entry(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
@@ -204,11 +210,13 @@ class ModelSession:
             self._with_entries = loaded._replace(model=model if reads_entries(model) else knowledge.from_ffn(model))
         return self._with_entries
 
-    def _fired(self, loaded: Loaded, message: Message, progress: Progress) -> Trace:
+    def _fired(self, loaded: Loaded, message: Message, progress: Progress, ablate: int = 0, **options: Any) -> Trace:
         ids = _ids(loaded, message)
         opened = self._opened(loaded, progress)
-        progress(0, 0, "two forward passes")
-        return self._trace(opened, ids)
+        progress(
+            0, 0, f"two forward passes, and one of {ablate + 1} copies of the text" if ablate else "two forward passes"
+        )
+        return self._trace(opened, ids, ablate=ablate, **options)
 
     def _place(self, loaded: Loaded, message: Message, progress: Progress) -> tuple[Loaded, int, dict[str, Any]]:
         """Returns the model that reads entries, and which entry of which layer and head is asked for."""
@@ -235,6 +243,19 @@ def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
         progress(0, 0, f"attaching the bias {folder}")
         bias.load(loaded, folder)
     return loaded
+
+
+def _attention(model: nn.Module) -> Reply | None:
+    """Counts the layers and heads of a model's self-attention; None unless its layers are alike."""
+    try:
+        layers = attention_layers(model)
+    except (AttnflowError, ValueError):  # which the view of geometry explains
+        return None
+    shapes = {(each.tower, each.kind, each.num_heads, each.head_dim) for each in layers}
+    if len(shapes) != 1:
+        return None
+    [(_, _, heads, head_dim)] = shapes
+    return {"num_layers": len(layers), "num_heads": heads, "head_dim": head_dim}
 
 
 def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:

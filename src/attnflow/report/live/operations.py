@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Final, cast
 
+from attnflow._core.checks import integer
 from attnflow._core.markup import plural
 from attnflow._core.parameters import EXAMPLES, find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
@@ -15,7 +16,6 @@ from attnflow.masks.spec import named_masks
 from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
 from attnflow.report.live.design import (
     MAX_LAYERS,
-    MAX_POSITIONS,
     Design,
     Layer,
     Spec,
@@ -24,7 +24,7 @@ from attnflow.report.live.design import (
     stroke_of,
     tokens_of,
 )
-from attnflow.report.live.tiles import tile
+from attnflow.report.live.tiles import tile, window_of
 from attnflow.tasks.leaks import witnesses
 from attnflow.tasks.task import Task
 
@@ -74,8 +74,7 @@ def preview(design: Design, message: Message) -> Reply:
         cells = n if n <= 1024 else 512  # every pair where a screen has pixels for them
         return {**reply, "tile": tile(mask, None, 0, 0, n, cells), "pairs": layer.pairs}
     both = (here & mask).nnz
-    window = as_object(message.get("tile"), "tile")
-    sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
+    sizes = window_of(as_object(message.get("tile"), "tile"))
     return {**reply, "tile": tile(mask, here, *sizes), "both": both, "here": here.nnz - both, "chosen": mask.nnz - both}
 
 
@@ -239,17 +238,12 @@ def _text(values: Mapping[str, object], name: str) -> str:
 
 
 def catalogue() -> Reply:
-    """Lists the available masks with their parameters and initial settings, and the limits."""
+    """Lists the available masks with their parameters."""
     masks = [
-        {
-            "name": entry.name,
-            "relation": entry.summary,
-            "parameters": [asdict(parameter) for parameter in entry.parameters],
-        }
+        {"name": entry.name, "relation": entry.summary, "parameters": [asdict(each) for each in entry.parameters]}
         for entry in named_masks().values()
     ]
-    limits = {"max_positions": MAX_POSITIONS, "max_layers": MAX_LAYERS}
-    return {"masks": masks, **limits}
+    return {"masks": masks}
 
 
 def flow(design: Design) -> Reply:
@@ -320,14 +314,19 @@ def witness(design: Design, message: Message) -> Reply:
 
 
 def cost(design: Design, message: Message) -> Reply:
-    """Computes the cost of attention under a layer's mask."""
-    heads, head_dim, block = (
-        as_integer(message.get(name, otherwise), name)
-        for name, otherwise in (("num_heads", 1), ("head_dim", 64), ("block_size", 128))
+    """Computes the cost of attention under a layer's mask: of that layer in a stack, otherwise of "num_layers"."""
+    layers, heads, head_dim = (
+        integer(name, as_integer(message.get(name, otherwise), name), 1)
+        for name, otherwise in (("num_layers", 1), ("num_heads", 1), ("head_dim", 64))
     )
-    result = design.layers[layer_of(design, message)].mask.cost(num_heads=heads, head_dim=head_dim, block_size=block)
+    layers = 1 if design.stacked else layers
+    result = design.layers[layer_of(design, message)].mask.cost(num_heads=heads, head_dim=head_dim)
     blocks = {**asdict(result.blocks), "total": result.blocks.total}
-    return {"blocks": blocks, "skipped": result.skipped, "backends": result.rows()}
+    rows = [
+        {**asdict(each), "pairs": layers * heads * each.pairs, "flops": layers * each.flops} for each in result.backends
+    ]
+    counted = f"{plural(layers, 'layer')} with {plural(heads, 'head')} of {plural(head_dim, 'channel')}"
+    return {"blocks": blocks, "skipped": result.skipped, "backends": rows, "counted": counted}
 
 
 def code(design: Design) -> dict[str, object]:

@@ -11,7 +11,7 @@ from attnflow._core.plain import as_integer
 from attnflow.report.live.design import Design, Layer
 from attnflow.report.live.families import families, family
 from attnflow.report.live.operations import ACTIONS, QUESTIONS, Message, Reply, layer_of
-from attnflow.report.live.tiles import tile
+from attnflow.report.live.tiles import tile, window_of
 
 _HISTORY: Final = 200
 _LISTED: Final = 4000  # positions and labels
@@ -107,8 +107,7 @@ class Session:
         return reply
 
     def _tile(self, window: Message) -> Reply:
-        sizes = [as_integer(window.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
-        return tile(self.design.layers[layer_of(self.design, window)].mask, None, *sizes)
+        return tile(self.design.layers[layer_of(self.design, window)].mask, None, *window_of(window))
 
     def _is_inside(self, window: Message) -> bool:
         """Tells whether a window still exists after the layers or the mask changed."""

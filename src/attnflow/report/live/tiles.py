@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.checks import integer
+from attnflow._core.plain import as_integer
 from attnflow.masks.mask import Mask
 
 MAX_CELLS: Final = 1024  # along one side
@@ -44,6 +46,11 @@ def tile(mask: Mask, other: Mask | None, first_query: int, first_key: int, span:
         "num_keys": last_key - first_key,
         "planes": planes,
     }
+
+
+def window_of(message: Mapping[str, object]) -> list[int]:
+    """Reads the window of a `tile` from a message."""
+    return [as_integer(message.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
 
 
 def _cells(mask: Mask, step: int) -> npt.NDArray[np.uint8]:

@@ -1,0 +1,194 @@
+"""Records one forward pass: what each sublayer added to the stream, and what an attention module read of it.
+
+A sublayer is found by what it does, not by its name. The input of the first layer is marked for automatic
+differentiation, and the mark ends at every module that owns a matrix and at every attention. The outermost modules
+whose outputs bear no mark carry no residual path: they are the sublayers.
+
+Inside the attention module that the pass is for, marks begin anew at the outputs of its matrices, and norms are held.
+Its queries and keys are then linear in those outputs, as far as automatic differentiation is concerned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from attnflow.models.held import HeldNorm, hold, may_be_norm
+from attnflow.models.watching import Arguments, Call, handed_again, hidden_of, mapped, tensors_in, with_hidden
+
+Keep = Callable[[Tensor], object]
+LARGE: Final = 4096  # tokens, beyond which the outputs of sublayers are not kept
+
+
+@dataclass(eq=False)
+class Component:
+    """One summand of the residual stream: the input of the first layer, or the output of one call of a sublayer."""
+
+    path: str  # of the module
+    number: int  # of its call
+    value: Tensor | None  # None for an output that is not of the stream's shape, and where a `keep` has it
+    output: Any  # everything that the module returned
+    kept: Any = None  # what `keep` made of the value
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """One call with one tensor that goes in and one that comes out."""
+
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(eq=False)
+class Reads:
+    """What an attention module made its queries and keys of; they are differentiable by the outputs of `matrices`."""
+
+    matrices: list[ModuleCall] = field(default_factory=lambda: list[ModuleCall]())
+    small: list[ModuleCall] = field(default_factory=lambda: list[ModuleCall]())  # such as norms, of the whole layer
+    _norms: dict[int, HeldNorm | None] = field(default_factory=lambda: dict[int, HeldNorm | None]())
+
+    def before_norm(self, x: Tensor) -> tuple[Tensor, HeldNorm | None]:
+        """The input of the norm that put out x, and that norm held; x itself if none did."""
+        for number, one in reversed(list(enumerate(self.small))):
+            if one.output is x or (one.output.data_ptr() == x.data_ptr() and one.output.shape == x.shape):
+                if number not in self._norms:
+                    self._norms[number] = hold(one.module, one.input.detach(), one.output.detach())
+                norm = self._norms[number]
+                if norm is not None and norm.gain.numel() == norm.bias.numel() == x.shape[-1]:
+                    return one.input, norm
+        return x, None
+
+
+class Recorder:
+    """Ends the marks at matrices and attention, and keeps the outputs of the outermost modules without a mark.
+
+    `layers` and `modules` are those of the `lists`, by path; `target` is the attention that the pass is for. With a
+    `keep`, outputs are handed to it and dropped. Without one they are dropped in a pass of more than `limit` tokens.
+    """
+
+    def __init__(
+        self,
+        lists: Mapping[str, str],
+        layers: Mapping[str, nn.Module],
+        modules: Mapping[str, nn.Module],
+        attention: set[nn.Module],
+        target: nn.Module,
+        keep: Keep | None = None,
+        limit: float = LARGE,
+    ) -> None:
+        self._lists, self._target, self._keep, self._limit = lists, target, keep, limit
+        self._layers = {layer: path for path, layer in layers.items()}
+        self._ends = {
+            module
+            for module in modules.values()
+            if module in attention
+            or (owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
+        }
+        self._matrices = {module for module in target.modules() if module in self._ends and module not in attention}
+        self._holds = {m for m in modules.values() if any(owns_matrix(part) for part in m.modules())}
+        around = next((layer for layer in self._layers if target in set(layer.modules())), target)
+        self._near = {module for module in around.modules() if may_be_norm(module) and module not in self._ends}
+        self._begun: dict[int, int] = {}  # how many components there were when a call began
+        self._shapes: dict[str, torch.Size] = {}
+        self._marked: dict[str, tuple[Tensor, Tensor]] = {}  # the input of each list's first layer, without and with
+        self.components: list[Component] = []  # those outside of the target
+        self.reads = Reads()
+
+    @property
+    def dropped(self) -> bool:
+        """Whether values were dropped because the pass is large."""
+        return self._keep is None and any(shape[-2:-1].numel() > self._limit for shape in self._shapes.values())
+
+    def enter(self, call: Call) -> Arguments | None:
+        """Mark the input of a list's first layer."""
+        if call.module is self._target:
+            return None
+        self._begun[id(call)] = len(self.components)
+        prefix = str(call.name).rpartition(".")[0]
+        if call.module not in self._layers or prefix not in self._lists:
+            return None
+        if prefix in self._marked:
+            return handed_again(call, *self._marked[prefix])
+        hidden = hidden_of(call)
+        self._shapes[prefix] = hidden.shape
+        marked = hidden.detach().requires_grad_().clone()
+        self._marked[prefix] = hidden.detach(), marked
+        self._add(str(call.name), -1, hidden, None)
+        return with_hidden(call, marked)
+
+    def leave(self, call: Call, output: object) -> object:
+        """End marks, and keep the output of a module that has none."""
+        path, begun = str(call.name), self._begun.pop(id(call), None)
+        if begun is not None and any(caller.module is self._target for caller in _callers(call)):
+            return self._inside(call, output)
+        ended = mapped(output, lambda t: t.detach()) if call.module in self._ends else output
+        if begun is None or call.module not in self._holds:
+            if call.module in self._near:
+                self._note(self.reads.small, call, output)
+            return ended if call.module in self._ends else None
+        tensors = tensors_in(ended)
+        if not tensors or any(tensor.requires_grad for tensor in tensors):
+            return ended if call.module in self._ends else None
+        del self.components[begun:]
+        prefix = max((one for one in self._lists if path.startswith(one)), key=len)
+        shape = self._shapes.get(prefix, torch.Size())
+        main = next((t for t in tensors if t.is_floating_point() and _alike(t.shape, shape)), None)
+        self._add(path, call.number, main, ended)
+        return ended if call.module in self._ends else None
+
+    def _inside(self, call: Call, output: object) -> object:
+        """Begin marks anew at matrices, and hold norms: their values stay, their derivatives are those when held."""
+        if call.module in self._matrices:
+            begun = mapped(output, lambda t: t.detach().requires_grad_())
+            self._note(self.reads.matrices, call, begun)
+            return begun
+        if call.module in self._near and isinstance(output, Tensor) and output.requires_grad:
+            held = hold(call.module, call.first.detach(), output.detach())
+            if held is not None:
+                linear = held(call.first)
+                output = output.detach() + (linear - linear.detach())
+        if call.module in self._near:
+            self._note(self.reads.small, call, output)
+        return output
+
+    def _note(self, calls: list[ModuleCall], call: Call, output: object) -> None:
+        given = [*call.args, *call.kwargs.values()]
+        if isinstance(output, Tensor) and len(given) == 1 and isinstance(given[0], Tensor):
+            calls.append(ModuleCall(call.module, given[0], output))
+
+    def _add(self, path: str, number: int, value: Tensor | None, output: object) -> None:
+        value = None if value is None else value.detach()
+        if self._keep is not None:
+            kept = None if value is None else self._keep(value)
+            self.components.append(Component(path, number, None, None, kept))
+        elif self.dropped:
+            self.components.append(Component(path, number, None, None))
+        else:
+            self.components.append(Component(path, number, value, output))
+
+
+def owns_matrix(module: nn.Module) -> bool:
+    """Whether a module itself has a table of weights."""
+    weight = getattr(module, "weight", None)  # which a parametrization computes, or another module owns
+    return any(isinstance(p, Tensor) and p.ndim >= 2 for p in (*module._parameters.values(), weight))
+
+
+def _callers(call: Call) -> Generator[Call]:
+    one = call.caller
+    while one is not None:
+        yield one
+        one = one.caller
+
+
+def _alike(shape: torch.Size, stream: torch.Size) -> bool:
+    """Whether an output has the stream's vectors, with or without the axis of the batch."""
+    return (
+        shape[-1:] == stream[-1:]
+        and len(shape) >= 2
+        and shape[:-1].numel() in (stream[-3:-1].numel(), stream[:-1].numel())
+    )
