@@ -26,15 +26,20 @@ def tokens(n: int) -> torch.Tensor:
     return torch.randint(20, 40_000, (1, n), generator=torch.Generator().manual_seed(0))
 
 
+@torch.no_grad()
+def forward(model: torch.nn.Module, n: int) -> object:
+    return model(tokens(n), use_cache=False)[0][0, -1, 0].item()
+
+
 def after_the_pass(provider: str, n: int) -> Callable[[], object]:
     model = load_model("smollm2-135m").model
     if provider == "forward":
-        return torch.no_grad()(lambda: model(tokens(n), use_cache=False).logits[0, -1, 0].item())
+        return lambda: forward(model, n)
     reading = attribution.Reading.of(model, {"input_ids": tokens(n)}, LAYER, "self")
     assert reading.explain(HEAD, -1, None, None).error < 1e-5  # no speed of a wrong result
 
     def differentiated() -> object:
-        with patch.object(parts, "_direct", lambda *_: None):
+        with patch.object(parts, "_direct", return_value=None):
             return reading.explain(HEAD, -1, None, None)
 
     return differentiated if provider == "differentiated" else lambda: reading.explain(HEAD, -1, None, None)
@@ -45,7 +50,7 @@ def whole(provider: str, n: int) -> Callable[[], object]:
     if provider == "kept":
         ResidualStream.record = partialmethod(ResidualStream.record, limit=float("inf"))  # type: ignore[assignment]
     if provider == "forward":
-        return torch.no_grad()(lambda: model.model(tokens(n), use_cache=False).last_hidden_state[0, -1, 0].item())
+        return lambda: forward(model.model, n)
     return lambda: geometry.attribute(model, {"input_ids": tokens(n)}, LAYER, HEAD)
 
 

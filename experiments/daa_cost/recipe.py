@@ -20,9 +20,10 @@ def judge(results: Path) -> Sequence[Judgement]:
     content: Mapping[str, Any] = read(results / "results.json")
     found = {what: content["cost"][_ARM][what] for what in WHAT}
     seven = content["shapes"].get("LLaMA-2-7B")
+    where = "one GPU" if content["device"] == "cuda" else "a CPU"
     said = (
-        f"{content['shape']} on {'one GPU' if content['device'] == 'cuda' else 'a CPU'}, rows of {content['length']}, "
-        f"attention with a bias in plain PyTorch: g on every other layer takes {_percent(found['training'])} of the throughput of training and adds "
+        f"{content['shape']} on {where}, rows of {content['length']}, attention with a bias in plain PyTorch: g on "
+        f"every other layer takes {_percent(found['training'])} of the throughput of training and adds "
         f"{_percent(found['decoding'])} to the latency of decoding."
     )
     if seven:

@@ -7,7 +7,12 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from tests.models import ZOO
+from tests.models.options import SPECIAL
+
+NO_SPECIAL_TOKENS = dict.fromkeys(SPECIAL)
 
 
 def word_tokenizer(words: Iterable[str], **special: str) -> PreTrainedTokenizerFast:
@@ -22,18 +27,8 @@ def save_tiny_llama(folder: Path) -> str:
     words = ["[UNK]", "the", "of", "and", "to", "in", "I", "that", "his", "you", "my"]
     words += ["is", "with", "it", "not", "a", "for", "thou", "be", "me", "thy"]
     word_tokenizer(words).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        model = ZOO["Llama"].make(vocab_size=len(words), max_position_embeddings=2048, **NO_SPECIAL_TOKENS)
+    model.save_pretrained(folder)
     return str(folder)

@@ -72,10 +72,11 @@ def _direct(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, e
         kept = [component.kept for component in stream.components]
     else:
         kept = [None if one.value is None else keep(one.value) for one in stream.components]
-    used = [n for n, one in enumerate(kept) if one is not None]
-    if not used:
+    pairs = [pair for pair in kept if pair is not None]
+    if not pairs:
         return None
-    at_query, products = (torch.stack([kept[n][side] for n in used]) for side in (0, 1))
+    used = [n for n, pair in enumerate(kept) if pair is not None]
+    at_query, products = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
     if not _adds_up(at_query, source[at].double(), source.dtype) or not _adds_up(
         products[..., -_CHECKS:], source[:end].double() @ directions.T, source.dtype
     ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
     if not target.requires_grad or not reads.matrices:
         return None
     leaves = [one.output for one in reads.matrices]
-    grads = torch.autograd.grad(target.sum(), leaves, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(target.sum(), leaves, retain_graph=True, allow_unused=True)
+    grads = cast("Sequence[Tensor | None]", found)
     used = [one for one, grad in zip(reads.matrices, grads, strict=True) if grad is not None]
     if len(used) != 1 or used[0].output.shape[:-1].numel() != len(target):
         return None
