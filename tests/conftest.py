@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import older
+
 settings.register_profile(
     "attnflow",
     deadline=None,  # timings are never asserted
@@ -27,16 +29,12 @@ def _same_random_numbers():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Under the lowest versions, an architecture that that transformers cannot do is refused, and its test skipped."""
+    """Skip a test that failed because of what an older transformers lacks, refuses or gets wrong."""
     try:
         return (yield)
     except Exception as error:
-        from attnflow import UnsupportedArchitecture  # here: the type checker's hook on imports comes after this file
-        from tests.conformance.miniature import NotBuilt
-        from tests.models.table import OLDER
-
-        if OLDER and isinstance(error, UnsupportedArchitecture | NotBuilt):
-            pytest.skip(f"refused or missing in an older transformers: {error}")
+        if expected := older.reason(getattr(item, "originalname", item.name), item.name, error):
+            pytest.skip(expected)
         raise
 
 

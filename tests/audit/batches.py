@@ -15,7 +15,6 @@ from transformers import (
 
 import attnflow as af
 from tests.audit.packing import EOS, MASK, PAD, WORDS, samples, tokenizer
-from tests.models.table import skip_if_older
 
 IDS = {"vocab_size": WORDS + 4, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
 CAUSAL = LlamaConfig(**IDS, architectures=["LlamaForCausalLM"])
@@ -52,11 +51,6 @@ def sequence_pairs():
     return DataCollatorForSeq2Seq(tokenizer(), T5ForConditionalGeneration(SEQUENCES))(pairs())
 
 
-def flattened_from_2():
-    skip_if_older("DataCollatorWithFlattening", "it has no position_ids_start")
-    return DataCollatorWithFlattening(position_ids_start=2)(samples())
-
-
 CLEAN = {
     "flattening": (lambda: DataCollatorWithFlattening()(samples()), CAUSAL),
     "flattening, all keys": (
@@ -64,7 +58,7 @@ CLEAN = {
         CAUSAL,
     ),
     "flattening of completions": (lambda: DataCollatorWithFlattening()(completions()), CAUSAL),
-    "flattening from 2": (flattened_from_2, CAUSAL),
+    "flattening from 2": (lambda: DataCollatorWithFlattening(position_ids_start=2)(samples()), CAUSAL),
     "flattening, numpy": (lambda: DataCollatorWithFlattening(return_tensors="np")(samples()), CAUSAL),
     "language modeling": (lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False)(samples()), CAUSAL),
     "masked": (masked, MASKED),

@@ -7,10 +7,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 
-import pytest
 import torch
 import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel
 
 from tests.conformance.miniature import small_config
@@ -45,24 +43,6 @@ from tests.models.options import (
     WINDOWED,
 )
 
-# The lowest versions (`make floors`) lack some classes, and have these faults in others; what they cannot do at all is
-# refused, and skipped by tests/conftest.py.
-OLDER = Version(transformers.__version__) < Version("5.23")
-_FAULTS = {
-    "Dbrx": "the router has another width than the model",
-    "Doge": "under SDPA the dynamic mask takes the place of the causal one",
-    "Qwen3Next": "without recurrent layers it cannot run with a cache",
-    "Qwen3_5Text": "without recurrent layers it cannot run with a cache",
-    "Qwen3_5MoeText": "without recurrent layers it cannot run with a cache",
-}
-
-
-def skip_if_older(name: str, fault: str = "") -> None:
-    """Skip a test of what this transformers, older than the pinned one, lacks or gets wrong."""
-    if OLDER and (reason := fault or _FAULTS.get(name)):
-        pytest.skip(f"{name} in transformers {transformers.__version__}: {reason}")
-
-
 Options = dict[str, object]
 Inputs = Callable[[int], dict[str, torch.Tensor]]
 
@@ -94,11 +74,7 @@ class TinyModel:
 
     def _class(self) -> type[PreTrainedModel]:
         module, _, name = self.model.rpartition(".")
-        try:
-            return getattr(import_module(f"transformers.models.{module}" if module else self.package), name)
-        except (AttributeError, ModuleNotFoundError):
-            skip_if_older(name, "it has no such class")
-            raise
+        return getattr(import_module(f"transformers.models.{module}" if module else self.package), name)
 
 
 def in_double(model: PreTrainedModel) -> PreTrainedModel:

@@ -13,12 +13,10 @@ from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.families.table import KNOWN, Heads, arranged
 from tests.geometry.usage import bypass_norms, used_form
 from tests.models import ZOO
-from tests.models.table import skip_if_older
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "Qwen2_5_VL"])  # its towers are there alone
 def test_registry_gives_the_forms_that_the_model_uses(name):
-    skip_if_older(name)
     animal = ZOO[name]
     model = animal.build()
     places = attention_layers(model)
@@ -101,7 +99,6 @@ def _distance(used: torch.Tensor, registered: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_saved_model_has_the_scores_of_the_model(name, tmp_path):
-    skip_if_older(name)
     model = ZOO[name].build()
     model.save_pretrained(tmp_path)
     saved, live = score(tmp_path, attention="all"), score(model, attention="all")

@@ -16,7 +16,7 @@ from attnflow.models.mask_request import asking, request_of
 from attnflow.models.sites import find_sites, models_around
 from tests.conformance.miniature import named
 from tests.models import outputs, state, tiny, tokens
-from tests.models.table import BIDIRECTIONAL, CAUSAL, skip_if_older
+from tests.models.table import BIDIRECTIONAL, CAUSAL
 
 LENGTH = 9
 INTERFACES = [*CAUSAL, *BIDIRECTIONAL, "Doge", "BigBirdPegasus", "Bart"]
@@ -68,7 +68,6 @@ def run(model, given):
 @pytest.mark.parametrize("implementation", [None, "eager"])
 @pytest.mark.parametrize("replaces_mask", [False, True])
 def test_an_interceptor_that_only_watches_changes_no_bit(name, implementation, replaces_mask):
-    skip_if_older(name)
     model, given, watch = tiny(name), inputs(name), Watch()
     if implementation:
         model.set_attn_implementation(implementation)

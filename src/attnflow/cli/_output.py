@@ -136,10 +136,13 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
         raise BadUsage(f"cannot write {path}: the name must end in {' or '.join(suffixes)}, got {path.suffix!r}")
     if chart and path.suffix.lower() in (".svg", ".png") and find_spec("matplotlib") is None:
         raise MissingExtra("matplotlib", "report", chart)
+    loop = f"cannot write {path}: its symbolic links form a loop"
     try:
         target = path.expanduser().resolve()
-    except (OSError, RuntimeError) as error:  # Python 3.13 raises OSError, older versions RuntimeError
-        raise BadUsage(f"cannot write {path}: its symbolic links form a loop") from error
+    except (OSError, RuntimeError) as error:
+        raise BadUsage(loop) from error
+    if target.is_symlink():  # Python 3.13 does not raise, and stops at a link of the loop
+        raise BadUsage(loop)
     folder = target.parent
     if not folder.is_dir():
         raise BadUsage(f"cannot write {path}: the folder {folder} does not exist; create it first")

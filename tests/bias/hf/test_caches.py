@@ -106,8 +106,6 @@ def test_crop_reorder_repeat_and_select(kind):
 def test_a_window_that_records_its_past_can_be_rolled_back(kind):
     model, ids = biased("Mistral", BIASES[kind]), tokens(1, 12)
     cache = DynamicCache(config=model.config)
-    if not hasattr(cache, "activate_past_recording"):
-        pytest.skip("the windows of this transformers record no past")
     pieces(model, ids, [6], cache)
     cache.activate_past_recording()
     pieces(model, torch.cat([ids[:, :6], tokens(1, 4)], dim=1), [4], cache)

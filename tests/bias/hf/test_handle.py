@@ -24,7 +24,6 @@ from tests.bias.hf.common import (
     same_state,
     tokens,
 )
-from tests.models.table import skip_if_older
 
 
 def test_it_prints_switches_and_takes_away():
@@ -87,8 +86,6 @@ def test_the_model_keeps_it_through_wrappers_copies_and_pickles():
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_a_model_that_looks_at_its_mask_stays_causal(implementation):
     """Doge works with the mask that it is given, and drops what it does not know: a bias acts on its own mask."""
-    if implementation == "sdpa":
-        skip_if_older("Doge")
     model, ids = family("Doge", torch.float32), tokens(1, 10)
     model.set_attn_implementation(implementation)
     changed = ids.clone()
