@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from attnflow.report.live.design import Design
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-WAIT = 60_000  # milliseconds until something must have happened; nothing here asserts a time
+WAIT = 150_000  # milliseconds until something must have happened; nothing here asserts a time
 SIZES = {"wide": (1280, 800), "phone": (390, 844)}
 
 _DESIGN = """
