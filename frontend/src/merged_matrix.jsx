@@ -14,7 +14,7 @@ export function MergedMatrix({ state }) {
     return state.reply.value && canvas.current ? image(state.reply.value.tile, palette(canvas.current)) : null;
   });
   const size = () => state.reply.value?.merged.length ?? 0;
-  const worded = () => geometry(side.value, size(), null, true).cell > 9; // there is room for words on the axes
+  const worded = () => geometry(side.value, size(), null, true).words; // there is room for words on the axes
   const place = () => geometry(side.value, size(), null, worded());
 
   useEffect(() => {
