@@ -141,3 +141,12 @@ def test_loading_a_bias_announces_nothing(
     said = "".join([*capfd.readouterr(), caplog.text])
     assert "parameters" in said
     assert "trainable" not in said
+
+
+def test_counts_agree_with_their_nouns(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("blind.npy", ~np.eye(5, dtype=bool))
+    assert "Varlen: 1 document, causal" in run("mask", "export", "causal", "--to", "varlen").out
+    export = ("mask", "export", "sliding_window", "--n", "9", "--set", "window=3", "--to", "flashmask")
+    assert "FlashMask: 1 bound for each of 9 keys" in run(*export).out
+    assert "may attend to other keys but not to themselves" in run("mask", "debug", "blind.npy").out

@@ -185,7 +185,8 @@ class AuditReport(Result):
         lines = [
             f"{verdict}: {self.order}; {self.batch} x {self.positions} positions, {self.layers} layers",
             f"mode {self.mode}: {self.forward_passes} forward passes in {self.seconds:.1f} s; "
-            f"{len(self.modules)} module outputs watched; {tested}; noise {self.noise:.2g}",
+            f"{len(self.modules)} module output{'s' * (len(self.modules) != 1)} watched; {tested}; "
+            f"noise {self.noise:.2g}",
         ]
         if self.violations:
             head = ["kind", "layer", "module", "sequence", "source", "target", "change", "path"]

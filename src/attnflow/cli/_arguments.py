@@ -22,7 +22,13 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter, as in window=4 (repeatable).")
 ]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write to FILE.")]
+FigureOption = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html, .csv or .json.")
+]
+Text = Annotated[str | None, typer.Argument(metavar="TEXT", help="The text to read.")]
+Ids = Annotated[str | None, typer.Option("--ids", metavar="LIST", help="Token ids in place of TEXT, such as 5,6,7.")]
 
+FIGURES: Final = (".svg", ".png", ".html", ".csv", ".json")
 _DEFAULT_N: Final = 16
 # What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
 EXAMPLES: Final[Mapping[str, str]] = {

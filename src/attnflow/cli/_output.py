@@ -49,7 +49,7 @@ def say(screen: Console, text: str, style: str = "") -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wraps lines that are too long between words: a table's below its last column, any other below its beginning.
+    """Wraps long lines between words. The rest of a table's row goes below its last column; other lines are indented.
 
     >>> print(wrapped("is      not one of the catalogue", 24))
     is      not one of the
@@ -74,7 +74,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _last_column(block: Sequence[str], width: int) -> int:
-    """Returns where the last column of a table starts that starts within the width, or 0 if this is no table."""
+    """Returns where a table's last column within the width begins; 0 for other text."""
     gaps = [match.end() for match in re.finditer(r"\S  +(?=\S)", block[0])] if len(block) > 1 else []
     return max(
         (at for at in gaps if at <= width and all(re.match(r"  (\S|$)", f"{line:<{at}}"[at - 2 :]) for line in block)),

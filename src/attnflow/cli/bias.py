@@ -8,13 +8,12 @@ from typing import Annotated, Final
 
 import typer
 
-from attnflow.cli._arguments import load
+from attnflow.cli._arguments import FIGURES, FigureOption, load
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, working, write
 
 app = typer.Typer(help="Learned attention biases: show.", rich_markup_mode=None)
 
 _PROMPT: Final = "Q: John has 5 apples. He buys 6 more. A: 5 + 6 ="  # of the paper's figures
-_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 
 
 @app.command("show")
@@ -34,9 +33,7 @@ def bias_show(
     head: Annotated[
         int | None, typer.Option("--head", metavar="N", min=0, help="Show one head (default: the mean of all).")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html, .csv or .json.")
-    ] = None,
+    output: FigureOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Show what a learned bias does on one text.
@@ -44,7 +41,7 @@ def bias_show(
     Runs the model with and without its bias. For each layer it shows the keys that the bias draws a query to (+) or
     turns it away from (-). The bias is centred over each row, because softmax sees nothing else of it.
     """
-    target = None if output is None else output_path(output, _SUFFIXES, "a bias as a figure")
+    target = None if output is None else output_path(output, FIGURES, "a bias as a figure")
     with working(f"loading {model}") as spinner:
         from attnflow import bias as biases
         from attnflow.bias.hf.saving import read

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from attnflow._core.markup import aligned, plural, token_label
-from attnflow.cli._arguments import OutputOption, load, require, settings_from, text_or_ids
+from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, load, require, settings_from, text_or_ids
 from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, print_result, say, working, write
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ app = typer.Typer(
     cls=_ScoreByDefault,
 )
 
-_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
-
 
 @app.command("score")
 def geometry_score(
@@ -63,7 +61,7 @@ def geometry_score(
         list[str] | None,
         typer.Option("--config", metavar="NAME=N", help="Supply what config.json lacks: num_attention_heads=12."),
     ] = None,
-    output: OutputOption = None,
+    output: FigureOption = None,
     picture: Annotated[
         Literal["plane", "layers", "heads"], typer.Option("--picture", help="What to draw in an .svg or .png.")
     ] = "plane",
@@ -72,10 +70,10 @@ def geometry_score(
     """Score symmetry and directionality of attention.
 
     Scores W_q^T W_k in every layer and prints medians and quartiles. It reads only query and key weights, one layer at
-    a time. -o writes .svg, .png, .html, .csv or .json. A model that cannot be scored is skipped with a message; the
+    a time. A model that cannot be scored is skipped with a message; the
     exit code is then 1, or 2 if no model could be scored.
     """
-    target = None if output is None else output_path(output, _SUFFIXES, "scores as a figure")
+    target = None if output is None else output_path(output, FIGURES, "scores as a figure")
     drawn = target is not None and target.suffix.lower() in (".svg", ".png")
     if drawn and picture == "heads" and len(set(models)) > 1:
         raise BadUsage(f"--picture heads shows one model, got {len(set(models))}: write .html to see them all")
@@ -112,7 +110,7 @@ def geometry_score(
 def geometry_why(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2-135m, minilm, a folder, a file or a hub id.")],
     layer: Annotated[int, typer.Option("--layer", metavar="N", min=0, help="The layer of the head.")],
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text to read.")] = None,
+    text: Text = None,
     head: Annotated[
         int | None, typer.Option("--head", metavar="N", min=0, help="The head (default: one is chosen and named).")
     ] = None,
@@ -122,26 +120,24 @@ def geometry_why(
     key: Annotated[
         int | None, typer.Option("--key", metavar="N", help="Position looked at (default: that of the largest weight).")
     ] = None,
-    ids: Annotated[
-        str | None, typer.Option("--ids", metavar="LIST", help="Token ids in place of TEXT, such as 5,6,7.")
-    ] = None,
+    ids: Ids = None,
     attention: Annotated[
         Literal["self", "cross"], typer.Option("--attention", help="Which attention, of an encoder-decoder.")
     ] = "self",
     raw: Annotated[bool, typer.Option("--raw", help="Show terms as they are, not centred over the row.")] = False,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Terms and keys to list.")] = 10,
-    output: OutputOption = None,
+    output: FigureOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Say why a head looked at a token.
 
     The score of a query and a key is a sum over pairs: what an earlier attention or feed-forward layer wrote at the
     query, against what one wrote at the key. Lists the largest terms in logits, less their mean over the row, because
-    softmax ignores what all keys share. -o writes .svg, .png, .html, .csv or .json.
+    softmax ignores what all keys share.
     """
     require(model)
     inputs = text_or_ids(text, ids)
-    target = None if output is None else output_path(output, _SUFFIXES, "an attribution as a figure")
+    target = None if output is None else output_path(output, FIGURES, "an attribution as a figure")
     with working(f"loading {model}") as spinner:
         from attnflow.geometry.attribute import attribute, attribute_one
         from attnflow.models.loaded import text_inputs

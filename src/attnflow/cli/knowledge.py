@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from attnflow._core.markup import plural
-from attnflow.cli._arguments import integers, load, require, text_or_ids
+from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, integers, load, require, text_or_ids
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, show, working, write
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ def _refuse_memory(uri: str) -> None:
         raise BadUsage("a store in memory is lost when the command ends: name a folder")
 
 
-_SUFFIXES: Final = (".svg", ".png", ".html", ".csv", ".json")
 _WITHOUT: Final = "give token ids, as in --ids 5,6,7"
 
 
@@ -147,10 +146,8 @@ def knowledge_trace(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Any model; its feed-forward layers are read as entries.")
     ],
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text to read.")] = None,
-    ids: Annotated[
-        str | None, typer.Option("--ids", metavar="LIST", help="Token ids in place of TEXT, such as 5,6,7.")
-    ] = None,
+    text: Text = None,
+    ids: Ids = None,
     layer: Annotated[int | None, typer.Option("--layer", metavar="N", min=0, help="One layer (default: all).")] = None,
     position: Annotated[
         int, typer.Option("--position", metavar="N", help="Position of the token to explain (-1: the last).")
@@ -166,9 +163,7 @@ def knowledge_trace(
     ablate: Annotated[
         int, typer.Option("--ablate", metavar="N", min=0, help="Leading entries to take out of the model, one by one.")
     ] = 0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html, .csv or .json.")
-    ] = None,
+    output: FigureOption = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Show which feed-forward entries fire for a text.
@@ -183,7 +178,7 @@ def knowledge_trace(
     from attnflow.knowledge.layered import reads_entries
 
     inputs = text_or_ids(text, ids)
-    path = None if output is None else output_path(output, _SUFFIXES, "a trace as a figure")
+    path = None if output is None else output_path(output, FIGURES, "a trace as a figure")
     longest = len(inputs.encode()) + 8 if isinstance(inputs, str) else len(inputs)  # tokens, with special ones
     if not -longest <= position < longest:
         raise BadUsage(f"--position {position} lies outside {'this text' if ids is None else '--ids'}")

@@ -136,7 +136,9 @@ def _findings(mask: Mask, equal: Mask | None) -> Iterator[Finding]:
     if mask.num_queries == mask.num_keys:
         blind = [int(q) for q in np.flatnonzero(counts) if not mask.allows(int(q), int(q))]
         if blind:
-            message = f"{_some(blind)} may attend to other keys but not to itself"
+            message = (
+                f"{_some(blind)} may attend to other keys but not to {'itself' if len(blind) == 1 else 'themselves'}"
+            )
             yield Finding("diagonal", message, tuple((query, query) for query in blind[:_SHOWN]))
     if equal is None:
         yield from _mistaken(mask)

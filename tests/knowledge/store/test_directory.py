@@ -198,7 +198,7 @@ def test_widths_are_compared(directory):
     ]:
         with pytest.raises(ValueError, match=message):
             Store.open(directory, **options)
-    with pytest.raises(ValueError, match="the folder comes first and the file second"):
+    with pytest.raises(ValueError, match="is named like a file: give the name of a folder"):
         Store.open(directory.parent / "notes.txt", dim=4)
     with Store.open(directory) as store:
         assert len(store) == 0

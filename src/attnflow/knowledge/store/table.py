@@ -40,10 +40,7 @@ def check_uri(uri: str) -> None:
     if not uri or ("://" in uri and not uri.startswith(_SCHEMES)):
         raise ValueError(f'uri must be a directory, "memory" or "s3://bucket/path", got {uri!r}')
     if is_directory(uri) and Path(uri).suffix.lower() in _FILES and not Path(uri).is_dir():
-        raise ValueError(
-            f"a store is a folder, and {uri} is named like a file: name a folder (of a file of texts, the folder comes "
-            "first and the file second)"
-        )
+        raise ValueError(f"a store is a folder, and {uri} is named like a file: give the name of a folder")
 
 
 def is_directory(uri: str) -> bool:

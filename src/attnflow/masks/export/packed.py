@@ -61,7 +61,8 @@ class Varlen(Result):
 
     def __str__(self) -> str:
         kind = "causal" if self.causal else "both directions"
-        return f"Varlen: {len(self.cu_seqlens_q) - 1} documents, {kind}, window_size {self.window_size}"
+        count = len(self.cu_seqlens_q) - 1
+        return f"Varlen: {count} document{'s' * (count != 1)}, {kind}, window_size {self.window_size}"
 
     __repr__ = __str__
 

@@ -68,7 +68,7 @@ class FlashMask(Result):
 
     def __str__(self) -> str:
         *_, keys, width = self.startend_row_indices.shape
-        return f"FlashMask: {width} bounds for each of {keys} keys, causal={self.causal}"
+        return f"FlashMask: {width} bound{'s' * (width != 1)} for each of {keys} keys, causal={self.causal}"
 
     __repr__ = __str__
 
