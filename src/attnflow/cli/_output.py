@@ -83,8 +83,9 @@ def _last_column(block: Sequence[str], width: int) -> int:
 
 
 def _broken(text: str, width: int, first: str, other: str) -> list[str]:
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=other, **options)
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=other, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def complain(message: str) -> None:
