@@ -118,12 +118,14 @@ def test_what_scrolls_fades_where_it_hides_something(browser, studio):
         hides, fades, _ = seen["Subtasks and the merged task"]
         assert hides[1], "the table is wider than a phone"
         page.locator(".score").evaluate("table => table.scrollLeft = 1e6")
+        settled(page)  # timelines of scrolling move with the next frame
         after = page.evaluate(FADES)
         assert not after["Subtasks and the merged task"][0][1]
         page.get_by_role("button", name="Mask", exact=True).click()
         settled(page)
         answers = page.evaluate(FADES)
         page.locator("#answer").evaluate("answer => answer.scrollTop = 1e6")
+        settled(page)
         for here in (seen, after, answers, page.evaluate(FADES)):
             for name, (hides, fades, is_masked) in here.items():
                 if name == "Subtasks and the merged task":
