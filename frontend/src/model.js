@@ -71,6 +71,7 @@ export function createModel(studio) {
       if (!reply.ok) return void (state.error.value = reply.error);
       state.info.value = reply;
       state.text.value = reply.text ?? "";
+      state.fields.layer.value = `${Math.floor((reply.layers ?? 0) / 2)}`; // the first reads nothing but the embedding
       if (reply.attention) studio.countFor(reply.model, reply.attention);
     },
     /** Ask the question of a view about the text of the left side. */

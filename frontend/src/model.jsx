@@ -58,7 +58,7 @@ export function Model({ studio }) {
 function About({ state }) {
   const info = state.info.value;
   const rows = info
-    ? [["kind", info.kind], ["parameters", grouped(info.parameters)], ["layers", info.layers], ["heads", info.key_heads && info.key_heads !== info.heads ? `${info.heads}, ${info.key_heads} of keys` : info.heads], ["width", info.width]]
+    ? [["kind", info.kind], ["parameters", grouped(info.parameters)], ["layers", info.layers], ["heads", info.key_heads && info.key_heads !== info.heads ? `${info.heads} query, ${info.key_heads} key` : info.heads], ["width", info.width]]
     : ["kind", "parameters", "layers", "heads", "width"].map((name) => [name, "–"]);
   return (
     <section class="panel" aria-labelledby="model-title">

@@ -90,8 +90,8 @@ def test_the_cost_is_that_of_all_layers_and_heads():
     config, n = model.config, 40
     text = parse_page(model_page(model, [5 + i % 8 for i in range(n)]).html).text
     heads, layers, channels = config.num_attention_heads, config.num_hidden_layers, config.head_dim
-    assert f"One forward pass of {n} tokens in {layers} layers with {heads} heads" in text
-    assert f"({config.num_key_value_heads} of keys) of {channels} channels, in float32." in text
+    assert f"One forward pass of {n} tokens in {layers} layers with {heads} query heads" in text
+    assert f"({config.num_key_value_heads} key heads) of {channels} channels, in float32." in text
     pairs = layers * heads * n * n
     assert f"eager {pairs:,} ".replace(",", " ") + f"{4 * channels * pairs / 1e9:.3g}" in text
 

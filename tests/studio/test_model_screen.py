@@ -40,7 +40,7 @@ def test_every_view_is_run_drawn_and_legible(browser, server, size, scheme):
         page.set_default_timeout(WAIT)
         about = page.locator(".panel").first.text_content()
         assert "LlamaForCausalLM" in about
-        assert "4, 2 of keys" in about
+        assert "4 query, 2 key" in about
         page.locator("textarea").fill("I the of and to in that his the of to I")  # words that the tiny model knows
         for view, is_drawn in views.items():
             page.get_by_role("tab", name=view).click()
@@ -180,7 +180,7 @@ def entry(page):
 def why(page):
     """A head, a query and a key by clicks, and the terms that add up to the score."""
     view, work = page.locator(".view"), page.locator(".work")
-    work.get_by_label("layer").fill("1")
+    assert work.get_by_label("layer").input_value() == "1"  # the middle one; the first reads the embedding alone
     rerun(page)
     view.get_by_role("group", name="Query").get_by_role("button").nth(5).click()
     settled(page)

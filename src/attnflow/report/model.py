@@ -147,7 +147,8 @@ def _cost(flow: Flow, layers: Sequence[AttentionLayer], weight: Tensor) -> list[
     heads = "heads of different numbers or widths"
     if len(shapes) == 1:
         (queries, keys, channels) = shapes.pop()
-        heads = f"{plural(queries, 'head')} ({grouped(keys)} of keys) of {grouped(channels)} channels"
+        shared = "" if keys == queries else f" ({plural(keys, 'key head')})"
+        heads = f"{plural(queries, 'query head')}{shared} of {grouped(channels)} channels"
     lead = (
         f"One forward pass of {grouped(flow.size)} tokens in {plural(len(layers), 'layer')} with {heads}, "
         f"in {str(weight.dtype).removeprefix('torch.')}. Counted are the products with keys and values, without the "
