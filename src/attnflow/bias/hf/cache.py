@@ -102,7 +102,7 @@ def _companion(cache: Cache, main: CacheLayerMixin, layer: int, depth: int, colu
         cache.layers[index[layer]] = fresh
     else:
         while len(cache.layers) < depth:  # a cache made without a config grows on demand
-            cache.layers.append(cast(Any, cache.layer_class_to_replicate)())
+            cache.layers.append(cast(Any, cache.layer_class_to_replicate or DynamicLayer)())
         index[layer] = len(cache.layers)
         cache.layers.append(fresh)
     return fresh
