@@ -27,6 +27,8 @@ _FAULTS = {  # (test, part of its parameters): what transformers 5.10.1 does
     ("test_clean_models_raise_no_alarm", "RemBert"): "its decoder reads later tokens",
     ("test_clean_models_raise_no_alarm", "MegatronBert"): "its decoder reads later tokens",
     ("test_clean_models_raise_no_alarm", "NemotronH"): "later tokens move earlier outputs by 1e-4",
+    ("test_recurrent_and_hybrid_models_are_chains", "NemotronH"): "later tokens move earlier outputs by 1e-4",
+    ("test_why_of_cross_attention", ""): "T5 has no attention interface",
     ("test_documents_are_declared_whatever_mixes_them", "OlmoHybrid"): "its convolution is a module of its own",
     ("test_families_raise_no_alarm", "LightGlue"): "its projection does not fit a small model",
     ("test_models_refused_in_words", "keys mixed"): "the class that mixes its keys is missing",

@@ -147,7 +147,8 @@ class Recorder:
             begun = mapped(output, lambda t: t.detach().requires_grad_())
             self._note(self.reads.matrices, call, begun)
             return begun
-        if call.module in self._near and isinstance(output, Tensor) and output.requires_grad:
+        alone = len(call.args) + len(call.kwargs) == 1 and isinstance(call.first, Tensor)
+        if alone and call.module in self._near and isinstance(output, Tensor) and output.requires_grad:
             held = hold(call.module, call.first.detach(), output.detach())
             if held is not None:
                 linear = held(call.first)
