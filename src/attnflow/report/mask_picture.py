@@ -241,7 +241,7 @@ def mask_text(mask: Mask, width: int | None = None, ascii_only: bool | None = No
     if queries <= _HEIGHT and 2 * keys - 1 <= room and keys <= 99:
         body = _spelled(mask, label, plain)
     elif not plain and queries <= 2 * _HEIGHT and keys <= room:
-        body = _halves(mask, label)
+        body = _halves(mask, label, columns)
     else:
         body = _shaded(mask, label, room, columns, plain)
     return "\n".join(line.rstrip() for line in [*head, *body])
@@ -257,14 +257,14 @@ def _spelled(mask: Mask, label: int, plain: bool) -> list[str]:
     return [*lines, "", f"{yes} allowed   {no} not"]
 
 
-def _halves(mask: Mask, label: int) -> list[str]:
+def _halves(mask: Mask, label: int, columns: int) -> list[str]:
     table = mask.dense().tolist()
     table += [[False] * mask.num_keys] * (len(table) % 2)
     lines = [_axis(mask.num_keys, 1, label, mask.num_keys)]
     for query in range(0, len(table), 2):
         cells = ("▀▄█"[a + 2 * b - 1] if a or b else " " for a, b in zip(table[query], table[query + 1], strict=True))
         lines.append(f"{query if query % 8 == 0 else '':>{label}}  " + "".join(cells))
-    return [*lines, "", "filled: allowed; two queries per line"]
+    return [*lines, "", *textwrap.wrap("filled: allowed; two queries per line", columns)]
 
 
 def _shaded(mask: Mask, label: int, room: int, columns: int, plain: bool) -> list[str]:
