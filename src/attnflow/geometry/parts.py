@@ -55,10 +55,11 @@ def _direct(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, e
     sides = [side for side in (*queries, *keys.values()) if side is not None]
     if len(sides) < len(queries) + len(keys) or len({side.source.data_ptr() for side in sides}) > 1:
         return None
+    of_queries, of_keys = sides[: len(queries)], sides[len(queries) :]
     source = sides[0].source
     draw = torch.Generator().manual_seed(0)
     directions = torch.randn(_CHECKS, source.shape[1], generator=draw, dtype=torch.float64).to(source.device)
-    matrix = torch.cat([*(side.matrix for side in keys.values() if side is not None), directions]).T
+    matrix = torch.cat([*(side.matrix for side in of_keys), directions]).T
 
     def keep(value: Tensor) -> tuple[Tensor, Tensor] | None:
         if value.numel() != source.numel() or value.shape[-1] != source.shape[1]:
@@ -81,14 +82,14 @@ def _direct(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, e
         products[..., -_CHECKS:], source[:end].double() @ directions.T, source.dtype
     ):
         return None
-    columns = products[..., :-_CHECKS].split([side.matrix.shape[0] for side in sides[len(queries) :]], dim=-1)
+    columns = products[..., :-_CHECKS].split([side.matrix.shape[0] for side in of_keys], dim=-1)
     return Parts(
         used,
         used,
-        [side.parts((at_query @ side.matrix.T)[:, None])[:, 0].cpu() for side in sides[: len(queries)]],
-        [side.constant[0].cpu() for side in sides[: len(queries)]],
-        {n: side.parts(own).cpu() for n, side, own in zip(keys, sides[len(queries) :], columns, strict=True)},
-        {n: side.constant.cpu() for n, side in zip(keys, sides[len(queries) :], strict=True)},
+        [side.parts((at_query @ side.matrix.T)[:, None])[:, 0].cpu() for side in of_queries],
+        [side.constant[0].cpu() for side in of_queries],
+        {n: side.parts(own).cpu() for n, side, own in zip(keys, of_keys, columns, strict=True)},
+        {n: side.constant.cpu() for n, side in zip(keys, of_keys, strict=True)},
     )
 
 

@@ -24,10 +24,10 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution, Share
 from attnflow.geometry.row import row_of
 from attnflow.models.feed_forward import PackedExperts, neuron_weights, packed_experts
-from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, base_implementation, intercept
+from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, intercept
 from attnflow.models.recording import Component, owns_matrix
 from attnflow.models.sites import Site, models_around
-from attnflow.models.stream import SUPPORTED, ResidualStream, Seen, added_to
+from attnflow.models.stream import ResidualStream, Seen, added_to
 from attnflow.models.watching import Arguments, Call, Watch, hidden_of, tensors_in, with_hidden
 
 Side = Literal["query", "key"]
@@ -181,7 +181,6 @@ class _Pass:
         """Run the model until the component has its output, and return it."""
         stream, path = self.stream, self.component.path
         self.leaves = {}
-        current = base_implementation(stream.site.owner.config)
         prefix = max((one for one in stream.lists if path.startswith(one)), key=len)
         layer = ".".join([prefix, path[len(prefix) + 1 :].split(".")[0], ""])
         sites = [site for site in stream.sites if site.name.startswith(layer) and self.kind == "attention"]
@@ -203,7 +202,7 @@ class _Pass:
             models_around(stream.sites),
             looks or {stream.site.module: _through},  # it sets the implementation, as in the other passes
             role="pool",
-            implementation=current if current in SUPPORTED else "sdpa",
+            implementation=stream.implementation,
         )
         with ExitStack() as stack:
             stack.callback(interception.remove)

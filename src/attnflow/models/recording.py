@@ -126,20 +126,22 @@ class Recorder:
         path, begun = str(call.name), self._begun.pop(id(call), None)
         if begun is not None and any(caller.module is self._target for caller in _callers(call)):
             return self._inside(call, output)
-        ended = mapped(output, lambda t: t.detach()) if call.module in self._ends else output
+        ends = call.module in self._ends
+        ended = mapped(output, lambda t: t.detach()) if ends else output
+        changed = ended if ends else None
         if begun is None or call.module not in self._holds:
             if call.module in self._near:
                 self._note(self.reads.small, call, output)
-            return ended if call.module in self._ends else None
+            return changed
         tensors = tensors_in(ended)
         if not tensors or any(tensor.requires_grad for tensor in tensors):
-            return ended if call.module in self._ends else None
+            return changed
         del self.components[begun:]
         prefix = max((one for one in self._lists if path.startswith(one)), key=len)
         shape = self._shapes.get(prefix, torch.Size())
         main = next((t for t in tensors if t.is_floating_point() and _alike(t.shape, shape)), None)
         self._add(path, call.number, main, ended)
-        return ended if call.module in self._ends else None
+        return changed
 
     def _inside(self, call: Call, output: object) -> object:
         """Begin marks anew at matrices, and hold norms: their values stay, their derivatives are those when held."""

@@ -41,7 +41,7 @@ from attnflow.models.watching import (
     with_tensor,
 )
 
-SUPPORTED: Final = ("eager", "sdpa")
+_SUPPORTED: Final = ("eager", "sdpa")
 
 
 class _Reached(Exception):
@@ -76,6 +76,12 @@ class ResidualStream:
     large: bool = False  # whether the values of components were dropped; `complete` has them
     _norms: dict[tuple[str, int], HeldNorm | None] = field(default_factory=lambda: dict[Any, Any]())
     _scales_known: bool = False  # whether a held pass with the recorded values has been made
+
+    @property
+    def implementation(self) -> str:
+        """The implementation of attention in all passes: the model's own if its scores can be read, else SDPA."""
+        current = base_implementation(self.site.owner.config)
+        return current if current in _SUPPORTED else "sdpa"
 
     # -------- passes
 
@@ -184,11 +190,8 @@ class ResidualStream:
             seen.append(Seen(plain, output, added, call.query, call.key))
             raise _Reached
 
-        owner = self.site.owner
-        current = base_implementation(owner.config)
-        implementation = current if current in SUPPORTED else "sdpa"
         around = models_around(self.sites)
-        interception = intercept(around, {self.site.module: look}, role="pool", implementation=implementation)
+        interception = intercept(around, {self.site.module: look}, role="pool", implementation=self.implementation)
         try:
             self.model(**self.inputs)
         except _Reached:
