@@ -5,7 +5,17 @@ from importlib import import_module
 
 import pytest
 import torch
-from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 import attnflow as af
 from attnflow.models.stream import ResidualStream
@@ -24,6 +34,7 @@ IDS = [5, 9, 3, 7, 11, 2, 8]
 # Rotations of halves, of neighbours and of a part of the head; none; joined projections; norms of queries and keys;
 # LayerNorm with its mean; grouped heads; parallel blocks.
 PLAIN = ["Llama", "GPTNeoX", "GPT2", "Qwen3", "Gemma", "StableLm", "OPT"]
+CENTRED = PhiConfig(**SMALL, qk_layernorm=True)  # whose queries and keys are no rotation
 
 
 def both(monkeypatch, model, **arguments):
@@ -37,15 +48,37 @@ def both(monkeypatch, model, **arguments):
 
 
 @pytest.mark.parametrize("head", [2, None])
-@pytest.mark.parametrize("family", [*PLAIN, "Cohere"])  # which rotates neighbours
+@pytest.mark.parametrize("family", [*PLAIN, CohereConfig(**SMALL), CENTRED])  # Cohere rotates neighbours
 def test_both_ways_agree(monkeypatch, family, head):
-    model = CohereForCausalLM(CohereConfig(**SMALL)).double() if family == "Cohere" else tiny(family, torch.float64)
+    model = (
+        tiny(family, torch.float64) if isinstance(family, str) else AutoModelForCausalLM.from_config(family).double()
+    )
     direct, slow = both(monkeypatch, model, layer=1, head=head, query=-2)
     assert set(slow.components) <= set(direct.components)
     columns = [direct.components.index(name) for name in slow.components]
     torch.testing.assert_close(direct.raw[..., columns, :][..., columns], slow.raw, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(direct.constant, slow.constant, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(direct.raw.sum(), slow.raw.sum(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (LlamaForCausalLM, LlamaConfig(**SMALL, head_dim=80)),
+        (CohereForCausalLM, CohereConfig(**SMALL, head_dim=80)),  # neighbours
+        # 32 of 80 entries, so that the step of 16 does not fill the head
+        (PhiForCausalLM, PhiConfig(**(SMALL | {"hidden_size": 320, "partial_rotary_factor": 0.4}))),
+    ],
+)
+def test_a_rotation_takes_few_backward_passes(monkeypatch, kind, config):
+    model = kind(config).double()
+    calls = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))
+    result = af.geometry.attribute(model, IDS, layer=1, head=0)
+    assert result.error < 1e-12
+    assert model.model.layers[0].self_attn.head_dim == 80
+    assert len(calls) <= 16  # of 80 entries of the query and of the key
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Bert", "DeepseekV3"])

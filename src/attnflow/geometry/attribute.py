@@ -192,7 +192,7 @@ class Reading:
         group = self.seen.call.query.shape[1] // self.seen.call.key.shape[1]
         q, q0 = parts.query[number], parts.query_constant[number]  # [components, head_dim], [head_dim]
         k, k0 = parts.key[head // group], parts.key_constant[head // group]  # [components, keys, head_dim]
-        raw = row.scaling * torch.einsum("ch,djh->jcd", q, k)
+        raw = torch.einsum("ch,djh->jcd", row.scaling * q, k)
         biases = row.scaling * (k0 @ (q.sum(0) + q0) + k.sum(0) @ q0)
         scores = row.product
         total = raw.sum((1, 2)) + biases

@@ -86,9 +86,9 @@ def _direct(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, e
     return Parts(
         used,
         used,
-        [side.parts((at_query @ side.matrix.T)[:, None])[:, 0].cpu() for side in of_queries],
+        [side.turn((at_query @ side.matrix.T)[:, None])[:, 0].cpu() for side in of_queries],
         [side.constant[0].cpu() for side in of_queries],
-        {n: side.parts(own).cpu() for n, side, own in zip(keys, of_keys, columns, strict=True)},
+        {n: side.turn(own).cpu() for n, side, own in zip(keys, of_keys, columns, strict=True)},
         {n: side.constant.cpu() for n, side in zip(keys, of_keys, strict=True)},
     )
 

@@ -20,47 +20,81 @@ _CLOSE: Final = 1e-5  # of the largest entry
 
 
 @dataclass(frozen=True, eq=False)
+class Diagonals:
+    """Mixes each entry with those a step away, as rotations do: own_j x_j[h] + after_j x_j[h + step] + ..."""
+
+    own: Tensor  # [positions, head_dim]
+    after: Tensor  # [positions, head_dim], 0 for the last entries
+    before: Tensor  # [positions, head_dim], 0 for the first entries
+    step: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn x [..., positions, head_dim]."""
+        early, late = slice(None, -self.step), slice(self.step, None)
+        result = self.own * x
+        result[..., early].addcmul_(self.after[:, early], x[..., late])
+        result[..., late].addcmul_(self.before[:, late], x[..., early])
+        return result
+
+    def scaled(self, scale: Tensor) -> Diagonals:
+        """Multiply by a number for each position, [positions, 1]."""
+        return Diagonals(self.own * scale, self.after * scale, self.before * scale, self.step)
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """Multiplies by a matrix for each position."""
+
+    matrices: Tensor  # [positions, head_dim, rows]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn x [..., positions, rows] into [..., positions, head_dim]."""
+        return torch.einsum("jhr,...jr->...jh", self.matrices, x)
+
+    def scaled(self, scale: Tensor) -> Matrices:
+        """Multiply by a number for each position, [positions, 1]."""
+        return Matrices(self.matrices * scale[..., None])
+
+
+@dataclass(frozen=True, eq=False)
 class DirectPath:
-    """y_j = turn_j (scale_j matrix x_j) + constant_j, in float64 but for the turn."""
+    """y_j = turn_j(matrix x_j) + constant_j, in float64."""
 
     source: Tensor  # the stream x of all positions, [all, width]
     matrix: Tensor  # [rows, width], with the norm's gain, and without the mean where the norm subtracts it
-    scale: Tensor  # [positions, 1], that of the norm in this pass
-    turn: Tensor  # [positions, head_dim, rows]
+    turn: Diagonals | Matrices  # with the scale of the norm in this pass; of rows to [positions, head_dim]
     constant: Tensor  # [positions, head_dim]
-
-    def parts(self, products: Tensor) -> Tensor:
-        """Turn `x matrix^T` of summands, [summands, positions, rows], into [summands, positions, head_dim]."""
-        return (self.turn.double() @ (products * self.scale).permute(1, 2, 0)).permute(2, 0, 1)
 
 
 def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | None:
     """Find the path to queries or keys [positions, head_dim] at some places; None if it is another one.
 
     `target` must be differentiable by the matrices of `reads`. Whether summands add up to `source` is for the caller
-    to check. Costs two to `head_dim` backward passes through what follows the matrix.
+    to check. Costs three to `head_dim` backward passes through what follows the matrix.
     """
     if not target.requires_grad or not reads.matrices:
         return None
     leaves = [one.output for one in reads.matrices]
-    found = torch.autograd.grad(target.sum(), leaves, retain_graph=True, allow_unused=True)
+    some = (target * torch.linspace(1, 2, target.shape[-1]).to(target)).sum()  # unequal, so that nothing cancels
+    found = torch.autograd.grad(some, leaves, retain_graph=True, allow_unused=True)
     grads = cast("Sequence[Tensor | None]", found)
-    used = [one for one, grad in zip(reads.matrices, grads, strict=True) if grad is not None]
-    if len(used) != 1 or used[0].output.shape[:-1].numel() != len(target):
+    used = [(one, grad) for one, grad in zip(reads.matrices, grads, strict=True) if grad is not None]
+    if len(used) != 1 or used[0][0].output.shape[:-1].numel() != len(target):
         return None
-    weights, turned = _weights(used[0]), _turn(target, used[0].output, places)
-    if weights is None or turned is None:
+    call, grad = used[0]
+    columns = grad.reshape(len(target), -1).abs().amax(0).nonzero().flatten()  # of the leaf, that the target reads
+    weights, turn = _weights(call), _turn(target, call.output, columns, places)
+    if weights is None or turn is None:
         return None
-    turn, columns = turned
     matrix, bias = weights[0][columns].double(), weights[1][columns].double()
-    source, norm = reads.before_norm(used[0].input)
-    scale = matrix.new_ones(1, 1)
+    source, norm = reads.before_norm(call.input)
     if norm is not None:
         bias = bias + matrix @ norm.bias.reshape(-1).double()
         matrix = matrix * norm.gain.reshape(-1).double()
         matrix = matrix - matrix.mean(-1, keepdim=True) if norm.centred else matrix
-        scale = norm.scale.reshape(-1, 1)[places].double()
-    return DirectPath(source.detach().reshape(-1, matrix.shape[1]), matrix, scale, turn, turn.double() @ bias)
+    constant = turn(bias.expand(len(target[places]), -1))
+    turn = turn if norm is None else turn.scaled(norm.scale.reshape(-1, 1)[places].double())
+    return DirectPath(source.detach().reshape(-1, matrix.shape[1]), matrix, turn, constant)
 
 
 def _weights(call: ModuleCall) -> tuple[Tensor, Tensor] | None:
@@ -81,39 +115,37 @@ def _weights(call: ModuleCall) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _turn(target: Tensor, leaf: Tensor, places: slice) -> tuple[Tensor, Tensor] | None:
-    """The derivative of each target by the leaf at its position, [positions, head_dim, columns], and those columns.
+def _turn(target: Tensor, leaf: Tensor, columns: Tensor, places: slice) -> Diagonals | Matrices | None:
+    """The derivative of each target by the columns of the leaf at its position; None if it is not the whole path.
 
-    Rotations mix an entry with one other: its neighbour, or that of the other half of the head. Two backward passes
-    then show all of the derivative; otherwise it takes one for each entry.
+    Rotations mix an entry with one other, which is a fixed step away: half of the head, 1, or half of the part that is
+    rotated. Two backward passes then show all of the derivative; otherwise it takes one for each entry.
     """
     size = target.shape[-1]
-    value = leaf.detach().reshape(-1, leaf.shape[-1])[places]
+    value = leaf.detach().reshape(-1, leaf.shape[-1])[places][:, columns].double()
     target = target[places]
 
     def pulled(entries: Sequence[int]) -> Tensor:
         grad = torch.autograd.grad(target[:, entries].sum(), leaf, retain_graph=True)[0]
-        return grad.reshape(-1, leaf.shape[-1])[places]
+        return grad.reshape(-1, leaf.shape[-1])[places][:, columns].double()
 
-    half, entry = size // 2, torch.arange(size)
-    columns = pulled(range(size)).abs().amax(0).nonzero().flatten()
-    for first, rows in (
-        (list(range(half)), entry % half if half else entry),  # the row of each column, less half or 1
-        (list(range(0, size, 2)), 2 * (entry // 2)),
-    ):
-        if len(columns) != size or size % 2:
-            break
-        rest = [one for one in range(size) if one not in first]
-        turn = value.new_zeros(len(value), size, size)
-        for members in (first, rest):
-            turn[:, rows + members[0], entry] = pulled(members)[:, columns]
-        if _explains(turn, value[:, columns], target):
-            return turn, columns
-    turn = torch.stack([pulled([one])[:, columns] for one in range(size)], dim=1)
-    return (turn, columns) if _explains(turn, value[:, columns], target) else None
+    def explains(turn: Diagonals | Matrices) -> bool:  # it is linear, and each position has its own
+        found, seen = turn(value), target.detach().double()
+        return bool(((found - seen).abs() <= _CLOSE * seen.abs().amax(-1, keepdim=True)).all())
 
-
-def _explains(turn: Tensor, value: Tensor, target: Tensor) -> bool:
-    """Whether the derivative times the value is the target: it is linear, and each position has its own."""
-    found = (turn.double() @ value.double()[..., None])[..., 0]
-    return bool(((found - target.detach()).abs() <= _CLOSE * target.detach().abs().amax(-1, keepdim=True)).all())
+    entry = torch.arange(size, device=leaf.device)
+    if len(columns) == size:
+        for find in (
+            lambda: size // 2,
+            lambda: 1,
+            lambda: max(pulled([0]).abs().amax(0).nonzero().flatten().tolist(), default=1),
+        ):
+            step = max(1, find())
+            first = entry // step % 2 == 0
+            above, below = (pulled(entry[members].tolist()) for members in (first, ~first))
+            after = above.roll(-step, 1) * (first & (entry + step < size))
+            before = below.roll(step, 1) * ~first
+            if explains(turn := Diagonals(torch.where(first, above, below), after, before, step)):
+                return turn
+    turn = Matrices(torch.stack([pulled([one]) for one in range(size)], dim=1))
+    return turn if explains(turn) else None
