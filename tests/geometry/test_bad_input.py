@@ -86,6 +86,26 @@ CASES = {
             ("no attention", lambda: NONE, {}, af.UnsupportedArchitecture, "no queries and keys"),
         )
     },
+    **{
+        f"{name}: {what}": (lambda r=read, f=family, i=inputs: r(tiny(f, torch.float32), i), error, message)
+        for name, read in (
+            ("attribute", lambda model, inputs: geometry.attribute(model, inputs, 0)),
+            ("score", lambda model, inputs: geometry.score(model, inputs=inputs)),
+            (
+                "pairs",
+                lambda model, inputs: geometry.pairs(
+                    model, inputs, 0, tower="decoder" if model.config.is_encoder_decoder else None
+                ),
+            ),
+        )
+        for what, family, inputs, error, message in (
+            # it would shift the encoder's tokens by one, and the tokens of queries would be named wrongly
+            ("one half", "Bart", [5, 6, 7], ValueError, "pass a mapping with decoder_input_ids"),
+            ("nothing", "Bert", {}, ValueError, "the inputs are empty"),
+            ("a word for vectors", "Bert", {"inputs_embeds": "word"}, TypeError, "inputs_embeds must be a tensor"),
+            ("ids beyond the vocabulary", "Bert", [10**6], ValueError, "the model's vocabulary"),
+        )
+    },
 }
 
 

@@ -16,7 +16,7 @@ from attnflow.geometry.ablation import without
 from attnflow.geometry.attribution import ComponentZoom, ScoreAttribution
 from attnflow.geometry.parts import Parts, parts_of
 from attnflow.geometry.row import Row, row_of
-from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, named_tensors, sparing, split, token_texts
+from attnflow.models.loaded import Loaded, Text, any_inputs, model_name, sparing, split, token_texts
 from attnflow.models.offload import without_numbers
 
 if TYPE_CHECKING:
@@ -264,12 +264,7 @@ def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tenso
             f"the weights are {str(kind).removeprefix('torch.')}, whose residual sums are rounded to 2 or 3 digits, so "
             "that no attribution of a score can be checked; call model.float() first"
         )
-    if isinstance(inputs, Mapping) and "input_ids" not in inputs:
-        named = named_tensors(cast("Mapping[str, object]", inputs))
-        if not named:
-            raise ValueError("the inputs are empty: expected a text, token ids, or the model's named inputs")
-    else:
-        named = model_inputs(model, inputs, tokenizer, 0)
+    named = any_inputs(model, inputs, tokenizer)
     for name, value in named.items():
         if name.endswith("input_ids") and len(value) != 1:
             raise ValueError(f"attribute takes one sequence, got a batch of {len(value)} in {name}: pass one row of it")

@@ -19,8 +19,7 @@ from attnflow.geometry.scores import Mode, from_norms, ratio, summed
 from attnflow.models.attention import AttentionLayer
 from attnflow.models.evaluation import evaluating
 from attnflow.models.families.rows import Composed, Selected
-from attnflow.models.loaded import Loaded, Text, accepts, model_inputs, sparing, split
-from attnflow.models.offload import device_of
+from attnflow.models.loaded import Loaded, Text, any_inputs, sparing, split
 from attnflow.models.watching import Call, Watch
 
 _SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
@@ -151,7 +150,7 @@ def measure(
     module, tokenizer = split(model)
     layers = [layer for layer in layers if layer.kind == "self"]
     sums = {layer.name: Accumulator(layer) for layer in layers}
-    observe(module, layers, named_inputs(module, inputs, tokenizer), lambda layer, seen: sums[layer.name].add(seen))
+    observe(module, layers, any_inputs(module, inputs, tokenizer), lambda layer, seen: sums[layer.name].add(seen))
     silent = [name for name, one in sums.items() if not one.pairs]
     if silent:
         raise ValueError(
@@ -254,19 +253,6 @@ def _allowed(mask: object, size: int) -> Tensor | None:
         return None
     mask = mask[..., :size, :size].expand(-1, -1, size, -1)
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
-def named_inputs(model: nn.Module, inputs: Text, tokenizer: Any) -> dict[str, Tensor]:
-    """The model's named inputs; those without token ids, such as sounds and images, as they are."""
-    if isinstance(inputs, Mapping) and "input_ids" not in inputs:
-        device = device_of(model)
-        return {name: torch.as_tensor(value).to(device) for name, value in inputs.items()}
-    tensors = model_inputs(model, inputs, tokenizer, 0)
-    config = getattr(model, "config", None)
-    two = getattr(config, "is_encoder_decoder", False) is True and accepts(model, "decoder_input_ids")
-    if two and "decoder_input_ids" not in tensors:
-        raise ValueError("expected inputs for both halves of the model: pass a mapping with decoder_input_ids")
-    return tensors
 
 
 def _source(rows: Selected | Composed) -> str:

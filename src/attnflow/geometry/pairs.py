@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import integer
 from attnflow._core.results import Result
-from attnflow.geometry.in_use import Seen, named_inputs, observe
+from attnflow.geometry.in_use import Seen, observe
 from attnflow.models.attention import AttentionLayer, attention_layers
-from attnflow.models.loaded import Loaded, Text, model_name, split, token_texts
+from attnflow.models.loaded import Loaded, Text, any_inputs, model_name, split, token_texts
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ def pairs(
         raise ValueError(f"expected a layer that is there once, got layer {layer} and tower {tower!r}: it has {have}")
     if head is not None:
         integer("head", head, 0, chosen[0].num_heads - 1)
-    tensors = named_inputs(module, inputs, tokenizer)
+    tensors = any_inputs(module, inputs, tokenizer)
     found: list[PairScores] = []
 
     def see(one: AttentionLayer, seen: Seen) -> None:

@@ -71,7 +71,7 @@ def model_inputs(
     """Make the model's keyword arguments, batched, on the device of its embeddings."""
     inputs = tokenized(inputs, tokenizer)
     if isinstance(inputs, Mapping):
-        named = named_tensors(cast("Mapping[str, object]", inputs))
+        named = _named_tensors(cast("Mapping[str, object]", inputs))
         if "input_ids" not in named:
             raise ValueError(f"the inputs must hold input_ids, got {', '.join(named) or 'nothing'}")
         named["input_ids"] = _batched(named["input_ids"])
@@ -90,7 +90,26 @@ def model_inputs(
     return {name: value.to(device) for name, value in named.items()}
 
 
-def named_tensors(inputs: Mapping[str, object]) -> dict[str, Tensor]:
+def any_inputs(model: nn.Module, inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Tensor]:
+    """Make the model's arguments like `model_inputs`, also from named inputs without token ids: sounds and images.
+
+    A model of two halves needs the inputs of both, as its own guess would not be known to whoever names tokens.
+    """
+    if isinstance(inputs, Mapping) and "input_ids" not in inputs:
+        device = device_of(model)
+        named = {name: value.to(device) for name, value in _named_tensors(cast("Mapping[str, object]", inputs)).items()}
+        if not named:
+            raise ValueError("the inputs are empty: expected a text, token ids, or the model's named inputs")
+    else:
+        named = model_inputs(model, inputs, tokenizer, 0)
+    halves = ("decoder_input_ids", "decoder_inputs_embeds")
+    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True and accepts(model, halves[0])
+    if two and not any(name in named for name in halves):
+        raise ValueError("expected inputs for both halves of the model: pass a mapping with decoder_input_ids")
+    return named
+
+
+def _named_tensors(inputs: Mapping[str, object]) -> dict[str, Tensor]:
     """Make tensors of named inputs, without those that are None and an empty cache; `ValueError` for a filled one."""
     named = {str(name): value for name, value in inputs.items() if value is not None}
     if (cache := named.pop("past_key_values", None)) is not None:
