@@ -109,16 +109,14 @@ def test_guests_who_leave_at_once_keep_no_place():
     assert said[-1] == {"type": "websocket.send", "text": '{"guest":true}'}
 
 
-def test_the_usual_port_is_taken_if_it_is_free():
-    """So that a link of an earlier run leads to the studio that runs now."""
+def test_the_usual_port_is_taken_if_it_is_free(monkeypatch):
+    """So that a link of an earlier run leads to the studio that runs now, and to one studio only."""
     assert serving_module._USUAL == 48417
-    with socket.socket() as taken, socket.socket() as free:
-        taken.bind(("127.0.0.1", 0))
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        (_, used), (_, unused) = taken.getsockname(), free.getsockname()
-        free.close()
-        for usual, expected in ((used, False), (unused, True)):
-            with pytest.MonkeyPatch.context() as patch, socket.socket() as listener:
-                patch.setattr(serving_module, "_USUAL", usual)
-                serving_module._bind(listener, 0)
-                assert (listener.getsockname()[1] == usual) is expected
+        usual = free.getsockname()[1]
+    monkeypatch.setattr(serving_module, "_USUAL", usual)
+    with serving_module._listener(0) as first, serving_module._listener(0) as second:
+        assert first.getsockname()[1] == usual != second.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {usual} cannot be opened .*choose another, or 0 for a free one"):
+            serving_module._listener(usual)

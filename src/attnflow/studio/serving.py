@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -57,13 +58,7 @@ def serve(
         raise ValueError(f"port must lie in [0, 65535], got {port}")
     from attnflow.studio.app import Studio
 
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        _bind(listener, port)
-    except OSError:
-        listener.close()
-        raise
+    listener = _listener(port)
     try:
         studio = Studio(secrets.token_urlsafe(32), design, limits or Limits(), model)
         with _terminated_in_order():
@@ -73,12 +68,17 @@ def serve(
         listener.close()
 
 
-def _bind(listener: socket.socket, port: int) -> None:
+def _listener(port: int) -> socket.socket:
     if port == 0:
         with contextlib.suppress(OSError):
-            listener.bind((_LOOPBACK, _USUAL))
-            return
-    listener.bind((_LOOPBACK, port))
+            return socket.create_server((_LOOPBACK, _USUAL))
+    try:
+        return socket.create_server((_LOOPBACK, port))  # it listens at once, so that no second studio takes the port
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise OSError(
+            error.errno, f"port {port} cannot be opened ({why}): choose another, or 0 for a free one"
+        ) from None
 
 
 @contextlib.contextmanager
