@@ -7,7 +7,7 @@ matrices, and no pass has to be differentiated for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -134,13 +134,14 @@ def _turn(target: Tensor, leaf: Tensor, columns: Tensor, places: slice) -> Diago
         return bool(((found - seen).abs() <= _CLOSE * seen.abs().amax(-1, keepdim=True)).all())
 
     entry = torch.arange(size, device=leaf.device)
+
+    def steps() -> Generator[int]:
+        yield max(1, size // 2)
+        yield 1
+        yield max(1, int((entry * (pulled([0]) != 0).any(0)).max()))  # the farthest that the first entry is mixed with
+
     if len(columns) == size:
-        for find in (
-            lambda: size // 2,
-            lambda: 1,
-            lambda: max(pulled([0]).abs().amax(0).nonzero().flatten().tolist(), default=1),
-        ):
-            step = max(1, find())
+        for step in steps():
             first = entry // step % 2 == 0
             above, below = (pulled(entry[members].tolist()) for members in (first, ~first))
             after = above.roll(-step, 1) * (first & (entry + step < size))
