@@ -221,6 +221,8 @@ def test_the_terms_of_a_score_are_those_of_geometry_and_add_up_to_it(page, netwo
     assert reply["remark"] == ""
     first = ask(page, "why", text=TEXT, layer=1, head=2, query=0)
     assert first["remark"] == "The query can attend to no other token, so that this weight is 1 whatever the score."
+    sizes = [abs(each["raw"]) for each in first["terms"]]
+    assert sizes == sorted(sizes, reverse=True)
     chosen = ask(page, "why", text=TEXT, layer=1, head=2)
     assert (chosen["query"], chosen["key"]) == (7, max(range(8), key=lambda key: chosen["weights"][2][key]))
 
