@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -64,7 +64,7 @@ def draw_bars(axes: Any, names: Sequence[str], values: Sequence[float], count: i
     axes.set_xlabel("logits")
 
 
-def colours(values: Sequence[float] | np.ndarray[Any, Any]) -> list[str]:
+def colours(values: Iterable[float]) -> list[str]:
     """Returns the colour of each number: of one that raises attention, or of one that lowers it."""
     return [POSITIVE if value >= 0 else NEGATIVE for value in values]
 
