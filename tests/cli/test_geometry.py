@@ -170,7 +170,10 @@ def test_why_chooses_the_head_that_looks_at_another_token(run: Callable, tiny_mo
     weights = af.geometry.attribute(af.load_model(tiny_model), WORDS, 0).weights
     best = int(weights[:, 1:-1].amax(1).argmax())
     assert code == 0
-    assert out.startswith(f"{tiny_model}, layer 0, head {best}, which has the most weight on a token besides")
+    other = 1 + int(weights[best, 1:-1].argmax())
+    words = "which has the most weight on a token besides the first and the query: “"
+    assert out.startswith(f"{tiny_model}, layer 0, head {best}, {words}")
+    assert out.splitlines()[0].endswith(f"” ({other})")
 
 
 def test_why_of_a_key_raw_and_by_ids(run: Callable, tiny_model: str) -> None:

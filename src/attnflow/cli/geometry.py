@@ -147,7 +147,7 @@ def geometry_why(
     with working(f"loading {model}") as spinner:
         from attnflow.geometry.attribute import attribute, attribute_one
         from attnflow.models.loaded import text_inputs
-        from attnflow.report.attribution import CHOICE, attribution_part, row_of
+        from attnflow.report.attribution import attribution_part, row_of
         from attnflow.report.page import Context, build
 
         loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
@@ -171,10 +171,20 @@ def geometry_why(
         print_result(found)
         return
     screen = console()
-    alone = attention == "cross" or len(found.keys) < 3  # there is no token besides those that CHOICE excludes
-    chosen = "" if head is not None else ", which has the most weight on one token" if alone else f", which {CHOICE}"
+    chosen = "" if head is not None else _chosen(found, row)
     say(screen, f"{model}, layer {layer}, head {row.head}{chosen}", "bold")
     say(screen, _explained(found, row, count) + ("" if output is None else f"\nwritten: {output}"))
+
+
+def _chosen(found: ScoreAttribution, row: Row) -> str:
+    """Says why this head was chosen, and names the token."""
+    from attnflow.report.attribution import CHOICE, key_name
+
+    usual = {found.keys[0], found.query} if found.attention == "self" else set()
+    others = [index for index, key in enumerate(found.keys) if key not in usual]
+    if not others or not usual:
+        return ", which has the most weight on one token"
+    return f", which {CHOICE}: {key_name(found, max(others, key=lambda index: row.weights[index]))}"
 
 
 def _explained(found: ScoreAttribution, row: Row, count: int) -> str:

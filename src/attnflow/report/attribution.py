@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
@@ -143,8 +144,9 @@ def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = 
     ]
 
     def drawn(picture: Picture, name: str, caption: str) -> html.Html:
-        options = {"key": result.keys[row.index], "head": row.head, "raw": raw, "title": " "}
-        return charts.in_page(lambda: attribution_chart(result, picture=picture, **options), name, caption)
+        at = result.keys[row.index]
+        draw = partial(attribution_chart, result, picture=picture, head=row.head, key=at, raw=raw, title=" ")
+        return charts.in_page(draw, name, caption)
 
     caption = "Rows: what was written at the query; columns: at the key. Bars sum rows and columns, and are not cut."
     pairs = Section("pairs", "All pairs of components", drawn("map", "Pairs of components", caption))
