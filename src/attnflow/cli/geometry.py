@@ -182,7 +182,9 @@ def _chosen(found: ScoreAttribution, row: Row) -> str:
 
     usual = {found.keys[0], found.query} if found.attention == "self" else set()
     others = [index for index, key in enumerate(found.keys) if key not in usual]
-    if not others or not usual:
+    if not others:
+        return ""
+    if not usual:
         return ", which has the most weight on one token"
     return f", which {CHOICE}: {key_name(found, max(others, key=lambda index: row.weights[index]))}"
 
