@@ -336,7 +336,7 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:
     bar.outline.set_visible(False)
     cut = ""
     if len(chosen) < len(result.keys):
-        share = percent(float(row.weights[chosen].sum() / row.weights.sum()))
+        share = percent(float(row.weights[chosen].sum()))
         cut = f"; the {len(chosen)} of {grouped(len(result.keys))} keys with the largest weights, {share} of all"
     panel.suptitle(f"what each token received, {_quantity(row)}{cut}", fontsize=9)
     axes.set_xlabel(_scale(table, limit).removeprefix("logits").strip(" ()"), fontsize=7.5)
