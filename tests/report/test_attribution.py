@@ -221,8 +221,8 @@ def extents(drawn, axes):
 
 
 def test_numbers_of_bars_stand_clear_of_names_and_inside_the_picture():
-    long = tuple(f"encoder layer {number} feed-forward" for number in range(9))
-    drawn = figure(made(attention="cross", key_components=long), picture="terms", key=1)
+    long = tuple(f"a component with a long name: {number}" for number in range(9))
+    drawn = figure(replace(made(layers=4, seed=1), components=long, key_components=long), key=1)
     _, axes = bars(drawn)
     names, values = extents(drawn, axes)
     assert len(names) == len(values)
