@@ -4,10 +4,12 @@ import { percent, plural } from "./format.js";
 import { Bar, HeatMap, signed, Tokens } from "./model_charts.jsx";
 
 export function Why({ state, value }) {
-  const isBusy = state.busy.value !== null;
   const { layer, head, query, key } = value;
+  // While the model is at work a choice is ignored, not disabled: a disabled button would lose the keyboard's focus.
   const choose = (change) => {
+    if (state.busy.value !== null) return;
     const asked = { layer, head, query, key, ...change };
+    state.fields.layer.value = `${layer}`;
     state.fields.head.value = `${asked.head}`;
     state.choose("why", asked);
   };
@@ -16,12 +18,13 @@ export function Why({ state, value }) {
   const names = value.keys.map((position) => value.tokens[position]);
   return (
     <>
-      <h3>Query <span class="aside">layer {layer}; the row of the attention that is explained</span></h3>
-      <Tokens label="Query" tokens={value.tokens} chosen={query} disabled={isBusy} onPick={(position) => choose({ query: position, key: null })} />
-      <HeatMap title={`Attention of ${value.tokens[query]} in every head: choose a head and a key`} values={value.weights} x="key" y="head" sides={value.heads.map((number) => `head ${number}`)} columns={names} row={row} column={at} onPick={isBusy ? null : (r, c) => choose({ head: value.heads[r], key: value.keys[c] })} words={percent} />
-      <h3>Key <span class="aside">head {head}; coloured by its attention weights</span></h3>
-      <Tokens label="Key" tokens={names} values={value.weights[row]} chosen={at} disabled={isBusy} onPick={(i) => choose({ key: value.keys[i] })} words={percent} />
+      <h3>Query <span class="aside">the token that looks, in layer {layer}</span></h3>
+      <Tokens label="Query" tokens={value.tokens} chosen={query} onPick={(position) => choose({ query: position, key: null })} />
+      <HeatMap title={`Attention of “${value.tokens[query]}” (${query}) in every head: choose a head and a key`} values={value.weights} x="key" y="head" sides={value.heads.map((number) => `head ${number}`)} columns={names} row={row} column={at} onPick={(r, c) => choose({ head: value.heads[r], key: value.keys[c] })} words={percent} />
+      <h3>Key <span class="aside">the token it looks at, coloured by the attention of head {head}</span></h3>
+      <Tokens label="Key" tokens={names} values={value.weights[row]} chosen={at} onPick={(i) => choose({ key: value.keys[i] })} words={percent} />
       <p class="verdict" role="status">{value.verdict}</p>
+      {value.remark && <p class="quiet">{value.remark}</p>}
       <Terms value={value} />
       <HeatMap title="Every pair of components, centred" values={value.table} x="written at the key" y="written at the query" sides={value.components.map(brief)} columns={value.key_components.map(brief)} />
       <p class="quiet">{value.check}</p>
@@ -40,10 +43,10 @@ function Terms({ value }) {
         <thead><tr><th scope="col">written at the query</th><th scope="col">written at the key</th><th scope="col" class="n">centred</th><td /><th scope="col" class="n">raw</th></tr></thead>
         <tbody>
           {value.terms.map((term, i) => <Term key={i} names={[term.query, term.key]} term={term} limit={limit} />)}
-          {value.rest.count > 0 && <Term names={[`${plural(value.rest.count, "other pair")}`]} term={value.rest} limit={limit} />}
+          {value.rest.count > 0 && <Term names={[`${plural(value.rest.count, "other pair")}`]} term={value.rest} limit={0} />}
           {value.constants.map((each) => <Term key={each.name} names={[each.name]} term={each} limit={limit} />)}
         </tbody>
-        <tfoot><Term names={["Sum: the score"]} term={value.sum} limit={0} /></tfoot>
+        <tfoot><Term names={["Sum: the score, centred and raw"]} term={value.sum} limit={0} /></tfoot>
       </table>
     </div>
   );

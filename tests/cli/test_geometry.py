@@ -170,7 +170,10 @@ def test_why_chooses_the_head_that_looks_at_another_token(run: Callable, tiny_mo
     weights = af.geometry.attribute(af.load_model(tiny_model), WORDS, 0).weights
     best = int(weights[:, 1:-1].amax(1).argmax())
     assert code == 0
-    assert out.startswith(f"{tiny_model}, layer 0, head {best}, which has the most weight on a token besides")
+    other = 1 + int(weights[best, 1:-1].argmax())
+    words = "which has the most weight on a token besides the first and the query: “"
+    assert out.startswith(f"{tiny_model}, layer 0, head {best}, {words}")
+    assert out.splitlines()[0].endswith(f"” ({other})")
 
 
 def test_why_of_a_key_raw_and_by_ids(run: Callable, tiny_model: str) -> None:
@@ -183,6 +186,47 @@ def test_why_of_a_key_raw_and_by_ids(run: Callable, tiny_model: str) -> None:
     (total,) = [line for line in out.splitlines() if line.endswith("sum: its score")]
     score = float(found.scores[1])
     assert float(total.split()[0]) == pytest.approx(score, abs=1e-2 * abs(score) + 1e-6)
+    assert next(line for line in out.splitlines() if line.startswith("key")).split() == [
+        "key", "token", "weight", "score",
+    ]  # fmt: skip
+
+
+def test_why_lists_the_key_that_is_explained_beside_the_largest(run: Callable, tiny_model: str) -> None:
+    found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 1)
+    least = int(found.weights.argmin())
+    out = run(
+        "geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "1", "--key", str(least), "--count", "1"
+    ).out
+    rows = out.split("above mean\n")[1].split("\n\n")[0].splitlines()
+    assert [int(row.split()[0]) for row in rows] == [int(found.weights.argmax()), least]
+
+
+def test_why_of_a_query_with_one_key_says_that_there_is_nothing_to_explain(run: Callable, tiny_model: str) -> None:
+    words = ("geometry", "why", tiny_model, WORDS, "--layer", "1", "--query", "0")
+    out = run(*words).out
+    assert "The query can attend to no other token, so that this weight is 1 whatever the score." in out
+    assert "×" not in out
+    assert "which has the most weight" not in out
+    assert "×" in run(*words, "--raw").out
+
+
+def test_why_advises_another_key_where_one_has_nearly_all_of_the_weight(run: Callable, tiny_model: str) -> None:
+    words = ("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "1")
+    module = sys.modules["attnflow.report.attribution"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MOST", 0.0)
+        out = run(*words).out
+    (advice,) = (line for line in out.splitlines() if line.startswith("This key has nearly all of the weight"))
+    weights = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 1).weights
+    second = int(weights.argsort(descending=True)[1])
+    assert advice.endswith(f"For example: --key {second}, or --raw.")
+    assert f"({second}) with weight" in run(*words, "--key", str(second)).out
+    assert "This key has" not in run(*words).out
+
+
+def test_a_typo_in_the_name_of_a_command_is_not_read_as_a_model(run: Callable, tiny_model: str) -> None:
+    code, _, err = run("geometry", "wy", tiny_model, WORDS, "--layer", "1")
+    assert (code, err) == (2, "attnflow: no command or model 'wy': did you mean why?\n")
 
 
 def test_why_of_cross_attention(run: Callable, t5: str) -> None:
@@ -198,6 +242,15 @@ def test_why_writes_files(run: Callable, tiny_model: str, tmp_path: Path, suffix
     assert code == 0
     assert f"written: {target}" in out
     assert target.stat().st_size > 200
+
+
+def test_why_writes_a_page_about_the_key_that_is_asked_for(run: Callable, tiny_model: str, tmp_path: Path) -> None:
+    target = tmp_path / "why.html"
+    words = ("--layer", "1", "--head", "2", "--key", "1", "--raw", "-o", str(target))
+    assert run("geometry", "why", tiny_model, WORDS, *words).code == 0
+    text = target.read_text("utf-8")
+    assert "(1) with weight" in text
+    assert "less its mean" not in text
 
 
 def test_score_is_what_geometry_does_without_a_name(run: Callable, tiny_model: str) -> None:

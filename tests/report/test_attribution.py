@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow.geometry.attribution import ScoreAttribution
+from attnflow._core.markup import percent
+from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution, Share
 from attnflow.report import figure, page
-from attnflow.report.attribution import attribution_chart, leading, row_of
+from attnflow.report.attribution import attribution_chart, attribution_part, leading, row_of
 from attnflow.report.charts import NEGATIVE, POSITIVE
+from attnflow.report.page import Context, build
 from tests.report.reading import parse_page
 
 pytest.importorskip("matplotlib")
@@ -94,7 +96,7 @@ def test_raw_terms_are_on_request_and_sum_to_the_score():
     result = made()
     drawn = figure(result, picture="terms", key=1, raw=True, count=25)
     shown, _ = bars(drawn)
-    assert list(shown)[-2:] == ["0 other terms", "the score"]
+    assert list(shown)[-2:] == ["constant: biases", "the score"]  # no term is left out
     assert list(shown.values())[-1] == pytest.approx(float(result.scores[1]))
     assert "raw" in words(drawn)
     assert "centred" not in words(drawn)
@@ -164,8 +166,8 @@ def test_of_three_hundred_tokens_those_with_the_largest_weights_are_shown_and_th
     axes, _ = tokens_of(drawn)
     best = result.weights.topk(48).indices.sort().values
     assert [text.get_text() for text in axes.get_xticklabels()] == [f"word{index}" for index in best.tolist()]
-    share = float(result.weights[best].sum())
-    assert f"the 48 of 300 keys with the largest weights, {share:.1%} of all" in words(drawn)
+    share = percent(float(result.weights[best].sum()))
+    assert f"the 48 of 300 keys with the largest weights, {share} of all" in words(drawn)
     assert drawn.get_size_inches().max() <= 12
 
 
@@ -201,13 +203,98 @@ def test_cross_attention_has_components_of_its_own_at_the_key():
     ("options", "message"),
     [
         ({"head": 1}, r"head must be one of the attributed \[3\], got 1"),
-        ({"key": 9}, "key must be a position of the attributed keys, 0 to 4, got 9"),
+        ({"key": 9}, "key must be a position that query 4 may attend to, 0 to 4, got 9"),
         ({"count": 0}, "count"),
     ],
 )
 def test_what_is_not_there_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         figure(made(), **options)
+
+
+def extents(drawn, axes):
+    """The boxes of the names and of the numbers of bars, in pixels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(drawn).draw()
+    return [[text.get_window_extent() for text in texts] for texts in (axes.get_yticklabels(), axes.texts)]
+
+
+def test_numbers_of_bars_stand_clear_of_names_and_inside_the_picture():
+    long = tuple(f"a component with a long name: {number}" for number in range(9))
+    drawn = figure(replace(made(layers=4, seed=1), components=long, key_components=long), key=1)
+    _, axes = bars(drawn)
+    names, values = extents(drawn, axes)
+    assert len(names) == len(values)
+    assert min(box.x0 for box in values) > max(box.x1 for box in names)
+    assert max(box.x1 for box in values) <= drawn.bbox.x1
+    assert not any(one.overlaps(bar.get_window_extent()) for one in values for bar in axes.patches)
+
+
+def test_a_great_count_draws_sixty_bars_and_sums_the_others():
+    shown, axes = bars(figure(made(layers=10), picture="terms", key=1, count=400))
+    assert len(shown) == 60 + 3
+    assert "381 other terms" in shown
+    assert axes.get_figure(root=True).get_size_inches()[1] < 16
+    parts = tuple(Part(None, None, "", None, n, 1.0, 0.5, 0.25) for n in range(300))
+    others, total = Share(1.0, 2.0), Share(151.0, 77.0)
+    place = ("tiny", 3, 0, "self", 4, 2, "layer 1 feed-forward", 1, "query", 4, "feed-forward")
+    drawn = figure(ComponentZoom(*place, parts, 7, others, Share(0.0, 0.0), total))
+    names = [text.get_text() for text in drawn.axes[0].get_yticklabels()]
+    assert (len(names), names[-2:]) == (62, ["247 other parts", "sum of all"])
+    assert [bar.get_width() for bar in drawn.axes[0].patches][-2:] == pytest.approx([121.0, 151.0])
+
+
+def test_lines_of_zeros_are_left_out():
+    result = made(layers=2)
+    for values in (*result.constants.values(), *result.expected_constants.values()):
+        values.zero_()
+    shown, _ = bars(figure(result, picture="terms"))
+    assert not any("constant" in name for name in shown)
+    drawn = figure(result, picture="tokens")
+    names = [text.get_text() for axes in drawn.axes for text in axes.get_yticklabels()]
+    assert not {"constant", "0 others at the key"} & set(names)
+
+
+def test_zero_has_one_sign():
+    result = made()
+    result.raw.mul_(-0.0)
+    result.expected.zero_()
+    numbers = {text.get_text() for text in bars(figure(result, picture="terms", raw=True))[1].texts}
+    assert "−0" not in numbers
+
+
+def test_a_key_with_nearly_all_of_the_weight_is_remarked():
+    result = made()
+    assert "nearly all" not in parse_page(page(result).html).text
+    sure = replace(result, weights=torch.tensor([0.95, 0.05, 0, 0, 0], dtype=torch.float64))
+    assert "This key has nearly all of the weight, so the row’s mean is nearly its own score" in (
+        parse_page(page(sure).html).text
+    )
+    text = parse_page(page(made(keys=1)).html).text
+    assert text.count("The query can attend to no other token, so that this weight is 1 whatever the score.") == 2
+    assert "largest term of this score" not in text
+
+
+def test_the_section_names_its_head_query_and_key_on_a_page_of_many_parts():
+    result = made()
+    lead = page(result).sections[0].body.markup
+    row = row_of(result)
+    assert f"In layer 2, head 3, “word4” (4) looks at “word{row.index}” ({row.index}) with weight" in lead
+
+
+def test_a_part_explains_another_key_and_raw_terms():
+    result = made()
+    key = int(result.weights.argmin())
+    shown = build([attribution_part(result, Context(), key=key, raw=True)], None, {}, {})
+    text = parse_page(shown.html).text
+    assert f"looks at “word{key}” ({key}) with weight {result.weights[key]:.3f}" in text
+    assert "less its mean" not in text
+    assert "the row’s mean" not in text
+    cells = np.abs(result.raw[key].numpy())
+    table = shown.sections[0].body.markup
+    assert f"{float(result.scores[key]):+.2f}".replace("-", "−") in table
+    assert f"{cells.max():.2f}" in table
 
 
 def test_an_unknown_picture_is_named():

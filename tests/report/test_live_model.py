@@ -216,6 +216,13 @@ def test_the_terms_of_a_score_are_those_of_geometry_and_add_up_to_it(page, netwo
     for name in ("raw", "centred"):
         parts = [each[name] for each in [*reply["terms"], reply["rest"], *reply["constants"]]]
         assert sum(parts) == pytest.approx(reply["sum"][name], rel=2e-3, abs=2e-3)
+    assert reply["verdict"].startswith("In head 2 of layer 1, “10” (5) gives ")
+    assert " of its attention to “8” (3): the score is " in reply["verdict"]
+    assert reply["remark"] == ""
+    first = ask(page, "why", text=TEXT, layer=1, head=2, query=0)
+    assert first["remark"] == "The query can attend to no other token, so that this weight is 1 whatever the score."
+    sizes = [abs(each["raw"]) for each in first["terms"]]
+    assert sizes == sorted(sizes, reverse=True)
     chosen = ask(page, "why", text=TEXT, layer=1, head=2)
     assert (chosen["query"], chosen["key"]) == (7, max(range(8), key=lambda key: chosen["weights"][2][key]))
 
@@ -281,6 +288,7 @@ def test_constants_of_a_capped_score_are_centred_as_the_library_does():
     listed = {one["name"]: one["centred"] for one in reply["constants"]}
     assert listed["attached bias"] == pytest.approx(float(found.centred_constants["attached bias"][1, at]), rel=1e-3)
     assert (found.slope[1] < 1).any()
+    assert "biases" not in listed  # its projections have none
     assert sum(one["centred"] for one in reply["terms"]) + reply["rest"]["centred"] + sum(listed.values()) == (
         pytest.approx(reply["sum"]["centred"], abs=1e-3)
     )

@@ -182,12 +182,18 @@ def why(page):
     view, work = page.locator(".view"), page.locator(".work")
     assert work.get_by_label("layer").input_value() == "1"  # the middle one; the first reads the embedding alone
     rerun(page)
-    view.get_by_role("group", name="Query").get_by_role("button").nth(5).click()
+    query = view.get_by_role("group", name="Query").get_by_role("button").nth(5)
+    query.press("Enter")
     settled(page)
+    assert query.evaluate("(button) => button === document.activeElement")  # for the next key that is pressed
+    ringed = "(button) => getComputedStyle(button).borderTopColor === getComputedStyle(button).color"
+    page.wait_for_function(ringed, arg=query.element_handle())  # after the transition
+    page.locator(".work").get_by_label("layer").fill("77")
     view.locator(".picks rect:not(.chosen)").nth(2 * count(view, "Key") + 3).click(force=True)
     settled(page)
     verdict = view.locator(".verdict").text_content()
-    assert verdict.startswith("Head 2 of layer 1 gives ")
+    assert verdict.startswith("In head 2 of layer 1, “")
+    assert work.get_by_label("layer").input_value() == "1"
     assert work.get_by_label("head").input_value() == "2"
     view.get_by_role("group", name="Key").get_by_role("button").nth(1).click()
     settled(page)

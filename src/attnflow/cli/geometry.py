@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
@@ -26,7 +27,12 @@ class _ScoreByDefault(TyperGroup):
     """Reads `geometry MODEL...` as `geometry score MODEL...`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from attnflow._core.plain import close_to
+
         named = args[:1] and args[0] in (*self.commands, "-h", "--help")
+        near = "" if named or not args or Path(args[0]).exists() else close_to(args[0], self.commands)
+        if near:
+            raise BadUsage(f"no command or model {args[0]!r}{near}")
         return super().parse_args(ctx, args if named else ["score", *args])
 
 
@@ -141,7 +147,8 @@ def geometry_why(
     with working(f"loading {model}") as spinner:
         from attnflow.geometry.attribute import attribute, attribute_one
         from attnflow.models.loaded import text_inputs
-        from attnflow.report.attribution import CHOICE, row_of
+        from attnflow.report.attribution import attribution_part, row_of
+        from attnflow.report.page import Context, build
 
         loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
         loaded = loaded._replace(model=loaded.model.float())  # a sum in half precision could not be checked
@@ -156,20 +163,61 @@ def geometry_why(
         row = row_of(found, None, key, raw)
         if target is not None:
             spinner.stage(f"writing {output}")
-            write(found, target, key=key, raw=raw, count=count)
+            if target.suffix.lower() == ".html":
+                build([attribution_part(found, Context(), key=key, raw=raw)], None, {}, {}).save(target)
+            else:
+                write(found, target, key=key, raw=raw, count=count)
     if json_output:
         print_result(found)
         return
     screen = console()
-    say(screen, f"{model}, layer {layer}, head {row.head}" + (f", which {CHOICE}" if head is None else ""), "bold")
+    chosen = "" if head is not None else _chosen(found, row)
+    say(screen, f"{model}, layer {layer}, head {row.head}{chosen}", "bold")
     say(screen, _explained(found, row, count) + ("" if output is None else f"\nwritten: {output}"))
+
+
+def _chosen(found: ScoreAttribution, row: Row) -> str:
+    """Says why this head was chosen, and names the token."""
+    from attnflow.report.attribution import CHOICE, key_name
+
+    usual = {found.keys[0], found.query} if found.attention == "self" else set()
+    others = [index for index, key in enumerate(found.keys) if key not in usual]
+    if not others:
+        return ""
+    if not usual:
+        return ", which has the most weight on one token"
+    return f", which {CHOICE}: {key_name(found, max(others, key=lambda index: row.weights[index]))}"
 
 
 def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
     """Describes why the query looked at the key: the leading terms, and the keys with the largest weights."""
-    from attnflow.report.attribution import key_name, leading, query_name, short
+    from attnflow.report.attribution import key_name, query_name, remark
     from attnflow.report.html import numbers
 
+    order = sorted(range(len(row.weights)), key=lambda index: -row.weights[index])
+    listed = order[:count] + [row.index] * (row.index not in order[:count])
+    columns = {"weight": row.weights, "score": row.scores, **({"above mean": row.totals} if row.centred else {})}
+    cells = [numbers([float(values[index]) for index in listed]) for values in columns.values()]
+    keys = [["key", "token", *columns]]
+    for index, *shown in zip(listed, *cells, strict=True):
+        keys.append([str(found.keys[index]), token_label(found.tokens[index]), *shown])
+    looks = f"{query_name(found)} looks at {key_name(found, row.index)} with weight {row.weights[row.index]:.3f}"
+    lines = [looks, "", *_terms(found, row, count), aligned(keys, left=[1]), ""]
+    warning = remark(found, row).replace("’", "'")
+    if warning and len(order) > 1:
+        warning += f" For example: --key {found.keys[next(index for index in order if index != row.index)]}, or --raw."
+    lines += [warning] if warning else []
+    lines.append(f"The sum over all terms agrees with the model's scores to {found.error:.0e} of their range.")
+    return "\n".join(lines).replace("−", "-")
+
+
+def _terms(found: ScoreAttribution, row: Row, count: int) -> list[str]:
+    """Lists the leading terms and their sums; nothing for a single key, whose centred terms are zero."""
+    from attnflow.report.attribution import leading, short
+    from attnflow.report.html import numbers
+
+    if row.centred and len(found.keys) == 1:
+        return []
     best = leading(found, row, count)
     values = [*(value for *_, value in best.terms), *best.constants.values(), best.others, best.total]
     names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
@@ -179,21 +227,7 @@ def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
     if not best.count:
         del rows[-2]
     head = ["logits", "written at the query × written at the key" + (", centred over the row" if row.centred else "")]
-    order = sorted(range(len(row.weights)), key=lambda index: -row.weights[index])[:count]
-    columns = (numbers([float(each[index]) for index in order]) for each in (row.weights, row.scores, row.totals))
-    keys = [["key", "token", "weight", "score", "sum"]]
-    for index, *cells in zip(order, *columns, strict=True):
-        keys.append([str(found.keys[index]), token_label(found.tokens[index]), *cells])
-    lines = [
-        f"{query_name(found)} looks at {key_name(found, row.index)} with weight {row.weights[row.index]:.3f}",
-        "",
-        aligned([head, *rows], left=[1]),
-        "",
-        aligned(keys, left=[1]),
-        "",
-        f"The sum over all terms agrees with the model's scores to {found.error:.0e} of their range.",
-    ]
-    return "\n".join(lines).replace("−", "-")
+    return [aligned([head, *rows], left=[1]), "A number after attention or feed-forward is that of its layer.", ""]
 
 
 def _overview(models: Sequence[GeometryScores]) -> str:

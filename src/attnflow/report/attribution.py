@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from attnflow._core import checks
-from attnflow._core.markup import grouped, plural, shorten, token_label
+from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.report import charts, html
-from attnflow.report.charts import INK, NEGATIVE, POSITIVE, SIGNED, SOFT, blank, chart, literal, name_axis
+from attnflow.report.charts import INK, SIGNED, SOFT, blank, chart, literal, name_axis
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, Part, Section
+from attnflow.report.zoom import BARS, colours, draw_bars, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = npt.NDArray[np.floating[Any]]
 Picture = Literal["all", "map", "terms", "tokens"]
+Drawn = Callable[[Picture, str, str], html.Html]  # draws a picture of a page, with its name and caption
 
 _NAMED: Final = 24  # components up to which a map has a row for each; of more components, a row for each layer
 _KEYS: Final = 48  # tokens in the picture of a row
 _PARTS: Final = 5  # components in the picture of a row, each with a line of its own
 _LISTED: Final = 40  # terms in the table of a page
+_MOST: Final = 0.9  # of the weight of a row: of a key with more, centred terms say little
 _SHADES: Final = 4  # of each colour, in the text of a page
 _LAYER: Final = re.compile(r"^(.*?layer \d+)\b ?(.*)$")
 CHOICE: Final = "has the most weight on a token besides the first and the query"
-CENTRED: Final = "above the row’s mean"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = 
     if head is not None and head not in heads:
         raise ValueError(f"head must be one of the attributed {heads}, got {head}")
     if key is not None and key not in result.keys:
-        raise ValueError(f"key must be a position of the attributed keys, {_positions(result.keys)}, got {key}")
+        raise ValueError(
+            f"key must be a position that query {result.query} may attend to, {_positions(result.keys)}, got {key}"
+        )
     if head is None:
         usual = {result.query, min(result.keys)} if result.attention == "self" else set()
         others = [index for index, position in enumerate(result.keys) if position not in usual]
@@ -111,46 +116,74 @@ def leading(result: ScoreAttribution, row: Row, count: int) -> Leading:
     return Leading(terms, constants, table.size - len(terms), others, float(row.totals[row.index]))
 
 
-def attribution_part(result: ScoreAttribution, _: Context) -> Part:
+def remark(result: ScoreAttribution, row: Row) -> str:
+    """Warns of a key with nearly all of the weight, whose centred terms say little; otherwise returns ""."""
+    if not row.centred or row.weights[row.index] < _MOST:
+        return ""
+    if len(result.keys) == 1 and row.weights[0] == 1:
+        return "The query can attend to no other token, so that this weight is 1 whatever the score."
+    return (
+        "This key has nearly all of the weight, so the row’s mean is nearly its own score and centred terms are small. "
+        "Those of another key say why it got less, and raw terms what the score is made of."
+    )
+
+
+def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = None, raw: bool = False) -> Part:
     """Describes on a page why a query looked at a key."""
-    row = row_of(result)
+    row = row_of(result, None, key, raw)
     best = leading(result, row, 10)
+    where = _where(result, row)
+    above = f"{signed(best.total)} above the row’s mean" if row.centred else "before the softmax"
     numbers: list[tuple[str, Content]] = [
         (
             "Attention weight",
             tag("span", f"{row.weights[row.index]:.3f}", tag("small", f"on {key_name(result, row.index)}")),
         ),
-        ("Score", tag("span", f"{row.scores[row.index]:.3g}", tag("small", f"{_signed(best.total)} {CENTRED}"))),
+        ("Score", tag("span", f"{row.scores[row.index]:.3g}", tag("small", above))),
         ("Terms", grouped(row.terms[row.index].size)),
     ]
-    where = _where(result, row)
-    sections = [_terms(result, row, best), _map(result, row), _tokens(result, row)]
+
+    def drawn(picture: Picture, name: str, caption: str) -> html.Html:
+        at = result.keys[row.index]
+        draw = partial(attribution_chart, result, picture=picture, head=row.head, key=at, raw=raw, title=" ")
+        return charts.in_page(draw, name, caption)
+
+    caption = "Rows: what was written at the query; columns: at the key. Bars sum rows and columns, and are not cut."
+    pairs = Section("pairs", "All pairs of components", drawn("map", "Pairs of components", caption))
+    sections = [_terms(result, row, drawn), pairs, _tokens(result, row, drawn)]
     return Part(f"Why {where} looked there", sections, _reading(result, row, best), numbers, [("Model", result.model)])
 
 
 def _reading(result: ScoreAttribution, row: Row, best: Leading) -> list[Content]:
+    if len(result.keys) == 1 and row.centred:
+        return [f"In {_where(result, row)} the query {query_name(result)} has one key. ", remark(result, row)]
     query_side, key_side, value = best.terms[0]
     return [
-        f"In {_where(result, row)} the query ",
-        query_name(result),
-        " gives its largest weight to ",
-        key_name(result, row.index),
-        f". Its largest term by magnitude, {_signed(value)} logits, pairs {query_side} at the query with {key_side} "
-        "at the key.",
+        f"In {_where(result, row)} the query {query_name(result)} gives ",
+        "its largest weight" if row.weights[row.index] == row.weights.max() else f"{row.weights[row.index]:.3f}",
+        f" to {key_name(result, row.index)}. The largest term of this score by magnitude, {signed(value)} logits, "
+        f"pairs {query_side} at the query with {key_side} at the key.",
     ]
 
 
-def _terms(result: ScoreAttribution, row: Row, best: Leading) -> Section:
+def _terms(result: ScoreAttribution, row: Row, drawn: Drawn) -> Section:
     lead = (
-        "The score before the softmax is a sum over pairs: what an earlier component wrote at the query, against what "
-        "one wrote at the key. Norms keep the scale that they had in this pass. Softmax ignores what all keys of a row "
-        "share, so each term is shown less its mean over the row, weighted by attention: by how much log attention "
-        f"grows with the term. The sum agrees with the model’s own scores to {result.error:.0e} of the row’s range."
+        f"In {_where(result, row)}, {query_name(result)} looks at {key_name(result, row.index)} with weight "
+        f"{row.weights[row.index]:.3f}. The score before the softmax is a sum over pairs: what an earlier attention or "
+        "feed-forward layer wrote at the query, times what one wrote at the key. Norms keep the scale that they had in "
+        "this pass. "
     )
+    if row.centred:
+        lead += (
+            "Softmax ignores what all keys of a row share. So each term is shown centred, less its mean over the row "
+            "weighted by attention: this is how much log attention grows with the term. "
+        )
+    lead += f"The sum agrees with the model’s own scores to {result.error:.0e} of the row’s range."
     if result.head is None:
         lead += f" Of {len(result.heads)} heads of this layer, this one {CHOICE}."
     caption = f"Terms for {key_name(result, row.index)}. Blue raises attention to it, red lowers it."
-    drawn = charts.in_page(lambda: attribution_chart(result, picture="terms", title=" "), "Leading terms", caption)
+    warning = html.paragraph(remark(result, row)) if remark(result, row) else html.Html("")
+    bars = drawn("terms", "Leading terms", caption)
     listed = leading(result, row, _LISTED)
     values = [value for *_, value in listed.terms] + [*listed.constants.values(), listed.others, listed.total]
     names = [pair[:2] for pair in listed.terms] + [("constant", name) for name in listed.constants]
@@ -158,37 +191,26 @@ def _terms(result: ScoreAttribution, row: Row, best: Leading) -> Section:
     cells = [(*pair, value) for pair, value in zip(names, html.numbers(values, signed=True), strict=True)]
     table = html.table(["query side", "key side", "logits"], cells, text_columns=2)
     numbers = tag("details", tag("summary", f"The {len(listed.terms)} largest terms in numbers"), table)
-    return Section("why", "Why did this head look there?", html.paragraph(lead, kind="lead") + drawn + numbers)
+    return Section("why", "Why did this head look there?", html.paragraph(lead, kind="lead") + warning + bars + numbers)
 
 
-def _map(result: ScoreAttribution, row: Row) -> Section:
-    caption = (
-        "Rows: what was written at the query; columns: what was written at the key. Bars at the sides sum rows and "
-        "columns, and are not cut."
-    )
-    drawn = charts.in_page(lambda: attribution_chart(result, picture="map", title=" "), "Pairs of components", caption)
-    return Section("pairs", "All pairs of components", drawn)
-
-
-def _tokens(result: ScoreAttribution, row: Row) -> Section:
+def _tokens(result: ScoreAttribution, row: Row, drawn: Drawn) -> Section:
+    zero = "the row’s mean" if row.centred else "zero"
     lead = (
-        "Every key of the row, coloured by its score above (blue) or below (red) the row’s mean. The key that is "
-        "explained is underlined."
+        f"Every key of the row, coloured by its score above (blue) or below (red) {zero}. The key that is explained is "
+        "underlined."
     )
     limit = _limit(row.totals) or 1.0
     words: list[Content] = []
     for index, (position, token, total) in enumerate(zip(result.keys, result.tokens, row.totals, strict=True)):
         shade = min(_SHADES, math.ceil(_SHADES * abs(float(total)) / limit))
         kind = f"token {'attract' if total > 0 else 'repel'}-{shade}" if shade else "token"
-        said = f"{position}: weight {row.weights[index]:.3f}, {_signed(float(total))} logits"
+        said = f"{position}: weight {row.weights[index]:.3f}, {signed(float(total))} logits"
         marked = " traced" if index == row.index else ""
         words += [tag("span", token_label(token, 40), class_=kind + marked, title=said), " "]
-    drawn = charts.in_page(
-        lambda: attribution_chart(result, picture="tokens", title=" "),
-        "What each token received",
-        "Bars: attention weights. Rows: the score above the row’s mean, and the components at the key that make it.",
-    )
-    body = html.paragraph(lead, kind="lead") + html.paragraph(*words, kind="prompt") + drawn
+    caption = f"Bars: attention weights. Rows: the score above {zero}, and the components at the key that make it."
+    chart_of_keys = drawn("tokens", "What each token received", caption)
+    body = html.paragraph(lead, kind="lead") + html.paragraph(*words, kind="prompt") + chart_of_keys
     return Section("received", "What each token received", body)
 
 
@@ -211,7 +233,7 @@ def attribution_chart(
         raise ValueError(f'picture must be "all", "map", "terms" or "tokens", got {picture!r}')
     row = row_of(result, head, key, raw)
     table, sides = _collapsed(result, row.terms[row.index])
-    best = leading(result, row, count)
+    best = leading(result, row, min(checks.integer("count", count, 1), BARS))
     tall = 2.1 + min(8.0, max(2.4, 0.145 * len(table)))
     bars = 1.0 + 0.22 * (len(best.terms) + len(best.constants) + 2)
     wide = 2.4 + 0.2 * min(len(result.keys), _KEYS)
@@ -257,14 +279,14 @@ def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[s
     axes.set_ylabel("written at the query, by layer" if layered else "written at the query")
     axes.set_xlabel("written at the key, by layer" if layered else "written at the key")
     for margin, sums, direction in ((above, table.sum(0), above.bar), (beside, table.sum(1), beside.barh)):
-        direction(np.arange(len(sums)), sums, color=_colours(sums), **{"width" if margin is above else "height": 0.8})
+        direction(np.arange(len(sums)), sums, color=colours(sums), **{"width" if margin is above else "height": 0.8})
         margin.tick_params(labelsize=6.5, length=2, labelbottom=margin is beside, labelleft=margin is above)
         value, name = (margin.yaxis, "y") if margin is above else (margin.xaxis, "x")
         value.get_major_locator().set_params(nbins=3)
         margin.tick_params(axis="y" if name == "x" else "x", length=0)
         (margin.axhline if name == "y" else margin.axvline)(0, color=SOFT, linewidth=0.6)
     axes.figure.colorbar(
-        image, ax=[axes, above], location="bottom", fraction=0.04, aspect=40, label=_scale(table, limit)
+        image, ax=[axes, above], location="bottom", fraction=0.04, aspect=40, label=_scale(table, limit), format="{x:g}"
     )
     panel.suptitle(f"pairs of components, {_quantity(row)}", fontsize=9)
 
@@ -272,28 +294,16 @@ def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[s
 def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
     """Draws the leading terms, each constant, the sum of the other terms, and the sum of all."""
     names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
-    names += [f"constant: {name}" for name in best.constants] or ["constant"]
-    names += [f"{grouped(best.count)} other terms", "sum of all" if row.centred else "the score"]
-    values = [value for *_, value in best.terms] + ([*best.constants.values()] or [0.0]) + [best.others, best.total]
+    names += [f"constant: {name}" for name in best.constants]
+    values = [value for *_, value in best.terms] + [*best.constants.values()]
+    if best.count:
+        names.append(plural(best.count, "other term"))
+        values.append(best.others)
+    names.append("sum of all" if row.centred else "the score")
+    values.append(best.total)
     axes = panel.subplots()
     draw_bars(axes, names, values, len(best.terms))
     axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
-
-
-def draw_bars(axes: Any, names: Sequence[str], values: Sequence[float], count: int) -> None:
-    """Draws parts of a score as bars with their numbers: the first `count`, and after a gap their sums."""
-    places = np.arange(len(values)) + np.where(np.arange(len(values)) >= count, 0.4, 0.0)
-    axes.barh(places, values, color=[*_colours(np.array(values[:-1])), INK], height=0.7)
-    axes.set_yticks(places, [literal(name) for name in names])
-    axes.tick_params(axis="y", length=0, labelsize=7.5)
-    for place, value in zip(places, values, strict=True):
-        offset = {"xytext": (3 if value >= 0 else -3, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(_signed(value), (value, place), ha="left" if value >= 0 else "right", fontsize=7.5, **offset)
-    room = 0.24 * (max(*values, 0.0) - min(*values, 0.0)) or 1.0  # for the numbers beside the bars
-    axes.set_xlim(min(*values, 0.0) - (room if min(values) < 0 else 0.0), max(*values, 0.0) + room)
-    axes.axvline(0, color=SOFT, linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set_xlabel("logits")
 
 
 def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:
@@ -302,9 +312,14 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:
     sums = row.terms.sum(1)[chosen]  # of each component at the key
     order = np.argsort(-(row.weights[chosen] @ np.abs(sums)), kind="stable")[:_PARTS]
     rest = sums.sum(1) - sums[:, order].sum(1)
-    lines = [row.totals[chosen], *sums[:, order].T, rest, row.constant[chosen]]
+    lines = [row.totals[chosen], *sums[:, order].T]
     names = ["sum of all", *(f"{short(result.key_components[part])} at the key" for part in order)]
-    names += [f"{grouped(sums.shape[1] - len(order))} others at the key", "constant"]
+    if sums.shape[1] > len(order):
+        lines.append(rest)
+        names.append(f"{plural(sums.shape[1] - len(order), 'other')} at the key")
+    if any(values.any() for values in row.constants.values()):
+        lines.append(row.constant[chosen])
+        names.append("constant")
     table = np.stack(lines)
     bars, axes = panel.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 1.7], "hspace": 0.03})
     colours = [INK if key == row.index else SOFT for key in chosen]
@@ -319,11 +334,11 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:
     name_axis(axes.xaxis, [token_label(result.tokens[key]) for key in chosen], list(range(len(chosen))), turned=True)
     bar = panel.colorbar(image, ax=axes, pad=0.01, fraction=0.04, aspect=12, label="logits")
     bar.outline.set_visible(False)
-    remark = ""
+    cut = ""
     if len(chosen) < len(result.keys):
-        share = float(row.weights[chosen].sum())
-        remark = f"; the {len(chosen)} of {grouped(len(result.keys))} keys with the largest weights, {share:.1%} of all"
-    panel.suptitle(f"what each token received, {_quantity(row)}{remark}", fontsize=9)
+        share = percent(float(row.weights[chosen].sum()))
+        cut = f"; the {len(chosen)} of {grouped(len(result.keys))} keys with the largest weights, {share} of all"
+    panel.suptitle(f"what each token received, {_quantity(row)}{cut}", fontsize=9)
     axes.set_xlabel(_scale(table, limit).removeprefix("logits").strip(" ()"), fontsize=7.5)
 
 
@@ -354,24 +369,16 @@ def _scale(table: Array, limit: float) -> str:
         return "logits"
     extreme = float(table.ravel()[np.abs(table).argmax()])
     cells = plural(int(beyond.sum()), "cell")
-    return f"logits (colours end at ±{limit:.2g}, the 99th percentile; {cells} beyond, up to {_signed(extreme)})"
+    return f"logits (colours end at ±{limit:.3g}, the 99th percentile; {cells} beyond, up to {signed(extreme)})"
 
 
 def _quantity(row: Row) -> str:
     return "centred over the row" if row.centred else "raw"
 
 
-def _colours(values: Array) -> list[str]:
-    return [POSITIVE if value >= 0 else NEGATIVE for value in values]
-
-
 def short(name: str) -> str:
     """Shortens "layer 7 attention" to "attention 7", and "layer 7" to "7"."""
     return shorten(re.sub(r"\blayer (\d+)\b *(.*)", r"\2 \1", name).strip(), 34)
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3g}".replace("-", "−")
 
 
 def _where(result: ScoreAttribution, row: Row) -> str:

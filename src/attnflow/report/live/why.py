@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from attnflow._core.markup import percent, token_label
-from attnflow.report.attribution import Array, row_of
+from attnflow.report.attribution import Array, key_name, query_name, remark, row_of
 from attnflow.report.live.numbers import number, numbers, table
 from attnflow.report.live.operations import Reply
 
@@ -36,9 +36,9 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
     raw, centred = (row_of(found, head, key, raw) for raw in (True, False))
     at = centred.index
     above = float(centred.totals[at])
-    tokens, share = [token_label(text) for text in texts], percent(float(centred.weights[at]))
+    share = percent(float(centred.weights[at]))
     return {
-        "tokens": tokens,
+        "tokens": [token_label(text) for text in texts],
         "layer": found.layer,
         "heads": list(found.heads),
         "head": head,
@@ -53,19 +53,23 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
         "constants": [
             {"name": name, **numbers(raw=float(raw.constants[name][at]), centred=float(each[at]))}
             for name, each in centred.constants.items()
+            if raw.constants[name].any()
         ],
         "sum": numbers(raw=float(raw.scores[at]), centred=above),
-        "verdict": f"Head {head} of layer {found.layer} gives {share} of the attention of {tokens[found.query]} to "
-        f"{tokens[found.keys[at]]}: its score is {abs(above):.3g} {'above' if above >= 0 else 'below'} the mean of "
-        "the row.",
+        "verdict": f"In head {head} of layer {found.layer}, {query_name(found)} gives {share} of its attention to "
+        f"{key_name(found, at)}: the score is {abs(above):.3g} {'above' if above >= 0 else 'below'} the mean of the "
+        "row.",
+        "remark": remark(found, centred),
         "check": f"The sum differs from the score in the model’s own attention by {found.error:.1g} of the row’s "
-        "range. A centred term is the term less its mean over the row, weighted by attention: softmax sees no more.",
+        "range. A centred term is the term less its mean over the row, weighted by attention, because softmax ignores "
+        "what all keys of a row share.",
     }
 
 
 def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:
     """Returns the largest terms of a pair, and the sum of the others."""
-    order: list[int] = np.argsort(-np.abs(centred), axis=None, kind="stable")[:_TERMS].tolist()
+    sizes = np.abs(centred if centred.any() else raw)  # of a query with one key all centred terms are zero
+    order: list[int] = np.argsort(-sizes, axis=None, kind="stable")[:_TERMS].tolist()
     places = [divmod(each, centred.shape[1]) for each in order]
     kept = {
         name: sum(float(values[place]) for place in places) for name, values in (("raw", raw), ("centred", centred))
