@@ -86,6 +86,16 @@ CASES = {
             ("no attention", lambda: NONE, {}, af.UnsupportedArchitecture, "no queries and keys"),
         )
     },
+    "a text without tokens": (
+        lambda: geometry.attribute(bert(), "", 0, tokenizer=lambda *_, **__: {"input_ids": torch.zeros(1, 0)}),
+        ValueError,
+        "the text '' has no tokens",
+    ),
+    "attention that is not there": (
+        lambda: geometry.attribute(bert(), [5, 6], 0, attention="cross"),
+        af.UnsupportedArchitecture,
+        "no cross-attention on the attention interface: pass attention='self'",
+    ),
     **{
         f"{name}: {what}": (lambda r=read, f=family, i=inputs: r(tiny(f, torch.float32), i), error, message)
         for name, read in (
@@ -103,6 +113,13 @@ CASES = {
             ("one half", "Bart", [5, 6, 7], ValueError, "pass a mapping with decoder_input_ids"),
             ("nothing", "Bert", {}, ValueError, "the inputs are empty"),
             ("a word for vectors", "Bert", {"inputs_embeds": "word"}, TypeError, "inputs_embeds must be a tensor"),
+            (
+                "more tokens than positions",
+                "Bert",
+                [5] * 1000,
+                ValueError,
+                "1000 tokens, and the model has positions for",
+            ),
             ("ids beyond the vocabulary", "Bert", [10**6], ValueError, "the model's vocabulary"),
         )
     },

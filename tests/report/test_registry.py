@@ -1,5 +1,6 @@
 """Every kind of result shows itself: as a picture, on a page, in a notebook, in a file."""
 
+import re
 import sys
 
 import pytest
@@ -231,6 +232,12 @@ def test_a_monitor_without_a_record_says_how_to_make_one():
         report.figure(monitor)
 
 
+def test_a_page_of_a_result_without_a_part_of_its_own_shows_its_picture_and_short_numbers():
+    html = report.page(MAKERS["Removal"]()).html
+    assert "<svg" in html
+    assert not re.search(r">-?\d\.\d{8,}<", html)
+
+
 def test_what_is_drawn_alone_refuses_company():
     with pytest.raises(TypeError, match="Cost is drawn alone, got 1 more"):
         report.figure(masks.causal(4).cost(), masks.causal(5).cost())
@@ -252,8 +259,12 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
         "Survey",
         "Trace",
         "EntryReport",
+        "Removal",
+        "MaskGrid",
+        "Task",
+        "MergedTask",
+        "Monitor",
     }
-    charts |= {"EntryReport", "MaskGrid", "Task", "MergedTask", "Monitor"}
     assert ("attnflow[report]" in report.page(result).html) == (name in charts)
     assert report.notebook(result).startswith("<div")
 

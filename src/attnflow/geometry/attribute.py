@@ -284,7 +284,10 @@ def _site(model: nn.Module, layer: object, attention: object) -> tuple[int, Site
     every = find_sites(model)
     sites = [site for site in every if site.kind == attention]
     if not sites:
-        raise UnsupportedArchitecture(f"{type(model).__name__} has no {attention}-attention on the attention interface")
+        others = "" if not every else f": pass attention={every[0].kind!r}"
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} has no {attention}-attention on the attention interface{others}"
+        )
     decoders = [site for site in sites if site.part == "decoder"]
     sites = one_owner(decoders or sites)
     prefix = sites[0].layers

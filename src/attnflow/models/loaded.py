@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -48,7 +49,10 @@ def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> obje
             "a text needs a tokenizer: pass what af.load_model returned in place of the model, token ids in place "
             "of the text, or tokenizer=... where a function has it"
         )
-    return dict(tokenizer(inputs, return_tensors="pt"))
+    named = dict(tokenizer(inputs, return_tensors="pt"))
+    if not named["input_ids"].numel():
+        raise ValueError(f"the text {inputs!r} has no tokens: pass a longer one")
+    return named
 
 
 def special_ids(configs: Iterable[object], suffixes: tuple[str, ...]) -> set[int]:
@@ -84,6 +88,9 @@ def model_inputs(
     largest = int(named["input_ids"].max())
     if size is not None and (largest >= size or int(named["input_ids"].min()) < 0):
         raise ValueError(f"token ids must lie in 0 to {size - 1}, the model's vocabulary, got up to {largest}")
+    tokens, limit = named["input_ids"].shape[1], _positions(model)
+    if tokens > limit:
+        raise ValueError(f"the inputs have {tokens} tokens, and the model has positions for {limit}: shorten them")
     if not 0 <= sequence < len(named["input_ids"]):
         raise ValueError(f"sequence must be a number of the batch of {len(named['input_ids'])}, got {sequence}")
     device = device_of(model)
@@ -196,6 +203,19 @@ def embedding_table(model: nn.Module) -> nn.Embedding | None:
         module = getter()
         return module if isinstance(module, nn.Embedding) else None
     return None
+
+
+def _positions(model: nn.Module) -> float:
+    """How many positions the model has vectors for; infinity where it computes them."""
+    config = getattr(_unwrapped(model), "config", None)
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    sizes = [
+        module.num_embeddings
+        for name, module in model.named_modules()
+        if type(module) is nn.Embedding and name.rpartition(".")[2] in ("position_embeddings", "wpe")
+    ]
+    # A smaller table is that of another part, such as an image's patches.
+    return min((size for size in sizes if isinstance(stated, int) and size >= stated), default=math.inf)
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:

@@ -144,9 +144,7 @@ def _clean(node: ElementTree.Element, used: set[str], prefix: str) -> None:
     style = dict(part.split(":", 1) for part in node.attrib.pop("style", "").split(";") if ":" in part)
     classes: list[str] = []
     for name, value in ((name.strip(), value.strip()) for name, value in style.items()):
-        if name == "image-rendering":
-            classes.append("af-pixels")
-        elif name != "font-family":
+        if name != "font-family":
             node.set(name, value.replace("url(#", f"url(#{prefix}-"))
         if name in ("fill", "stroke") and value in _NAMES:
             classes.append(f"af-{name}-{_NAMES[value]}")

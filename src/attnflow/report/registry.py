@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -30,7 +31,7 @@ from attnflow.report import html, svg
 from attnflow.report.attribution import attribution_chart, attribution_part
 from attnflow.report.audit import audit_chart, audit_part
 from attnflow.report.bias import bias_part, graph_part, graph_svg, map_chart
-from attnflow.report.charts import svg_of
+from attnflow.report.charts import in_page, svg_of
 from attnflow.report.entry import entry_chart, entry_part, removal_chart
 from attnflow.report.geometry import score_chart, scores_part
 from attnflow.report.hasse_svg import hasse_svg
@@ -60,14 +61,22 @@ def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str |
 
 
 def _table_part(result: Result, _: Context) -> Part:
-    """Shows a result without a drawing as a table; one that judges says how first."""
+    """Shows a result by its picture, if it has one, and as a table; one that judges says how first."""
     rows, name, ok = result.rows(), type(result).__name__, getattr(result, "ok", None)
     head = list(rows[0]) if rows else []
-    cells = [["" if value is None else str(value) for value in row.values()] for row in rows]
+    cells = [[_cell(value) for value in row.values()] for row in rows]
     body = html.table(head, cells, text_columns=len(head)) if rows else html.paragraph("No rows.")
+    draw = kind_of(result).figure
+    if draw is not None:
+        with suppress(ValueError):  # nothing to draw
+            body = in_page(lambda: cast("Figure", draw(result)), name) + body
     if ok is not None:
         body = html.note("good" if ok else "bad", html.paragraph(str(result).partition("\n")[0])) + body
     return Part(name, [Section(name.lower(), name, body)], failed=ok is False)
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _handle_part(handle: Handle, _: Context) -> Part:
