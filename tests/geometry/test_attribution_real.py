@@ -18,6 +18,7 @@ def test_every_head_of_a_layer_adds_up(name):
     whole = af.geometry.attribute(loaded, TEXT, layer)
     assert whole.components[-1] == f"layer {layer - 1} feed-forward"
     assert len(whole.components) == 2 * layer + 1
+    assert whole.model == name
     span = (whole.scores.amax(-1) - whole.scores.amin(-1))[:, None]
     assert ((whole.raw.sum((-1, -2)) + whole.constant - whole.scores).abs() <= 1e-5 * span).all()
     assert whole.error < 1e-5

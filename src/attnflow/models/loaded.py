@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from attnflow.models.names import MODELS
 from attnflow.models.offload import device_of
 
 if TYPE_CHECKING:
@@ -230,7 +231,13 @@ def model_name(model: nn.Module) -> str:
     """Return the name that a model was loaded by, without local folders, or its class."""
     inner = _unwrapped(model)
     name = str(getattr(getattr(inner, "config", None), "_name_or_path", "") or type(inner).__name__)
-    return Path(name).name if Path(name).is_absolute() else name
+    if not Path(name).is_absolute():
+        return name
+    for short, packaged in MODELS.items():
+        found = packaged.find()
+        if found is not None and Path(name) in (found, found.parent):  # a GGUF file is known by its folder
+            return short
+    return Path(name).name
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
