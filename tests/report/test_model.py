@@ -47,6 +47,7 @@ def test_one_head_is_explained():
     assert "problems" not in names
     assert names[names.index("why") : names.index("why") + 3] == ["why", "pairs", "received"]
     assert "In layer 1, head " in parse_page(made.html).text  # two thirds of two layers up
+    assert "of its heads, this one has the most weight on a token besides the first" in opening(made)
 
 
 def test_what_cannot_be_found_out_is_named_at_the_end_and_the_rest_is_shown():

@@ -14,12 +14,13 @@ from attnflow._core.markup import grouped, plural
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
 from attnflow.geometry.attribute import attribute_one
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.table import GeometryScores
 from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
 from attnflow.order.flow import Flow
 from attnflow.report import html
-from attnflow.report.attribution import attribution_part
+from attnflow.report.attribution import CHOICE, attribution_part
 from attnflow.report.audit import audit_part
 from attnflow.report.bias import bias_part
 from attnflow.report.geometry import scores_part
@@ -75,7 +76,7 @@ def model_page(
         "audit": lambda: audit_part(audit.check(module, named), context),
         "geometry": scores,
         "bias": lambda: bias_part(replace(bias.capture(module, first, tokenizer=tokenizer), model=name), context),
-        "attribution": lambda: attribution_part(
+        "attribution": lambda: _attribution(
             replace(attribute_one(module, first, _upper(scored), tokenizer=tokenizer), model=name), context
         ),
         "knowledge": lambda: trace_part(
@@ -107,6 +108,13 @@ def _upper(scored: Sequence[GeometryScores]) -> int:
     """Returns the layer two thirds up those that were scored."""
     layers = sorted({row.layer for one in scored for row in one if row.kind == "self" and row.tower != "encoder"})
     return layers[2 * len(layers) // 3] if layers else -1
+
+
+def _attribution(result: ScoreAttribution, context: Context) -> Part:
+    """Describes why a head looked where it did, and why it is this head."""
+    part = attribution_part(result, context)
+    chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
+    return replace(part, reading=[*part.reading, chosen]) if len(result.keys) > 2 else part
 
 
 def _missing(problems: Mapping[str, str]) -> Part:
