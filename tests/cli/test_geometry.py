@@ -1,5 +1,6 @@
 """`attnflow geometry`: scores of models in text, JSON and files, and what happens to models that cannot be scored."""
 
+import io
 import json
 import math
 import sys
@@ -163,6 +164,15 @@ def test_why_in_json_is_what_the_library_says(run: Callable, tiny_model: str) ->
     found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 0, 2)
     assert torch.equal(back.raw, found.raw)
     assert (back.model, back.query, back.head) == (tiny_model, 2, 0)
+
+
+def test_why_reads_the_text_from_stdin(run: Callable, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--layer", "1", "--head", "0", "--json")
+    expected = run("geometry", "why", tiny_model, WORDS, *words).out
+    monkeypatch.setattr("sys.stdin", io.StringIO(WORDS + "\n"))
+    assert run("geometry", "why", tiny_model, "-", *words).out == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "the text is empty" in run("geometry", "why", tiny_model, "-", *words).err
 
 
 def test_why_chooses_the_head_that_looks_at_another_token(run: Callable, tiny_model: str) -> None:

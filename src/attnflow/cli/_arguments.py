@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -25,7 +26,7 @@ OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FI
 FigureOption = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html, .csv or .json.")
 ]
-Text = Annotated[str | None, typer.Argument(metavar="TEXT", help="The text to read.")]
+Text = Annotated[str | None, typer.Argument(metavar="TEXT", help='The text to read; "-" reads stdin.')]
 Ids = Annotated[str | None, typer.Option("--ids", metavar="LIST", help="Token ids in place of TEXT, such as 5,6,7.")]
 
 FIGURES: Final = (".svg", ".png", ".html", ".csv", ".json")
@@ -101,6 +102,8 @@ def text_or_ids(text: str | None, ids: str | None) -> str | list[int]:
         return integers(ids, "--ids")
     if text is None or ids is not None:
         raise BadUsage("give either a TEXT or --ids")
+    if text == "-":
+        text = sys.stdin.read().removesuffix("\n")
     if not text:
         raise BadUsage("the text is empty: give at least one word")
     return text
