@@ -95,10 +95,10 @@ def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str,
     if mask is None:
         causal: Any = call.kwargs.get("is_causal")
         causal = getattr(call.module, "is_causal", True) if causal is None else causal
-        all_of_them = torch.ones(keys, dtype=torch.bool)
+        all_of_them = torch.ones(keys, dtype=torch.bool, device="cpu")
         if not causal or call.query.shape[2] == 1 or call.implementation != "sdpa":
             return all_of_them, {}
-        return all_of_them & (torch.arange(keys) <= query), {}
+        return all_of_them & (torch.arange(keys, device="cpu") <= query), {}
     row = _at(mask, head, query, keys)
     if mask.dtype == torch.bool:
         return row.bool(), {}

@@ -292,7 +292,7 @@ class _Pass:
                 return []
             weights = hidden.detach().double().flatten(0, -2)[row]
             shares = gradient.flatten(1, -2)[:, row] * weights
-            return [_Block(torch.arange(len(weights)), weights, shares, expert=expert)]
+            return [_Block(torch.arange(len(weights), device="cpu"), weights, shares, expert=expert)]
 
         return with_hidden(call, self._leaf((call.name, call.number), hidden, torch.zeros_like(hidden), split))
 
@@ -327,7 +327,7 @@ class _Pass:
                     factors = factor * neuron_weights(call.module, experts, expert, hidden[row]).double()
                     values = experts.values(call.module)[expert].double()
                     shares = factors * (gradient.flatten(1, -2)[:, row] @ values.mT)
-                    blocks.append(_Block(torch.arange(len(factors)), factors, shares, expert=expert))
+                    blocks.append(_Block(torch.arange(len(factors), device="cpu"), factors, shares, expert=expert))
             return blocks
 
         return self._leaf(key, output, zero.reshape(output.shape), split)
