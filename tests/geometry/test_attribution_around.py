@@ -16,7 +16,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import attnflow as af
-from tests.geometry.test_attribution_bounds import IDS, UNSUPPORTED, agrees, llama, plain, refused, same, state
+from tests.geometry.test_attribution_bounds import (
+    IDS,
+    UNSUPPORTED,
+    agrees,
+    llama,
+    parametrized,
+    plain,
+    refused,
+    same,
+    state,
+)
 
 attribute = import_module("attnflow.geometry.attribute")  # the package's `attribute` is the function
 
@@ -98,6 +108,16 @@ def test_copies_hold_no_model(copied):
     assert plain().zoom("layer 1 attention", head=0).parts
 
 
+def test_parts_of_parametrized_matrices():
+    model = llama()
+    parametrized(model, None)
+    zoom, expected = (
+        af.geometry.attribute(one, IDS, 2, 0).zoom("layer 1 feed-forward", count=None) for one in (model, llama())
+    )
+    assert [part.entry for part in zoom.parts] == [part.entry for part in expected.parts]
+    assert [part.raw for part in zoom.parts] == pytest.approx([part.raw for part in expected.parts])
+
+
 @pytest.mark.parametrize("name", ["head", "key"])
 def test_numbers_of_a_zoom(name):
     for value in (True, 1.0, "1", torch.tensor([1])):
@@ -110,3 +130,16 @@ def test_numbers_of_a_zoom(name):
     assert isinstance(found.head, int)
     with pytest.raises((TypeError, TypeCheckError)):
         plain().top(3, key=True)
+
+
+@pytest.mark.parametrize("changed", ["layers.2.self_attn.k_proj", "layers.0.mlp.up_proj"])
+def test_a_model_that_has_changed(changed):
+    """A zoom runs the sublayers before the component, and the way from the stream to the scores."""
+    model = llama()
+    result = af.geometry.attribute(model, IDS, layer=2, head=0)
+    with torch.no_grad():
+        model.model.get_submodule(changed).weight.mul_(2)
+    with pytest.raises(ValueError, match="it has changed since: call af"):
+        result.ablate("layer 1 attention")
+    with pytest.raises((ValueError, UNSUPPORTED), match="has changed since" if "2" in changed else "do not add up"):
+        result.zoom("layer 1 attention")

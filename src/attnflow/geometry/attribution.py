@@ -224,8 +224,8 @@ class ScoreAttribution(Result):
     def ablate(self, component: str) -> ScoreAblation:
         """Run the model again without a component, one of `components` or `key_components`, and compare the scores.
 
-        The model must be as it was. `ValueError` for an unknown component, and for a result without its model: one that
-        was copied, pickled, or read from a file.
+        `ValueError` for an unknown component, a model that has changed, and a result without its model: one that was
+        copied, pickled, or read from a file.
         """
         if self.take_out is None:
             raise ValueError(_NO_MODEL)
@@ -265,11 +265,11 @@ class ScoreAttribution(Result):
             layers and of the layer's earlier experts.
 
         Raises:
-            ValueError: an unknown component, key or head, or a result without its model.
+            ValueError: an unknown component, key or head, a model that has changed, or a result without its model.
             UnsupportedArchitecture: the embedding and recurrent layers have no parts; or the parts do not add up to the
                 component's share to 1e-5 of their size.
 
-        Cost: three passes up to the layer, and four backward passes. The model must be as it was.
+        Cost: three passes up to the layer, and four backward passes.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from attnflow.geometry import attribute

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _ADDED: Final = ("position_bias", "relative_position_bias", "alibi")
 _UNKNOWN: Final = ("head_mask",)
 _CLOSE: Final = 2e-4  # of the largest value, for what attention put out
+_AGAIN: Final = 1e-3  # of the largest score, for passes that may round differently
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,15 @@ def product_of(call: AttentionCall, head: int, query: int) -> tuple[Tensor, floa
     scaling = call.kwargs.get("scaling")
     scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return scaling * (keys @ call.query[0, head, query].double().cpu()), scaling
+
+
+def check_again(scores: Tensor, before: Tensor) -> None:
+    """Raise `ValueError` if another pass gives other scores than those that were recorded."""
+    if not bool((scores - before).abs().amax() <= _AGAIN * before.abs().amax()):
+        raise ValueError(
+            "the model gives other scores than in the pass of this attribution, so it has changed since: call "
+            "af.geometry.attribute again"
+        )
 
 
 def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str, Tensor]]:

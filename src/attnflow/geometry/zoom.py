@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer, preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution, Share
-from attnflow.geometry.row import row_of
+from attnflow.geometry.row import check_again, row_of
 from attnflow.models.feed_forward import PackedExperts, neuron_weights, packed_experts
 from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, intercept
 from attnflow.models.recording import Component, owns_matrix
@@ -130,6 +130,7 @@ def _gradient(
     else:  # the component is at each key, and its mean over the row would be one over all of them
         products = row.scaling * (keys @ queries.detach())
         centred = products[key]
+    check_again(products.detach().cpu(), row.product)
     grads = [torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in (centred, products[key])]
     return torch.stack(grads).double(), leaf.detach().double()
 
