@@ -324,11 +324,11 @@ class ScoreAttribution(Result):
             for second, raw_value, centred_value in zip(self.key_components, raw_row, row, strict=True)
         ]
 
-    def _column(self, key: int) -> int:
-        key = checks.integer("key", key)
-        if key not in self.keys:
-            raise ValueError(f"key must be one of the positions {checks.preview(self.keys)}, got {key!r}")
-        return self.keys.index(key)
+    def _column(self, key: object) -> int:
+        position = checks.integer("key", key)
+        if position not in self.keys:
+            raise ValueError(f"key must be one of the positions {checks.preview(self.keys)}, got {position}")
+        return self.keys.index(position)
 
     def _with_heads(self, tensor: Tensor) -> Tensor:
         return tensor if self.head is None else tensor[None]
