@@ -70,6 +70,39 @@ def test_a_hook_that_patches_one_position(projection, position):
         torch.testing.assert_close(result.raw, expected, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("Llama", "model.layers.1.mlp"),
+        ("Llama", "model.layers.1.self_attn"),
+        ("Bert", "bert.encoder.layer.1.output.dense"),
+    ],
+)
+def test_a_hook_that_writes_to_an_output(name, path):
+    """It gives what a hook gives that returns another tensor."""
+
+    def doubled(copied):
+        def hook(module, inputs, output):
+            first = output[0] if isinstance(output, tuple) else output
+            first = first.clone() if copied else first
+            first[:, 3:] *= 2
+            return (first, *output[1:]) if isinstance(output, tuple) else first
+
+        return hook
+
+    found = []
+    for copied in (True, False):
+        model = deep(name).double().eval()
+        model.get_submodule(path).register_forward_hook(doubled(copied))
+        result = af.geometry.attribute(model, IDS, layer=2, head=1)
+        ablated = [result.ablate(component) for component in result.components]
+        parts = result.zoom(result.components[-1], count=None).parts
+        tables = [getattr(one, name) for one in ablated for name in ("terms", "held", "direct", "total")]
+        found.append([result.raw, result.scores, *tables, torch.tensor([part.raw for part in parts])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
 def test_an_implementation_of_the_user():
     def tripled(*args, scaling, **kwargs):
         return sdpa_attention_forward(*args, scaling=3 * scaling, **kwargs)

@@ -38,6 +38,7 @@ from attnflow.models.watching import (
     Watch,
     handed_again,
     hidden_of,
+    mapped,
     with_hidden,
     with_tensor,
 )
@@ -250,7 +251,7 @@ class ResidualStream:
             if value is None:
                 return handed_again(call, *given[prefix]) if prefix in given else None
             given[prefix] = hidden_of(call).detach(), value
-            return with_hidden(call, value)
+            return with_hidden(call, value.clone())
 
         layers = {path: layer for path, layer in self._layers().items() if path.rpartition(".")[0] in prefixes}
         with Watch(layers, enter):
@@ -318,7 +319,7 @@ class _Stub:
         number, self._next = self._next, self._next + 1
         if (self._path, number) not in self._outputs:
             return self._forward(*args, **kwargs)
-        return self._outputs[self._path, number]
+        return mapped(self._outputs[self._path, number], Tensor.clone)  # hooks of others may write to it
 
 
 def added_to(call: AttentionCall) -> Tensor | None:
