@@ -27,6 +27,7 @@ from tests.geometry.test_attribution_bounds import (
     same,
     state,
 )
+from tests.models import deep
 
 attribute = import_module("attnflow.geometry.attribute")  # the package's `attribute` is the function
 
