@@ -142,6 +142,19 @@ def test_copies_hold_no_model(copied):
     assert plain().zoom("layer 1 attention", head=0).parts
 
 
+@pytest.mark.parametrize("name", ["inputs_embeds", "attention_mask"])
+def test_floating_point_inputs_in_inference_mode(name):
+    model = llama()
+    mask = torch.ones(1, 1, 9, 9).double().tril().log()
+    with torch.inference_mode():
+        inputs = {"inputs_embeds": model.model.embed_tokens(IDS)}
+        if name == "attention_mask":
+            inputs = {"input_ids": IDS, name: mask}
+        result = af.geometry.attribute(model, inputs, layer=2)
+    agrees(result, plain())
+    assert result.ablate("embedding").total.abs().max() > 1e-3
+
+
 def test_parts_of_parametrized_matrices():
     model = llama()
     parametrized(model, None)

@@ -127,6 +127,9 @@ class ResidualStream:
         `keep` receives each output in place of that, and its results are kept. Without it, a pass of more than `limit`
         tokens keeps none.
         """
+        given = cast("Mapping[str, Tensor]", {n: one for n, one in self.inputs.items() if isinstance(one, Tensor)})
+        copies = {name: one.clone() for name, one in given.items() if one.is_inference()}  # these can be differentiated
+        self.inputs = {**self.inputs, **copies}
         attention = {site.module for site in self.sites}
         recorder = Recorder(self.lists, self._layers(), self._modules(), attention, self.site.module, keep, limit)
         with Watch(self._modules(), recorder.enter, recorder.leave):
