@@ -139,7 +139,7 @@ def _turn(target: Tensor, leaf: Tensor, columns: Tensor, places: slice) -> Diago
         for find in (
             lambda: size // 2,
             lambda: 1,
-            lambda: max(pulled([0]).abs().amax(0).nonzero().flatten().tolist(), default=1),
+            lambda: int(max(pulled([0]).abs().amax(0).nonzero().flatten().tolist(), default=1)),
         ):
             step = max(1, find())
             first = entry // step % 2 == 0

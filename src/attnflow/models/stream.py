@@ -91,8 +91,8 @@ class ResidualStream:
             return current
         if not _SAME_AS_SDPA.search(current):
             raise UnsupportedArchitecture(
-                f"the model attends by {current!r}, an implementation of its own, so that its scores are not known; call "
-                "model.set_attn_implementation('sdpa') if that computes the same"
+                f"the model attends by {current!r}, an implementation of its own, so that its scores are not known; "
+                "call model.set_attn_implementation('sdpa') if that computes the same"
             )
         return "sdpa"
 
