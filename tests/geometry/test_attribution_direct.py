@@ -61,6 +61,13 @@ def test_both_ways_agree(monkeypatch, family, head):
     torch.testing.assert_close(direct.raw.sum(), slow.raw.sum(), rtol=1e-6, atol=1e-9)
 
 
+def test_autocast_changes_nothing(monkeypatch):
+    model = tiny("Llama", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        direct, _ = both(monkeypatch, model, layer=1, head=2)
+    torch.testing.assert_close(direct.raw, af.geometry.attribute(model, IDS, layer=1, head=2).raw, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("kind", "config"),
     [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnflow._core.checks import preview
 from attnflow.geometry.attribution import ScoreAblation, ScoreAttribution
-from attnflow.geometry.row import product_of
+from attnflow.geometry.row import check_again, product_of
 
 if TYPE_CHECKING:
     from attnflow.models.interception import AttentionCall
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def without(
     stream: ResidualStream, seen: AttentionCall, titles: Mapping[int, str], result: ScoreAttribution, component: str
 ) -> ScoreAblation:
-    """Compare the scores of a result with those of the stream without one component; three passes up to the layer."""
+    """Compare the scores of a result with those of the stream without one component; four passes up to the layer."""
     names = dict.fromkeys((*result.components, *result.key_components))
     if component not in names:
         raise ValueError(f"component must be one of {preview(names)}, got {component!r}")
@@ -41,6 +41,7 @@ def without(
         held = scores(stream.query_and_key(values)) - before
         direct = scores(stream.query_and_key(values, held=False)) - before
         total = scores(stream.recomputed(index, torch.zeros_like(value)).call) - before
+        check_again(scores(stream.recomputed(index, value).call), before)
     terms = torch.zeros_like(before)
     if component in result.components:
         terms -= result.by_query_component(raw=True)[..., result.components.index(component)]

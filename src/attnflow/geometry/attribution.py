@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float64
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.results import Result
+
+_NO_MODEL: Final = "this attribution was copied or read from a file, and has no model: call af.geometry.attribute again"
 
 
 class Term(NamedTuple):
@@ -175,6 +177,10 @@ class ScoreAttribution(Result):
     )
     look_into: Callable[..., ComponentZoom] | None = field(init=False, default=None, repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the model out of copies and pickles."""
+        return {**vars(self), "take_out": None, "look_into": None}
+
     @property
     def constant(self) -> Tensor:
         """The part of each score that no pair of components makes: biases of projections, positions, added biases."""
@@ -218,10 +224,11 @@ class ScoreAttribution(Result):
     def ablate(self, component: str) -> ScoreAblation:
         """Run the model again without a component, one of `components` or `key_components`, and compare the scores.
 
-        The model must be as it was. `ValueError` for an unknown component, and for a result that was read from a file.
+        `ValueError` for an unknown component, a model that has changed, and a result without its model: one that was
+        copied, pickled, or read from a file.
         """
         if self.take_out is None:
-            raise ValueError("this attribution was read from a file and has no model: call af.geometry.attribute again")
+            raise ValueError(_NO_MODEL)
         return self.take_out(self, component)
 
     def zoom(
@@ -258,11 +265,11 @@ class ScoreAttribution(Result):
             layers and of the layer's earlier experts.
 
         Raises:
-            ValueError: an unknown component, key or head, or a result that was read from a file.
+            ValueError: an unknown component, key or head, a model that has changed, or a result without its model.
             UnsupportedArchitecture: the embedding and recurrent layers have no parts; or the parts do not add up to the
                 component's share to 1e-5 of their size.
 
-        Cost: three passes up to the layer, and four backward passes. The model must be as it was.
+        Cost: three passes up to the layer, and four backward passes.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from attnflow.geometry import attribute
@@ -278,13 +285,13 @@ class ScoreAttribution(Result):
             raise ValueError(f'side must be "query" or "key", got {side!r}')
         if head is None and self.head is None:
             raise ValueError(f"this attribution is of {len(self.heads)} heads: name the one to zoom into, as in head=0")
-        chosen = self.head if head is None else head
+        chosen = self.head if head is None else checks.integer("head", head)
         if chosen not in self.heads:
             raise ValueError(f"head must be one of the attributed {checks.preview(self.heads)}, got {head!r}")
         weights = self._with_heads(self.weights)[self.heads.index(chosen)]
         position = self.keys[int(weights.argmax())] if key is None else self.keys[self._column(key)]
         if self.look_into is None:
-            raise ValueError("this attribution was read from a file and has no model: call af.geometry.attribute again")
+            raise ValueError(_NO_MODEL)
         return self.look_into(self, component, side, position, chosen, count)
 
     def by_query_component(self, *, raw: bool = False) -> Tensor:
@@ -317,10 +324,11 @@ class ScoreAttribution(Result):
             for second, raw_value, centred_value in zip(self.key_components, raw_row, row, strict=True)
         ]
 
-    def _column(self, key: int) -> int:
-        if key not in self.keys:
-            raise ValueError(f"key must be one of the positions {checks.preview(self.keys)}, got {key!r}")
-        return self.keys.index(key)
+    def _column(self, key: object) -> int:
+        position = checks.integer("key", key)
+        if position not in self.keys:
+            raise ValueError(f"key must be one of the positions {checks.preview(self.keys)}, got {position}")
+        return self.keys.index(position)
 
     def _with_heads(self, tensor: Tensor) -> Tensor:
         return tensor if self.head is None else tensor[None]

@@ -36,7 +36,8 @@ def parts_of(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, 
     That is done by products of matrices where the model's path to them is plain, otherwise by differentiation. A pass
     whose values were not kept is repeated: for the products alone, or with all values.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    exact = torch.autocast(seen.call.query.device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), exact:
         direct = _direct(stream, seen, heads, at, end)
     if direct is not None:
         return direct
@@ -58,7 +59,9 @@ def _direct(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, e
     of_queries, of_keys = sides[: len(queries)], sides[len(queries) :]
     source = sides[0].source
     draw = torch.Generator().manual_seed(0)
-    directions = torch.randn(_CHECKS, source.shape[1], generator=draw, dtype=torch.float64).to(source.device)
+    directions = torch.randn(_CHECKS, source.shape[1], generator=draw, dtype=torch.float64, device="cpu").to(
+        source.device
+    )
     matrix = torch.cat([*(side.matrix for side in of_keys), directions]).T
 
     def keep(value: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -117,7 +120,7 @@ def _differentiated(stream: ResidualStream, heads: Sequence[int], at: int, end: 
             "router or an indexer compresses"
         )
     size = call.query.shape[3]
-    empty = (torch.zeros(size).double(), torch.zeros(call.key.shape[2], size).double())
+    empty = [torch.zeros(*shape, dtype=torch.float64, device="cpu") for shape in ((size,), (call.key.shape[2], size))]
     return Parts(
         used,
         of_keys,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _ADDED: Final = ("position_bias", "relative_position_bias", "alibi")
 _UNKNOWN: Final = ("head_mask",)
 _CLOSE: Final = 2e-4  # of the largest value, for what attention put out
+_AGAIN: Final = 1e-3  # of the largest score, for passes that may round differently
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,16 +90,25 @@ def product_of(call: AttentionCall, head: int, query: int) -> tuple[Tensor, floa
     return scaling * (keys @ call.query[0, head, query].double().cpu()), scaling
 
 
+def check_again(scores: Tensor, before: Tensor) -> None:
+    """Raise `ValueError` if another pass gives other scores than those that were recorded."""
+    if not bool((scores - before).abs().amax() <= _AGAIN * before.abs().amax()):
+        raise ValueError(
+            "the model gives other scores than in the pass of this attribution, so it has changed since: call "
+            "af.geometry.attribute again"
+        )
+
+
 def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Which keys the row may attend to, and what the mask adds."""
     keys, mask = call.key.shape[2], cast("Tensor | None", call.mask)
     if mask is None:
         causal: Any = call.kwargs.get("is_causal")
         causal = getattr(call.module, "is_causal", True) if causal is None else causal
-        all_of_them = torch.ones(keys, dtype=torch.bool)
+        all_of_them = torch.ones(keys, dtype=torch.bool, device="cpu")
         if not causal or call.query.shape[2] == 1 or call.implementation != "sdpa":
             return all_of_them, {}
-        return all_of_them & (torch.arange(keys) <= query), {}
+        return all_of_them & (torch.arange(keys, device="cpu") <= query), {}
     row = _at(mask, head, query, keys)
     if mask.dtype == torch.bool:
         return row.bool(), {}

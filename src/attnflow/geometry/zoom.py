@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer, preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution, Share
-from attnflow.geometry.row import row_of
+from attnflow.geometry.row import check_again, row_of
 from attnflow.models.feed_forward import PackedExperts, neuron_weights, packed_experts
 from attnflow.models.interception import AttentionCall, Interceptor, Output, Proceed, intercept
 from attnflow.models.recording import Component, owns_matrix
@@ -130,6 +130,7 @@ def _gradient(
     else:  # the component is at each key, and its mean over the row would be one over all of them
         products = row.scaling * (keys @ queries.detach())
         centred = products[key]
+    check_again(products.detach().cpu(), row.product)
     grads = [torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in (centred, products[key])]
     return torch.stack(grads).double(), leaf.detach().double()
 
@@ -292,7 +293,7 @@ class _Pass:
                 return []
             weights = hidden.detach().double().flatten(0, -2)[row]
             shares = gradient.flatten(1, -2)[:, row] * weights
-            return [_Block(torch.arange(len(weights)), weights, shares, expert=expert)]
+            return [_Block(torch.arange(len(weights), device="cpu"), weights, shares, expert=expert)]
 
         return with_hidden(call, self._leaf((call.name, call.number), hidden, torch.zeros_like(hidden), split))
 
@@ -327,7 +328,7 @@ class _Pass:
                     factors = factor * neuron_weights(call.module, experts, expert, hidden[row]).double()
                     values = experts.values(call.module)[expert].double()
                     shares = factors * (gradient.flatten(1, -2)[:, row] @ values.mT)
-                    blocks.append(_Block(torch.arange(len(factors)), factors, shares, expert=expert))
+                    blocks.append(_Block(torch.arange(len(factors), device="cpu"), factors, shares, expert=expert))
             return blocks
 
         return self._leaf(key, output, zero.reshape(output.shape), split)

@@ -75,7 +75,8 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
     if not target.requires_grad or not reads.matrices:
         return None
     leaves = [one.output for one in reads.matrices]
-    some = (target * torch.linspace(1, 2, target.shape[-1]).to(target)).sum()  # unequal, so that nothing cancels
+    unequal = torch.linspace(1, 2, target.shape[-1], dtype=target.dtype, device=target.device)  # so nothing cancels
+    some = (target * unequal).sum()
     found = torch.autograd.grad(some, leaves, retain_graph=True, allow_unused=True)
     grads = cast("Sequence[Tensor | None]", found)
     used = [(one, grad) for one, grad in zip(reads.matrices, grads, strict=True) if grad is not None]
@@ -83,10 +84,10 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
         return None
     call, grad = used[0]
     columns = grad.reshape(len(target), -1).abs().amax(0).nonzero().flatten()  # of the leaf, that the target reads
-    weights, turn = _weights(call), _turn(target, call.output, columns, places)
+    weights, turn = _weights(call, columns, places), _turn(target, call.output, columns, places)
     if weights is None or turn is None:
         return None
-    matrix, bias = weights[0][columns].double(), weights[1][columns].double()
+    matrix, bias = weights
     source, norm = reads.before_norm(call.input)
     if norm is not None:
         bias = bias + matrix @ norm.bias.reshape(-1).double()
@@ -97,21 +98,21 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
     return DirectPath(source.detach().reshape(-1, matrix.shape[1]), matrix, turn, constant)
 
 
-def _weights(call: ModuleCall) -> tuple[Tensor, Tensor] | None:
-    """The matrix [rows, width] and bias [rows] of a module that is one linear map, checked at a few positions."""
+def _weights(call: ModuleCall, columns: Tensor, places: slice) -> tuple[Tensor, Tensor] | None:
+    """Rows of the matrix and bias of a module that is one linear map; None if that is not what it computed there."""
     x, y = (side.detach().reshape(-1, side.shape[-1]) for side in (call.input, call.output))
     own = [p.detach() for p in call.module._parameters.values() if isinstance(p, nn.Parameter)]
     tables = [p for p in own if p.ndim == 2]
     biases = [p for p in own if p.shape == y.shape[1:]]
     if len(tables) != 1 or len(x) != len(y) or len(own) != len(tables) + len(biases) or len(biases) > 1:
         return None
-    some = [0, len(x) // 2, len(x) - 1]
-    bias = biases[0] if biases else torch.zeros_like(y[0])
+    bias = (biases[0] if biases else torch.zeros_like(y[0]))[columns]
+    seen = y[places][:, columns]
     for matrix in (tables[0], tables[0].T):
         if matrix.shape == (y.shape[1], x.shape[1]):
-            difference = (x[some].double() @ matrix.double().T + bias - y[some]).abs().amax()
-            if bool(difference <= _CLOSE * y[some].abs().amax()):
-                return matrix, bias
+            difference = (torch.addmm(bias, x[places], matrix[columns].T) - seen).abs().amax()
+            if bool(difference <= _CLOSE * seen.abs().amax()):
+                return matrix[columns].double(), bias.double()
     return None
 
 

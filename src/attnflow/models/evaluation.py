@@ -70,13 +70,18 @@ def evaluating(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Generator[None]:
-    """Restore every module's attributes, parameters, buffers and submodules, and what calls wrote into buffers.
+    """Restore every module's attributes, parameters, buffers, submodules and hooks, and what calls wrote into buffers.
 
-    Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. Threads take
-    turns. Costs a copy of the buffers.
+    Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. transformers adds
+    hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns. Costs a
+    copy of the buffers.
     """
     with _turns:
-        parts = (part for m in model.modules() for part in (vars(m), m._parameters, m._buffers, m._modules))
+        parts = (
+            cast("dict[str, Any]", part)
+            for m in model.modules()
+            for part in (vars(m), m._parameters, m._buffers, m._modules, m._forward_hooks, m._forward_pre_hooks)
+        )
         before: list[tuple[dict[str, Any], dict[str, Any]]] = [(part, dict(part)) for part in parts]
         buffers = [buffer for buffer in model.buffers() if not buffer.is_inference() and not buffer.is_meta]
         values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]

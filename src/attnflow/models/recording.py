@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from attnflow.models.held import HeldNorm, hold, may_be_norm
 from attnflow.models.watching import Arguments, Call, handed_again, hidden_of, mapped, tensors_in, with_hidden
@@ -176,7 +177,9 @@ class Recorder:
 
 
 def owns_matrix(module: nn.Module) -> bool:
-    """Whether a module itself has a table of weights."""
+    """Whether a module itself has a table of weights; a parametrization makes one for its owner."""
+    if isinstance(module, ParametrizationList):
+        return False
     weight = getattr(module, "weight", None)  # which a parametrization computes, or another module owns
     return any(isinstance(p, Tensor) and p.ndim >= 2 for p in (*module._parameters.values(), weight))
 

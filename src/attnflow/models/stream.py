@@ -7,6 +7,7 @@ lies between them (residual sums, scales, norms after sublayers, rotations, late
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -37,11 +38,13 @@ from attnflow.models.watching import (
     Watch,
     handed_again,
     hidden_of,
+    mapped,
     with_hidden,
     with_tensor,
 )
 
 _SUPPORTED: Final = ("eager", "sdpa")
+_SAME_AS_SDPA: Final = re.compile(r"flash|flex|paged|/")  # with a slash: a kernel of the hub
 
 
 class _Reached(Exception):
@@ -79,9 +82,19 @@ class ResidualStream:
 
     @property
     def implementation(self) -> str:
-        """The implementation of attention in all passes: the model's own if its scores can be read, else SDPA."""
+        """The implementation of attention in all passes: the model's own, or SDPA for one that computes the same.
+
+        One that a user registered may compute anything.
+        """
         current = base_implementation(self.site.owner.config)
-        return current if current in _SUPPORTED else "sdpa"
+        if current in _SUPPORTED:
+            return current
+        if not _SAME_AS_SDPA.search(current):
+            raise UnsupportedArchitecture(
+                f"the model attends by {current!r}, an implementation of its own, so that its scores are not known; "
+                "call model.set_attn_implementation('sdpa') if that computes the same"
+            )
+        return "sdpa"
 
     # -------- passes
 
@@ -91,13 +104,14 @@ class ResidualStream:
 
         A model in float64 computes all of itself in float64, its norms and softmax too.
         """
-        flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        eager = cast(Any, torch.compiler).set_stance("force_eager")
-        exact = torch.autocast(device_of(self.model).type, enabled=False)
-        double = torch.float64 if flags[0][0].dtype == torch.float64 else None
-        still = (unchanged(self.model), evaluating(self.model), precision(self.model, double), eager, exact)
         with ExitStack() as stack:
-            for one in (*still, torch.inference_mode(False), torch.enable_grad()):
+            stack.enter_context(unchanged(self.model))  # threads take turns: what follows must not read another's state
+            flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+            double = torch.float64 if flags[0][0].dtype == torch.float64 else None
+            stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))
+            exact = torch.autocast(device_of(self.model).type, enabled=False)
+            held = (evaluating(self.model), precision(self.model, double), exact)
+            for one in (*held, torch.inference_mode(False), torch.enable_grad()):
                 stack.enter_context(one)
             try:
                 for parameter, _ in flags:
@@ -113,6 +127,9 @@ class ResidualStream:
         `keep` receives each output in place of that, and its results are kept. Without it, a pass of more than `limit`
         tokens keeps none.
         """
+        given = cast("Mapping[str, Tensor]", {n: one for n, one in self.inputs.items() if isinstance(one, Tensor)})
+        copies = {name: one.clone() for name, one in given.items() if one.is_inference()}  # these can be differentiated
+        self.inputs = {**self.inputs, **copies}
         attention = {site.module for site in self.sites}
         recorder = Recorder(self.lists, self._layers(), self._modules(), attention, self.site.module, keep, limit)
         with Watch(self._modules(), recorder.enter, recorder.leave):
@@ -237,7 +254,7 @@ class ResidualStream:
             if value is None:
                 return handed_again(call, *given[prefix]) if prefix in given else None
             given[prefix] = hidden_of(call).detach(), value
-            return with_hidden(call, value)
+            return with_hidden(call, value.clone())
 
         layers = {path: layer for path, layer in self._layers().items() if path.rpartition(".")[0] in prefixes}
         with Watch(layers, enter):
@@ -305,7 +322,7 @@ class _Stub:
         number, self._next = self._next, self._next + 1
         if (self._path, number) not in self._outputs:
             return self._forward(*args, **kwargs)
-        return self._outputs[self._path, number]
+        return mapped(self._outputs[self._path, number], Tensor.clone)  # hooks of others may write to it
 
 
 def added_to(call: AttentionCall) -> Tensor | None:

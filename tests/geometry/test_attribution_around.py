@@ -1,0 +1,192 @@
+"""What a user has around a model: threads, hooks, a default device, an own implementation of attention, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch._dynamo import eval_frame
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+import attnflow as af
+from tests.geometry.test_attribution_bounds import (
+    IDS,
+    UNSUPPORTED,
+    agrees,
+    llama,
+    parametrized,
+    plain,
+    refused,
+    same,
+    state,
+)
+from tests.models import deep
+
+attribute = import_module("attnflow.geometry.attribute")  # the package's `attribute` is the function
+
+
+def test_threads_take_turns_and_leave_nothing():
+    model = llama().train()
+    before, stance = state(model), eval_frame._stance
+
+    def work(_):
+        result = af.geometry.attribute(model, IDS, layer=2)
+        return result, result.ablate("layer 1 attention").total
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(24)))
+    assert same(before, state(model))
+    assert eval_frame._stance == stance
+    for result, total in found:
+        agrees(result, plain())
+        torch.testing.assert_close(total, found[0][1])
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj"])
+@pytest.mark.parametrize("position", [3, 8])
+def test_a_hook_that_patches_one_position(projection, position):
+    """There the query, or the key, is a constant; elsewhere all is as without the hook."""
+
+    def patch(module, inputs, output):
+        output = output.clone()
+        output[:, position] = 0.7
+        return output
+
+    model = llama()
+    model.model.layers[2].self_attn.get_submodule(projection).register_forward_hook(patch)
+    for query in (3, 8):
+        result = af.geometry.attribute(model, IDS, layer=2, query=query)
+        expected = af.geometry.attribute(llama(), IDS, layer=2, query=query).raw.clone()
+        if projection == "k_proj" and position <= query:
+            expected[:, position] = 0
+        if projection == "q_proj" and position == query:
+            expected.zero_()
+        torch.testing.assert_close(result.raw, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("Llama", "model.layers.1.mlp"),
+        ("Llama", "model.layers.1.self_attn"),
+        ("Bert", "bert.encoder.layer.1.output.dense"),
+    ],
+)
+def test_a_hook_that_writes_to_an_output(name, path):
+    """It gives what a hook gives that returns another tensor."""
+
+    def doubled(copied):
+        def hook(module, inputs, output):
+            first = output[0] if isinstance(output, tuple) else output
+            first = first.clone() if copied else first
+            first[:, 3:] *= 2
+            return (first, *output[1:]) if isinstance(output, tuple) else first
+
+        return hook
+
+    found = []
+    for copied in (True, False):
+        model = deep(name).double().eval()
+        model.get_submodule(path).register_forward_hook(doubled(copied))
+        result = af.geometry.attribute(model, IDS, layer=2, head=1)
+        ablated = [result.ablate(component) for component in result.components]
+        parts = result.zoom(result.components[-1], count=None).parts
+        tables = [getattr(one, name) for one in ablated for name in ("terms", "held", "direct", "total")]
+        found.append([result.raw, result.scores, *tables, torch.tensor([part.raw for part in parts])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+def test_an_implementation_of_the_user():
+    def tripled(*args, scaling, **kwargs):
+        return sdpa_attention_forward(*args, scaling=3 * scaling, **kwargs)
+
+    AttentionInterface.register("tests_tripled", tripled)
+    AttentionMaskInterface.register("tests_tripled", sdpa_mask)
+    model = llama()
+    model.set_attn_implementation("tests_tripled")
+    refused(model, UNSUPPORTED, "the model attends by 'tests_tripled', an implementation of its own")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_default_device_is_not_that_of_results(implementation):
+    """Results are on the CPU; the meta device stands for one that the tests do not have."""
+    model = llama()
+    model.set_attn_implementation(implementation)
+    reading = attribute.Reading.of(model, {"input_ids": IDS}, 2, "self")
+    with torch.device("meta"):
+        result = reading.explain(None, -1, None, None)
+        zooms = [result.zoom(f"layer 1 {kind}", head=0, count=None) for kind in ("attention", "feed-forward")]
+        agrees(result, plain())
+    for zoom in zooms:
+        column = result.components.index(zoom.component)
+        share = plain().by_query_component(raw=True)[0, result.keys.index(zoom.key), column]
+        assert sum(part.raw for part in zoom.parts) == pytest.approx(float(share))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_hold_no_model(copied):
+    result = copied(plain())
+    agrees(result, plain())
+    assert len(pickle.dumps(result)) < 2 * result.raw.numel() * 8
+    for ask in (result.ablate, lambda component: result.zoom(component, head=0)):
+        with pytest.raises(ValueError, match="has no model: call af"):
+            ask("layer 1 attention")
+    assert plain().zoom("layer 1 attention", head=0).parts
+
+
+@pytest.mark.parametrize("name", ["inputs_embeds", "attention_mask"])
+def test_floating_point_inputs_in_inference_mode(name):
+    model = llama()
+    mask = torch.ones(1, 1, 9, 9).double().tril().log()
+    with torch.inference_mode():
+        inputs = {"inputs_embeds": model.model.embed_tokens(IDS)}
+        if name == "attention_mask":
+            inputs = {"input_ids": IDS, name: mask}
+        result = af.geometry.attribute(model, inputs, layer=2)
+    agrees(result, plain())
+    assert result.ablate("embedding").total.abs().max() > 1e-3
+
+
+def test_parts_of_parametrized_matrices():
+    model = llama()
+    parametrized(model, None)
+    zoom, expected = (
+        af.geometry.attribute(one, IDS, 2, 0).zoom("layer 1 feed-forward", count=None) for one in (model, llama())
+    )
+    assert [part.entry for part in zoom.parts] == [part.entry for part in expected.parts]
+    assert [part.raw for part in zoom.parts] == pytest.approx([part.raw for part in expected.parts])
+
+
+@pytest.mark.parametrize("name", ["head", "key"])
+def test_numbers_of_a_zoom(name):
+    for value in (True, 1.0, "1", torch.tensor([1])):
+        with pytest.raises((TypeError, TypeCheckError)) as caught:
+            plain().zoom("layer 1 attention", **{"head": 0, name: value})
+        assert isinstance(caught.value, TypeCheckError) or f"{name} must be an integer" in str(caught.value)
+    zoom = getattr(type(plain()).zoom, "__wrapped__", type(plain()).zoom)
+    found = zoom(plain(), "layer 1 attention", **{"head": 0, name: torch.tensor(2)})
+    assert (found.head, found.key) == ((2, found.key) if name == "head" else (0, 2))
+    assert isinstance(found.head, int)
+    with pytest.raises((TypeError, TypeCheckError)):
+        plain().top(3, key=True)
+
+
+@pytest.mark.parametrize("changed", ["layers.2.self_attn.k_proj", "layers.0.mlp.up_proj"])
+def test_a_model_that_has_changed(changed):
+    """A zoom runs the sublayers before the component, and the way from the stream to the scores."""
+    model = llama()
+    result = af.geometry.attribute(model, IDS, layer=2, head=0)
+    with torch.no_grad():
+        model.model.get_submodule(changed).weight.mul_(2)
+    with pytest.raises(ValueError, match="it has changed since: call af"):
+        result.ablate("layer 1 attention")
+    with pytest.raises((ValueError, UNSUPPORTED), match="has changed since" if "2" in changed else "do not add up"):
+        result.zoom("layer 1 attention")
