@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 from jaxtyping import TypeCheckError
+from peft import PromptTuningConfig, get_peft_model
 from torch._dynamo import eval_frame
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -113,6 +114,42 @@ def test_an_implementation_of_the_user():
     model = llama()
     model.set_attn_implementation("tests_tripled")
     refused(model, UNSUPPORTED, "the model attends by 'tests_tripled', an implementation of its own")
+    for read in (lambda: af.geometry.pairs(model, IDS, 2), lambda: af.geometry.score(model, inputs=IDS)):
+        with pytest.raises(af.UnsupportedArchitecture, match="an implementation of its own, so that its scores"):
+            read()
+
+
+def test_autocast_around_geometry_in_use():
+    model = llama().float()
+    expected = af.geometry.pairs(model, IDS, 2, 1).scores, [row.in_use for row in af.geometry.score(model, inputs=IDS)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(af.geometry.pairs(model, IDS, 2, 1).scores, expected[0])
+        assert [row.in_use for row in af.geometry.score(model, inputs=IDS)] == expected[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_that_are_all_equal(dtype):
+    """Equal tokens without positions have equal keys: the row has no range, but that of rounding."""
+    inputs = {"input_ids": torch.full((1, 9), 5), "position_ids": torch.zeros(1, 9, dtype=torch.long)}
+    inputs["attention_mask"] = torch.ones(1, 9, dtype=torch.long)
+    result = af.geometry.attribute(llama().to(dtype), inputs, 2, 1)
+    size = result.scores.abs().max()
+    assert (
+        (result.raw.sum((1, 2)) + result.constant - result.scores).abs() <= 1e2 * torch.finfo(dtype).eps * size
+    ).all()
+    assert result.centred.abs().max() <= 1e3 * torch.finfo(dtype).eps * size
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore:.*gradient_checkpointing:FutureWarning")
+def test_prompt_tuning_beside_pads():
+    """The mask is of the text, before which the prompt has three tokens."""
+    model = llama()
+    tuned = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")).double().eval()
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    inputs["attention_mask"][:, 7:] = 0
+    assert af.geometry.attribute(tuned, inputs, 2, 1, query=9).query_token == "9"
+    with pytest.raises(ValueError, match="query 10 is a pad"):
+        af.geometry.attribute(tuned, inputs, 2, 1, query=10)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

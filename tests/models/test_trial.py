@@ -64,6 +64,15 @@ def test_model_and_random_numbers_are_as_before(model):
     assert torch.equal(torch.get_rng_state(), pytorch)
 
 
+def test_hidden_states_that_a_config_asks_for_are_collected_once():
+    """transformers adds hooks in the first pass that asks for them, and an attribute that says so."""
+    model = tiny("Llama")
+    model.config.output_hidden_states = True
+    with trial(model):
+        read(model, [[5, 6, 7]])
+    assert len(read(model, [[5, 6, 7]]).hidden_states) == model.config.num_hidden_layers + 1
+
+
 def test_a_refusal_is_named_and_nothing_stays():
     model = tiny("Llama")
     before = state(model)

@@ -66,7 +66,7 @@ def attribute(
     Raises:
         ValueError: a layer, head, query or key that is not there, or a batch of several sequences.
         UnsupportedArchitecture: the model is of half precision, or its scores are no such sum to 1e-5 of the row's
-            range: the message names the layer and the difference.
+            range (to the rounding of nearly equal scores): the message names the layer and the difference.
 
     Cost: one forward pass up to the layer, and components x tokens x width x head_dim multiplications. Where queries
     and keys are not a norm, a matrix and a rotation of a plain sum (as with norms after sublayers, latent attention and
@@ -197,7 +197,9 @@ class Reading:
         scores = row.product
         total = raw.sum((1, 2)) + biases
         seen = scores[row.allowed]
-        span = float(seen.amax() - seen.amin()) if len(seen) > 1 else float(seen.abs().amax())
+        size = float(seen.abs().amax())
+        rounded = 16 * torch.finfo(self.seen.call.query.dtype).eps * size  # of scores that may be nearly equal
+        span = max(float(seen.amax() - seen.amin()), rounded / CLOSE) if len(seen) > 1 else size
         error = float((total - scores)[row.allowed].abs().amax()) / (span or 1.0)
         if not error <= CLOSE:
             raise UnsupportedArchitecture(
@@ -222,7 +224,10 @@ class Reading:
     def _refuse_pad(self, query: int) -> None:
         name = "decoder_attention_mask" if self._two else "attention_mask"
         mask = self.stream.inputs.get(name)
-        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[0, query : query + 1].all()):
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return
+        added = max(0, self.seen.call.query.shape[2] - mask.shape[1])  # virtual tokens of a prompt, before the others
+        if query >= added and not bool(mask[0, query - added : query - added + 1].all()):
             raise ValueError(f"query {query} is a pad by the {name}; choose a position whose mask is 1")
 
     @property
@@ -271,7 +276,7 @@ def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tenso
     return named
 
 
-_ZERO: Final = torch.zeros((), dtype=torch.float64)
+_ZERO: Final = torch.zeros((), dtype=torch.float64, device="cpu")
 _PRECISE: Final = (torch.float32, torch.float64)
 
 
@@ -303,7 +308,10 @@ def _site(model: nn.Module, layer: object, attention: object) -> tuple[int, Site
     calls = depth if isinstance(depth, int) and not sites[0].part and held < depth else count
     number = _place("layer", layer, calls)
     if number and calls > count:
-        raise ValueError(f"layer {number} is a later call of weights that {depth} layers share; layers with it: [0]")
+        raise ValueError(
+            f"layer {number} is a later call of weights that {depth} layers share; layers with it: [0]. If layers were "
+            f"removed, set config.num_hidden_layers to {count}"
+        )
     if number not in by_layer:
         raise ValueError(
             f"layer {number} has no {attention}-attention; layers with it: {checks.preview(sorted(by_layer))}"

@@ -20,6 +20,7 @@ from attnflow.models.attention import AttentionLayer
 from attnflow.models.evaluation import evaluating
 from attnflow.models.families.rows import Composed, Selected
 from attnflow.models.loaded import Loaded, Text, any_inputs, sparing, split
+from attnflow.models.offload import device_of
 from attnflow.models.watching import Call, Watch
 
 _SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
@@ -166,7 +167,7 @@ def observe(
     see: Callable[[AttentionLayer, Seen], None],
 ) -> None:
     """Run a model, and show each layer to `see` for every sequence of the batch, in the order of the calls."""
-    from attnflow.models.interception import AttentionCall, Output, Proceed, base_implementation, intercept
+    from attnflow.models.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
     from attnflow.models.sites import find_sites, models_around
 
     named = {layer.name: layer for layer in layers}
@@ -198,10 +199,11 @@ def observe(
         return around
 
     by_module = {site.module: interceptor(site.name, site.part) for site in sites}
-    own = {base_implementation(site.owner.config) for site in sites}
-    implementation = None if own <= {"sdpa", "eager"} else "sdpa"
+    own = {readable_implementation(site.owner.config) for site in sites}
+    implementation = own.pop() if len(own) == 1 else "sdpa"
     modules = {path: model.get_submodule(path) for path in dict.fromkeys(uses)}
-    with evaluating(model), torch.no_grad(), Watch(modules, enter):
+    exact = torch.autocast(device_of(model).type, enabled=False)
+    with evaluating(model), torch.no_grad(), exact, Watch(modules, enter):
         interception = intercept(models_around(sites), by_module, role="pool", implementation=implementation)
         try:
             model(**tensors, **sparing(model))

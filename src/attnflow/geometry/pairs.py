@@ -114,19 +114,21 @@ def pairs(
     True
     """
     module, tokenizer = split(model)
+    layer = integer("layer", layer)
     layers = [one for one in attention_layers(module) if one.kind == "self" and one.tower in (tower or one.tower,)]
     chosen = [one for one in layers if one.layer == layer]
     if len(chosen) != 1:
         towers = ", ".join(dict.fromkeys(repr(one.tower) for one in layers))
         have = f"layers {sorted({one.layer for one in layers})} in towers {towers}"
         raise ValueError(f"expected a layer that is there once, got layer {layer} and tower {tower!r}: it has {have}")
-    if head is not None:
-        integer("head", head, 0, chosen[0].num_heads - 1)
+    head = None if head is None else integer("head", head, 0, chosen[0].num_heads - 1)
     tensors = any_inputs(module, inputs, tokenizer)
     found: list[PairScores] = []
 
     def see(one: AttentionLayer, seen: Seen) -> None:
         size = len(seen.positions)
+        if size < 2:
+            raise ValueError("a pair needs two tokens, got one: pass at least 2 tokens")
         meet = torch.ones(size, size, dtype=torch.bool) if seen.meet is None else seen.meet.cpu()
         tables: list[Tensor] = []
         for query, key in seen.sides if head is not None else seen.summed:

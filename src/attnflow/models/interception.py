@@ -24,6 +24,7 @@ get their own mask from the request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,6 +53,7 @@ _STACK: Final = "_attnflow_interceptors"  # of an attention module, so that copi
 _CONFIG: Final = "_attn_implementation_internal"  # of a config
 _OURS: Final = "attnflow_"  # the rest of the name is kept: transformers looks for "sdpa" and "flex_attention" in it
 _REPLACED: Final = "attnflow_masked_"
+_SAME_AS_SDPA: Final = re.compile(r"flash|flex|paged|/")  # with a slash: a kernel of the hub
 _CHOSEN: Final = ("indices", "block_indices")  # keywords with the keys, or blocks of keys, that an indexer chose
 
 
@@ -226,6 +228,22 @@ def base_implementation(config: PreTrainedConfig) -> str:
     """Return the implementation that a config names, without our prefix; "sdpa" by default."""
     name = str(config.__dict__[_CONFIG] or "sdpa")
     return name.removeprefix(_REPLACED).removeprefix(_OURS)
+
+
+def readable_implementation(config: PreTrainedConfig) -> str:
+    """Return the implementation by which scores are read: the config's own, or SDPA for one that computes the same.
+
+    Raises `UnsupportedArchitecture` for one that a user registered, which may compute anything.
+    """
+    current = base_implementation(config)
+    if current in ("eager", "sdpa"):
+        return current
+    if not _SAME_AS_SDPA.search(current):
+        raise UnsupportedArchitecture(
+            f"the model attends by {current!r}, an implementation of its own, so that its scores are not known; call "
+            "model.set_attn_implementation('sdpa') if that computes the same"
+        )
+    return "sdpa"
 
 
 def check_implementation(owner: PreTrainedModel, name: str, origin: str, purpose: str) -> None:

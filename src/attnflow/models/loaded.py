@@ -248,7 +248,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _tensor(name: str, value: object) -> Tensor:
     try:
-        return torch.as_tensor(value).clone()  # results read it again, after the caller may have written to it
+        return torch.as_tensor(
+            value, device=None if isinstance(value, Tensor) else "cpu"
+        ).clone()  # results read it again, after the caller may have written to it
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: of no type that torch infers
         shown = " ".join(f"{value!r:.60}".split())
         raise TypeError(f"{name} must be a tensor or a list of numbers, got {shown}") from None

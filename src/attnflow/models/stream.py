@@ -7,12 +7,11 @@ lies between them (residual sums, scales, norms after sublayers, rotations, late
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,9 @@ from attnflow.models.interception import (
     AttentionCall,
     Output,
     Proceed,
-    base_implementation,
     in_force,
     intercept,
+    readable_implementation,
 )
 from attnflow.models.mixing import moves_between_positions
 from attnflow.models.offload import device_of
@@ -42,9 +41,6 @@ from attnflow.models.watching import (
     with_hidden,
     with_tensor,
 )
-
-_SUPPORTED: Final = ("eager", "sdpa")
-_SAME_AS_SDPA: Final = re.compile(r"flash|flex|paged|/")  # with a slash: a kernel of the hub
 
 
 class _Reached(Exception):
@@ -82,19 +78,8 @@ class ResidualStream:
 
     @property
     def implementation(self) -> str:
-        """The implementation of attention in all passes: the model's own, or SDPA for one that computes the same.
-
-        One that a user registered may compute anything.
-        """
-        current = base_implementation(self.site.owner.config)
-        if current in _SUPPORTED:
-            return current
-        if not _SAME_AS_SDPA.search(current):
-            raise UnsupportedArchitecture(
-                f"the model attends by {current!r}, an implementation of its own, so that its scores are not known; "
-                "call model.set_attn_implementation('sdpa') if that computes the same"
-            )
-        return "sdpa"
+        """The implementation of attention in all passes."""
+        return readable_implementation(self.site.owner.config)
 
     # -------- passes
 

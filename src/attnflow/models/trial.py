@@ -49,8 +49,8 @@ def trial(
     replaces its attention on short inputs. Raises `DoesNotRun` if the model refuses its inputs. Costs a copy of the
     buffers.
     """
-    eager = cast(Any, torch.compiler).set_stance("force_eager")
-    with without_masks(), unchanged(model), evaluating(model), torch.no_grad(), eager:
+    compiler = cast(Any, torch.compiler)  # its stance is set when it is made: threads take turns first
+    with without_masks(), unchanged(model), evaluating(model), torch.no_grad(), compiler.set_stance("force_eager"):
         around = models_around(list(interceptors))
         by_module = {site.module: interceptor for site, interceptor in interceptors.items()}
         interception = intercept(
