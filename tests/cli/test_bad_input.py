@@ -106,7 +106,7 @@ OF_A_MODEL = [
     ("geometry why TINY 'I the of' --layer 1 --query 3", "query must be at most 2, got 3"),
     (
         "geometry why TINY 'I the of' --layer 1 --head 0 --key 3",
-        "key must be a position of the attributed keys, 0 to 2",
+        "key must be a position that query 2 may attend to, 0 to 2",
     ),
     ("geometry why TINY --ids 5,6,700 --layer 1", "the model's vocabulary"),
     ("geometry why TINY 'I the of' --layer 1 --attention cross", "has no cross-attention"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -90,7 +89,7 @@ def model_inputs(
     if size is not None and (largest >= size or int(named["input_ids"].min()) < 0):
         raise ValueError(f"token ids must lie in 0 to {size - 1}, the model's vocabulary, got up to {largest}")
     tokens, limit = named["input_ids"].shape[1], _positions(model)
-    if tokens > limit:
+    if limit is not None and tokens > limit:
         raise ValueError(f"the inputs have {tokens} tokens, and the model has positions for {limit}: shorten them")
     if not 0 <= sequence < len(named["input_ids"]):
         raise ValueError(f"sequence must be a number of the batch of {len(named['input_ids'])}, got {sequence}")
@@ -206,8 +205,8 @@ def embedding_table(model: nn.Module) -> nn.Embedding | None:
     return None
 
 
-def _positions(model: nn.Module) -> float:
-    """How many positions the model has vectors for; infinity where it computes them."""
+def _positions(model: nn.Module) -> int | None:
+    """How many positions the model has vectors for; None where it computes them."""
     config = getattr(_unwrapped(model), "config", None)
     stated = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
     sizes = [
@@ -216,7 +215,7 @@ def _positions(model: nn.Module) -> float:
         if type(module) is nn.Embedding and name.rpartition(".")[2] in ("position_embeddings", "wpe")
     ]
     # A smaller table is that of another part, such as an image's patches.
-    return min((size for size in sizes if isinstance(stated, int) and size >= stated), default=math.inf)
+    return min((size for size in sizes if isinstance(stated, int) and size >= stated), default=None)
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
