@@ -281,6 +281,8 @@ def scores_attributed(model: PreTrainedModel) -> str:
                 parameter.zero_()
     model, _ = oracles.precise(model, inputs)
     inputs = oracles.fitting(model, inputs)
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters and "input_ids" in inputs:
+        inputs = {"decoder_input_ids": inputs["input_ids"], **inputs}  # which some would make by a shift
     truth = oracles.scores(model, inputs)
     answers: list[str] = []
     for kind in ("self", "cross") if getattr(model.config, "is_encoder_decoder", False) else ("self",):

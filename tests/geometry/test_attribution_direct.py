@@ -88,6 +88,16 @@ def test_a_rotation_takes_few_backward_passes(monkeypatch, kind, config):
     assert len(calls) <= 16  # of 80 entries of the query and of the key
 
 
+@pytest.mark.parametrize("side", ["q_norm", "k_norm"])
+def test_a_gain_of_zero(side):
+    """Then the query or the key depends on no component."""
+    model = tiny("Qwen3", torch.float64)
+    torch.nn.init.zeros_(getattr(model.model.layers[1].self_attn, side).weight)
+    result = af.geometry.attribute(model, IDS, layer=1, head=0)
+    assert not result.raw.any()
+    assert not result.scores.any()
+
+
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Bert", "DeepseekV3"])
 def test_a_long_pass_keeps_no_outputs_and_gives_the_same(monkeypatch, family):
     model = tiny(family, torch.float64)

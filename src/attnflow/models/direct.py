@@ -84,6 +84,8 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
         return None
     call, grad = used[0]
     columns = grad.reshape(len(target), -1).abs().amax(0).nonzero().flatten()  # of the leaf, that the target reads
+    if not len(columns):
+        return None
     weights, turn = _weights(call, columns, places), _turn(target, call.output, columns, places)
     if weights is None or turn is None:
         return None
