@@ -178,14 +178,14 @@ def geometry_why(
 
 def _chosen(found: ScoreAttribution, row: Row) -> str:
     """Says why this head was chosen, and names the token."""
+    from attnflow.geometry.attribution import telling
     from attnflow.report.attribution import CHOICE, key_name
 
-    usual = {found.keys[0], found.query} if found.attention == "self" else set()
-    others = [index for index, key in enumerate(found.keys) if key not in usual]
+    if found.attention == "cross":
+        return ", which has the most weight on one token"
+    others = telling(found)
     if not others:
         return ""
-    if not usual:
-        return ", which has the most weight on one token"
     return f", which {CHOICE}: {key_name(found, max(others, key=lambda index: row.weights[index]))}"
 
 

@@ -340,3 +340,9 @@ class ScoreAttribution(Result):
             f"{len(self.keys)} keys, {len(self.components)} x {len(self.key_components)} components, "
             f"error {self.error:.1g})"
         )
+
+
+def telling(result: ScoreAttribution) -> list[int]:
+    """Return the numbers of the keys by whose weight a head is chosen: not the first one and the query itself."""
+    usual = {result.query, min(result.keys)} if result.attention == "self" else set[int]()
+    return [index for index, position in enumerate(result.keys) if position not in usual]

@@ -88,7 +88,8 @@ def model_inputs(
     largest = int(named["input_ids"].max())
     if size is not None and (largest >= size or int(named["input_ids"].min()) < 0):
         raise ValueError(f"token ids must lie in 0 to {size - 1}, the model's vocabulary, got up to {largest}")
-    tokens, limit = named["input_ids"].shape[1], _positions(model)
+    tokens = named["input_ids"].shape[1]
+    limit = _positions(model, tokens)
     if limit is not None and tokens > limit:
         raise ValueError(f"the inputs have {tokens} tokens, and the model has positions for {limit}: shorten them")
     if not 0 <= sequence < len(named["input_ids"]):
@@ -205,17 +206,18 @@ def embedding_table(model: nn.Module) -> nn.Embedding | None:
     return None
 
 
-def _positions(model: nn.Module) -> int | None:
-    """How many positions the model has vectors for; None where it computes them."""
+def _positions(model: nn.Module, tokens: int) -> int | None:
+    """How many positions the model has vectors for; None where it computes them, or its config allows the tokens."""
     config = getattr(_unwrapped(model), "config", None)
     stated = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
-    sizes = [
+    if not isinstance(stated, int) or tokens <= stated:
+        return None
+    sizes = (
         module.num_embeddings
         for name, module in model.named_modules()
         if type(module) is nn.Embedding and name.rpartition(".")[2] in ("position_embeddings", "wpe")
-    ]
-    # A smaller table is that of another part, such as an image's patches.
-    return min((size for size in sizes if isinstance(stated, int) and size >= stated), default=None)
+    )
+    return min((size for size in sizes if size >= stated), default=None)  # a smaller one is that of an image's patches
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> list[int]:
@@ -247,9 +249,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _tensor(name: str, value: object) -> Tensor:
     try:
-        return torch.as_tensor(
-            value, device=None if isinstance(value, Tensor) else "cpu"
-        ).clone()  # results read it again, after the caller may have written to it
+        device = None if isinstance(value, Tensor) else "cpu"  # whatever the default device is
+        return torch.as_tensor(value, device=device).clone()  # the caller may write to it before results read it again
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: of no type that torch infers
         shown = " ".join(f"{value!r:.60}".split())
         raise TypeError(f"{name} must be a tensor or a list of numbers, got {shown}") from None

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
-from attnflow.geometry.attribution import ScoreAttribution
+from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.report import charts, html
 from attnflow.report.charts import INK, SIGNED, SOFT, blank, chart, literal, name_axis
 from attnflow.report.html import Content, tag
@@ -94,9 +94,8 @@ def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = 
             f"key must be a position that query {result.query} may attend to, {_positions(result.keys)}, got {key}"
         )
     if head is None:
-        usual = {result.query, min(result.keys)} if result.attention == "self" else set()
-        others = [index for index, position in enumerate(result.keys) if position not in usual]
-        head = heads[int((weights[:, others] if others else weights).max(axis=1).argmax())]
+        others = telling(result) or slice(None)
+        head = heads[int(weights[:, others].max(axis=1).argmax())]
     place = heads.index(head)
     row = weights[place]
     index = int(row.argmax()) if key is None else result.keys.index(key)

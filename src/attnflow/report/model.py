@@ -14,7 +14,7 @@ from attnflow._core.markup import grouped, plural
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
 from attnflow.geometry.attribute import attribute_one
-from attnflow.geometry.attribution import ScoreAttribution
+from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.geometry.table import GeometryScores
 from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
@@ -114,7 +114,7 @@ def _attribution(result: ScoreAttribution, context: Context) -> Part:
     """Describes why a head looked where it did, and why it is this head."""
     part = attribution_part(result, context)
     chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
-    return replace(part, reading=[*part.reading, chosen]) if len(result.keys) > 2 else part
+    return replace(part, reading=[*part.reading, chosen]) if telling(result) else part
 
 
 def _missing(problems: Mapping[str, str]) -> Part:
