@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
 from attnflow.audit.audit import check
-from attnflow.audit.batches import check_batch
+from attnflow.audit.batches import check_batch, check_loss
 from attnflow.audit.declared import declared_order
 from attnflow.audit.guards import guard
 from attnflow.audit.measurement import measure
@@ -22,7 +22,17 @@ from attnflow.audit.scores import check_scores
 if TYPE_CHECKING:
     from attnflow.audit.hf import GuardCallback
 
-__all__ = ["AuditReport", "GuardCallback", "check", "check_batch", "check_scores", "declared_order", "guard", "measure"]
+__all__ = [
+    "AuditReport",
+    "GuardCallback",
+    "check",
+    "check_batch",
+    "check_loss",
+    "check_scores",
+    "declared_order",
+    "guard",
+    "measure",
+]
 
 
 def _home(_: str) -> object:

@@ -14,11 +14,20 @@ from attnflow.audit.batch_reading import IGNORED, Family, Reading
 from attnflow.masks.build import from_dense
 from attnflow.order.flow import analyze
 
-Kind = Literal["readable", "shift", "documents", "padding", "unsupervised", "prompt", "mask", "positions", "vocabulary"]
+Kind = Literal[
+    "readable", "shift", "documents", "padding", "unsupervised", "prompt", "mask", "positions", "vocabulary",
+    "targets", "untrained", "rows", "weights", "alone",
+]  # fmt: skip
 
 _OPEN: Final = 0.1  # of the labels of a masked language model: BERT's recipe leaves a tenth of their tokens in place
 _CHANCE: Final = 1e-6  # a clean batch is accused at most so often
 _READ: Final = "labels that a position can read"
+_TAKEN: Final = {  # (whether the loss was run, whether it shifts)
+    (False, True): "labels are predicted one position before their own",
+    (False, False): "labels are predicted where they stand",
+    (True, True): "its loss trains each position on the next label",
+    (True, False): "its loss trains each position on the label that stands there",
+}
 
 
 @dataclass(frozen=True)
@@ -28,9 +37,12 @@ class Mistake:
     Attributes:
         kind: "readable" (the position that predicts a label can read it), "shift" (labels are not where the loss takes
             them), "documents" (a label is predicted from another document, or entries disagree on where documents
-            begin), "padding" (labels on padding), "unsupervised" (an answer without labels), "mask" (the mask lets
-            positions read other documents or padding), "positions" (position ids and mask disagree), "vocabulary"
-            (ids outside the vocabulary).
+            begin), "padding" (labels on padding), "unsupervised" (an answer without labels, or without an end),
+            "prompt" (labels outside of answers), "mask" (the mask lets positions read other documents or padding),
+            "positions" (position ids and mask disagree), "vocabulary" (ids outside the vocabulary). Of the loss that
+            was run: "targets" (a position is trained on another token than its label), "untrained" (the loss leaves
+            out labels, or trains what has none), "rows" (a sequence is trained on the next one), "weights" (tokens
+            count differently). Of the model that was run: "alone" (a row or document has other outputs alone).
         sequence: row of the batch where it first occurs.
         position: column of that place.
         count: number of places in the batch.
@@ -55,16 +67,26 @@ class Findings:
     mistakes: list[Mistake] = field(default_factory=list[Mistake])
     checked: list[str] = field(default_factory=list[str])
     unchecked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    untested: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # what leaves the verdict open
     notes: list[str] = field(default_factory=list[str])
 
     def add(self, kind: Kind, where: Tensor, message: str, checked: str | None = None) -> None:
-        """Add a mistake if `where`, bool [batch, n], holds any place, and `checked`, what the check looked at."""
+        """Add a mistake if `where`, bool [batch, n], holds any place; else `checked`, what was found to be right."""
         places = where.nonzero()
         if len(places):
             row, column = places[0].tolist()
             self.mistakes.append(Mistake(kind, row, column, len(places), message))
-        if checked is not None:
+        elif checked is not None:
             self.checked.append(checked)
+
+    def extend(self, other: Findings) -> None:
+        """Add what another check found, but no kind of mistake twice at one place."""
+        known = {(mistake.kind, mistake.sequence, mistake.position) for mistake in self.mistakes}
+        self.mistakes += [m for m in other.mistakes if (m.kind, m.sequence, m.position) not in known]
+        self.checked += other.checked
+        self.unchecked += other.unchecked
+        self.untested += other.untested
+        self.notes += other.notes
 
 
 @dataclass
@@ -79,13 +101,13 @@ class Labels(Findings):
 
 
 def supervised(reading: Reading, shift: int) -> Tensor:
-    """Where labels count, bool [batch, n]; a loss that shifts drops the first ones."""
+    """Where labels count, bool [batch, n]; a loss that shifts drops the first ones, or the last."""
     if reading.targets is not None:
         return (reading.targets != IGNORED).any(-1)
     if reading.labels is None:
         return torch.zeros_like(reading.real)
     there = reading.labels != IGNORED
-    there[:, :shift] = False
+    there[:, slice(shift) if shift >= 0 else slice(shift, None)] = False
     return there
 
 
@@ -105,7 +127,8 @@ def read_labels(reading: Reading, family: Family) -> Labels:
         return labels
     if family.name and family.shift is None:
         labels.words += ": how its loss takes labels is not known"
-        labels.unchecked.append((_READ, f"it is not known which position of {family.name} predicts a label"))
+        why = f"it is not known which position of {family.name} predicts a label: say shift="
+        labels.untested.append((_READ, why))
         return labels
     shares = {offset: _share(reading, offset) for offset in (0, 1, -1)}
     best = max(shares, key=lambda offset: (shares[offset], -abs(offset)))
@@ -120,11 +143,12 @@ def read_labels(reading: Reading, family: Family) -> Labels:
             labels.shift, words = 0, "taken where they stand, since one token hides most of them"
         else:
             words = ""
-            labels.unchecked.append((_READ, "labels are not tokens of the batch, and no model says what they are"))
+            labels.untested.append((_READ, "labels are not tokens of the batch, and no model says what they are"))
         labels.words = f"assumed, as no model is given: labels are {words}" if words else "no model given"
     else:
-        place = "one position before their own" if labels.shift else "where they stand"
-        labels.words += f": labels are predicted {place}"
+        labels.words += f"{', by its class' if not family.seen else ''}: {_TAKEN[family.seen, bool(labels.shift)]}"
+        if family.seen and labels.shift not in (0, 1):
+            labels.words = f"{family.name}: its loss trains position i on the label at i + {labels.shift}"
     hides = family.causal is False if family.name else labels.offset != 1
     labels.masked = labels.shift == 0 and not family.decoder and hides
     labels.count = int(supervised(reading, labels.shift or 0).sum())
@@ -143,13 +167,13 @@ def _equal(reading: Reading, offset: int) -> tuple[Tensor, Tensor]:
     """(the label equals the token at `offset` from it, both exist), bool [batch, n]."""
     assert reading.labels is not None
     assert reading.ids is not None
-    there = (reading.labels != IGNORED) & _moved(reading.real, offset, False)
-    there &= _moved(reading.documents, offset, -1) == reading.documents
-    return (_moved(reading.ids, offset, IGNORED) == reading.labels[..., None]).any(-1) & there, there
+    there = (reading.labels != IGNORED) & moved(reading.real, offset, False)
+    there &= moved(reading.documents, offset, -1) == reading.documents
+    return (moved(reading.ids, offset, IGNORED) == reading.labels[..., None]).any(-1) & there, there
 
 
-def _moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
-    """`values[:, i + offset]` at i."""
+def moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
+    """`values[:, i + offset]` at i, `fill` outside of the row."""
     rolled = values.roll(-offset, 1)
     rolled[:, slice(-offset, None) if offset > 0 else slice(-offset)] = fill
     return rolled
@@ -169,11 +193,12 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
     ahead = offset + shift  # from the position that predicts to the token that it predicts
     equal, _ = _equal(reading, offset)
     if ahead > 1:
-        message = "labels are shifted already, and the loss shifts them once more: "
-        labels.add("shift", equal, message + "each position learns the token after next")
+        twice = "labels are shifted already, and the loss shifts them once more: " if offset else ""
+        what = "the token after next" if ahead == 2 else f"the token {ahead} places ahead"
+        labels.add("shift", equal, f"{twice}each position learns {what}")
     causal = True if not family.name and reading.allow is None else family.causal
     if causal is None and reading.allow is None:
-        labels.unchecked.append((_READ, f"whether {family.name} is causal is not known"))
+        labels.untested.append((_READ, f"whether {family.name} is causal is not known: say causal="))
         return
     seen = torch.zeros_like(equal)
     for row in range(len(equal)):
@@ -182,16 +207,16 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         inside = target >= 0
         places, source, target = places[inside], source[inside], target[inside]
         seen[row, places] = _reads(reading, family, row, target, source, bool(causal))
-    who = {0: "its own position predicts it", 1: "the position before it predicts it"}[shift]
+    who = {0: "its own position", 1: "the position before it"}.get(shift, f"the position {shift:+d} before it")
+    who += " predicts it"
     if seen.any():
         at = int(seen.nonzero()[0, 1]) + offset
         labels.add("readable", seen, f"{who}, and can read the label's token at position {at}")
     if not family.name and ahead > 0 and reading.allow is None:
         why = "no model or configuration was given, so that whether it is causal is not known"
         labels.unchecked.append((_READ, why))
-    else:
-        some = "some" if seen.any() else "none"
-        labels.checked.append(f"labels: {some} can be read by the position that predicts it")
+    elif not seen.any():
+        labels.checked.append("labels: none can be read by the position that predicts it")
 
 
 def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: Tensor, causal: bool) -> Tensor:
@@ -224,11 +249,12 @@ def _open(labels: Labels, reading: Reading) -> None:
             "(BERT's recipe leaves a tenth)"
         )
         labels.add("readable", equal, message)
-    elif left == count:
-        why = f"all {count} stand open, too few to tell from the tenth that is left open"
-        labels.unchecked.append((_READ, why))
         return
-    elif left:
+    if left == count:
+        why = f"all {count} stand open, too few to tell from the tenth that is left open"
+        labels.untested.append((_READ, why))
+        return
+    if left:
         labels.notes.append(f"{left} of {count} labels stand open, as a tenth of them does in BERT's recipe")
     labels.checked.append("labels: their tokens are hidden, but for a tenth")
 
@@ -239,7 +265,7 @@ def _merged(reading: Reading, family: Family) -> Labels:
     ids, positions, targets = reading.ids, reading.positions, cast(Tensor, reading.targets)
     labels.count = int((targets != IGNORED).sum())
     if ids is None or reading.allow is None or positions is None:
-        labels.unchecked.append((_READ, "merged tasks need input_ids, position_ids and a mask of pairs"))
+        labels.untested.append((_READ, "merged tasks need input_ids, position_ids and a mask of pairs"))
         return labels
     flow = torch.stack([analyze(from_dense(allow)).reachability(family.layers) for allow in reading.allow])
     alone = (ids[..., 1:] == IGNORED).all(-1) & reading.real  # tokens that are not averages of several
@@ -253,7 +279,7 @@ def _merged(reading: Reading, family: Family) -> Labels:
         unclear += int((there & ~carriers.any(-1)).sum())
         seen |= (carriers & flow).any(-1)
     labels.add("readable", seen, "the position that predicts the label can read its token through attention_mask")
-    if unclear < labels.count:
+    if unclear < labels.count and not seen.any():
         labels.checked.append(f"labels: {labels.count - unclear} of {labels.count} traced to their tokens in the batch")
     if unclear:
         labels.unchecked.append((f"{unclear} labels", "their tokens are not inputs of the batch, or nowhere near"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import torch
@@ -12,12 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from attnflow.audit.packing import allowed_pairs, as_tensor, integers, read_packing
+from attnflow.audit.packing import LENGTHS, allowed_pairs, as_tensor, integers, other_positions, read_packing
 from attnflow.models.loaded import Loaded
 
 IGNORED: Final = -100
 _ROWS: Final = 2  # of an af.tasks.Collator's labels: target ids and weights
 ANSWERS: Final = ("completion_mask", "assistant_masks", "assistant_tokens_mask")
+_LABELS: Final = ("shift_labels", "labels", "targets", "target_ids", "label_ids")  # the first that is there
+WEIGHTS: Final = re.compile(r"(loss|labels?|targets?|tokens?)_?weights?")
+_LOSS_MASK: Final = re.compile(r"(loss|labels?|targets?|train)_?masks?")
+# Entries that may tell documents, positions or losses: what is not read of them leaves the verdict open. Arguments of
+# the model's own forward count as read by the model, but for those that rewrite its mask or its loss.
+_TELLING: Final = re.compile(
+    r".*(doc|seg|seq|pack|pos(ition)?s?(_|$)|len|bound|loss|label|target|mask|weight|ignore|perm)"
+)
+_DECISIVE: Final = re.compile(r".*(doc|seg|pack|loss|label|target|perm|cu_?seq)")
+_HARMLESS: Final = re.compile(
+    r"input_ids|inputs_embeds|position_ids|(mm_)?token_type_ids|max_length_[qk]|num_items_in_batch|special_tokens_mask"
+    r"|(\w+_)?attention_mask|(image|pixel|audio|video|feature)\w*|\w*head_mask|encoder_\w+"
+)
 # Decoders of sequence-to-sequence families take labels where they stand, although their names end in ForCausalLM.
 _UNSHIFTED: Final = frozenset(
     {"bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "flaubert", "marian", "mbart", "musicgen"}
@@ -47,6 +61,8 @@ class Family:
     ends: tuple[int, ...] = ()  # ids that end an answer
     layers: int | None = None  # number of layers; None if that is not known
     eager: bool = False  # attention is eager, which adds any mask to the scores
+    seen: bool = False  # `shift` was read off the loss itself
+    takes: frozenset[str] = frozenset()  # names of forward's arguments, of a model
 
 
 def family_of(model_or_config: Any) -> Family:
@@ -58,7 +74,7 @@ def family_of(model_or_config: Any) -> Family:
     is_module = isinstance(model_or_config, nn.Module)
     config = getattr(model_or_config, "config", None) if is_module else model_or_config
     if is_module and not hasattr(config, "model_type"):
-        return Family(name=type(model_or_config).__name__)
+        return Family(name=type(model_or_config).__name__, takes=_arguments(model_or_config))
     if not hasattr(config, "model_type"):
         raise TypeError(
             "model_or_config must be a model, its configuration or what af.load_model returned, got "
@@ -69,7 +85,18 @@ def family_of(model_or_config: Any) -> Family:
     getter = getattr(model_or_config, "get_base_model", None)  # wrappers, such as PEFT's, have another class
     inner = getter() if callable(getter) else getattr(model_or_config, "module", None)
     inner = inner if isinstance(inner, nn.Module) and hasattr(inner, "config") else model_or_config
-    return _family(type(inner).__name__, config)
+    family = _family(type(inner).__name__, config)
+    stops = _ends(getattr(inner, "generation_config", None))  # of a chat model they end its turns
+    return replace(family, takes=_arguments(inner), ends=tuple(dict.fromkeys((*family.ends, *stops))))
+
+
+def _arguments(model: nn.Module) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def _ends(config: Any) -> tuple[int, ...]:
+    ends = getattr(config, "eos_token_id", None)
+    return tuple(i for i in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(i, int))
 
 
 def _family(name: str, config: Any) -> Family:
@@ -78,7 +105,6 @@ def _family(name: str, config: Any) -> Family:
     decoder = bool(getattr(config, "is_encoder_decoder", False)) and "CausalLM" not in name
     masked, generates = _MASKED.search(name) is not None, _CAUSAL.search(name) is not None
     shift = 0 if decoder or masked or kind in _UNSHIFTED else 1 if generates else None
-    ends = getattr(text, "eos_token_id", None)
     is_decoder = getattr(text, "is_decoder", None)  # only families that may be either have it
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
     causal: bool | None = False if masked else True if generates else None
@@ -99,7 +125,7 @@ def _family(name: str, config: Any) -> Family:
         transformers=True,
         vocabulary=_id(getattr(text, "vocab_size", None)),
         pad=_id(getattr(text, "pad_token_id", None)),
-        ends=tuple(i for i in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(i, int)),
+        ends=_ends(text),
         layers=_id(getattr(text, "num_hidden_layers", None)) or None,
         eager=getattr(text, "_attn_implementation", None) == "eager",
     )
@@ -128,8 +154,12 @@ class Reading:
     documents: Tensor  # [batch, n], the number of each position's document within its sequence
     blocks: Tensor  # [batch, n], positions of one block read one another in both directions; -1 elsewhere
     answers: Tensor | None  # bool [batch, n], what a mask in the batch says belongs to an answer; None without one
+    counts: tuple[str, Tensor] | None  # (name, bool [batch, n]) of a mask of the labels that count; None without one
     problems: tuple[str, ...]  # why boundaries of documents cannot be believed
     unread: list[tuple[str, str]]  # what could not be read, (what, why)
+    single: bool  # each sequence is one document, as the caller says
+    patched: bool  # the caller says that the model keeps the documents of a counting mask apart
+    unknown: tuple[str, ...]  # entries that may name documents, positions or losses, and were not read
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -137,11 +167,12 @@ class Reading:
         return self.real.shape[0], self.real.shape[1]
 
 
-def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
-    """The contents of a batch whose labels are taken as `family` takes them."""
+def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None = None) -> Reading:
+    """The contents of a batch whose labels are taken as `family` takes them; `documents` is an entry, or "rows"."""
     prefix = "decoder_" if family.decoder or batch.get("decoder_input_ids") is not None else ""
     ids = integers(batch, f"{prefix}input_ids", (1, 2, 3))
-    labels = None if family.classes else integers(batch, "labels", (1, 2, 4))
+    name = next((name for name in _LABELS if batch.get(name) is not None), "labels")
+    labels = None if family.classes else integers(batch, name, (1, 2, 4))
     if ids is None and labels is None:
         raise ValueError(
             f"expected {prefix}input_ids or labels among the batch's entries, got {sorted(batch)}: pass what the data "
@@ -165,9 +196,25 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
     padding = torch.zeros(size, dtype=torch.bool) if ids is None else _padding(ids, family)
     real = mask != 0 if mask is not None else ~padding if allow is None else torch.ones_like(padding)
     real = real if allow is None else real & ~_isolated(allow)
-    positions = _positions(batch.get(f"{prefix}position_ids"), size)
+    positions, more = _positions(batch.get(f"{prefix}position_ids"), size), None
+    if positions is None and (more := other_positions(batch, size)) is not None:
+        positions = more[1]
     counted = positions if targets is None else None  # else several stand for one token, where no document begins
     starts, problems = read_packing(batch, real, mask, counted, from_lowest=allow is not None)
+    if more is not None and "position_ids" in starts:
+        starts[more[0]] = starts.pop("position_ids")
+    counts = _counts(batch, size)
+    read = {
+        *ANSWERS,
+        name,
+        *starts,
+        *(("labels",) if name == "shift_labels" else ()),
+        *(part[0] for part in (more, counts) if part is not None),
+    }
+    starts = {key: begins for key, begins in starts.items() if begins.any() or not LENGTHS.fullmatch(key)}
+    if documents is not None and documents != "rows":
+        starts = {documents: starts[documents], **starts} if documents in starts else starts
+    unknown = [key for key in batch if batch[key] is not None and not _is_read(key, read, problems, family)]
     unread: list[tuple[str, str]] = []
     if positions is not None and positions.ndim == 3:
         unread.append(("position_ids", f"they have {len(positions)} axes: all but where time goes back"))
@@ -186,8 +233,12 @@ def read_batch(batch: Mapping[str, Any], family: Family) -> Reading:
         documents=next(iter(starts.values()), torch.zeros_like(real)).cumsum(-1),
         blocks=_blocks(batch, size, family),
         answers=_answers(batch, size),
+        counts=counts,
         problems=problems,
         unread=unread,
+        single=documents == "rows",
+        patched=documents == "attention_mask",
+        unknown=tuple(unknown),
     )
 
 
@@ -270,3 +321,20 @@ def _answers(batch: Mapping[str, Any], size: tuple[int, int]) -> Tensor | None:
     if mask.numel() != size[0] * size[1]:
         raise ValueError(f"{name} is {list(mask.shape)}, expected {list(size)} as the ids")
     return mask.reshape(size) != 0
+
+
+def _is_read(key: str, read: set[str], problems: tuple[str, ...], family: Family) -> bool:
+    """Whether an entry was read, or tells nothing of documents, positions and losses."""
+    plain = key.removeprefix("decoder_")
+    if plain in read or _HARMLESS.fullmatch(plain) or any(problem.startswith(f"{key} ") for problem in problems):
+        return True
+    return not (_DECISIVE if key in family.takes else _TELLING).match(key.lower())
+
+
+def _counts(batch: Mapping[str, Any], size: tuple[int, int]) -> tuple[str, Tensor] | None:
+    """A mask of zeros and ones over the labels, by its name."""
+    for name in filter(_LOSS_MASK.fullmatch, batch):
+        mask = as_tensor(batch[name])
+        if mask.numel() == size[0] * size[1] and bool(((mask == 0) | (mask == 1)).all()):
+            return name, mask.reshape(size) != 0
+    return None

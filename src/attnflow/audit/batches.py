@@ -1,93 +1,214 @@
-"""`check_batch`: do labels, documents, masks and positions of one real batch fit together? No model is run."""
+"""`check_batch` and `check_loss`: do labels, documents, masks and positions of a batch fit, and what is trained?
+
+With a model the batch is run: its loss is read off its own gradient, and each row and document is compared with the
+same one alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, cast
 
-import torch
-import torch.nn.functional as F
+from torch import Tensor, nn
 
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
-from attnflow.audit.batch_labels import Findings, Mistake, read_labels, supervised
-from attnflow.audit.batch_reading import IGNORED, Family, Reading, family_of, read_batch
+from attnflow.audit import loss as losses
+from attnflow.audit.batch_checks import Checks
+from attnflow.audit.batch_labels import Findings, Mistake, read_labels
+from attnflow.audit.batch_reading import ANSWERS, IGNORED, WEIGHTS, Family, Reading, family_of, read_batch
+from attnflow.audit.packing import as_tensor
+from attnflow.audit.targets import LossUnread, Targets, read_targets
+from attnflow.models.evaluation import REFUSALS, refusal
+from attnflow.models.loaded import Loaded
+
+Verdict = Literal["no mistake", "mistakes", "nothing tested"]
+Documents = str | Sequence[Any] | Tensor | None
 
 
-def check_batch(batch: Mapping[str, Any], model_or_config: Any = None) -> BatchReport:
-    """Check one batch of a data loader for mistakes in labels, documents, masks and positions, without running a model.
+def check_batch(
+    batch: Mapping[str, Any],
+    model_or_config: Any = None,
+    *,
+    shift: int | None = None,
+    causal: bool | None = None,
+    documents: Documents = None,
+    eos: int | Sequence[int] | None = None,
+    pad: int | None = None,
+    names: Mapping[str, str] | None = None,
+) -> BatchReport:
+    """Check one batch of a data loader for mistakes in labels, documents, masks and positions.
 
     - Labels: the position that predicts a label can read it; labels are shifted twice or misplaced; a label is
       predicted from another document or lies on padding; an answer has no labels, or none on its end token.
     - Documents and ids: the mask connects documents that positions or lengths separate; two entries disagree on where a
       document begins; an id lies outside the vocabulary.
+    - With a model, its loss is run and read off (`check_loss`), and each row and document is run alone (`check_alone`).
 
-    Checks that could not be made are listed in `unchecked`.
+    What keeps the batch from being called clean is listed in `untested`: the loss of a model that could not be read, or
+    an entry that may tell documents, positions or losses and is not understood. `unchecked` lists smaller checks.
 
     Args:
         batch: the collator's output: `input_ids`, `labels` and the model's other arguments. Labels may come from
             transformers, TRL or `af.tasks.Collator`. `completion_mask` or `assistant_masks` mark the answers.
+            Documents may be numbered (`seq_idx`, `document_ids`, `segment_ids`) or given by lengths or boundaries.
         model_or_config: the model, a result of `af.load_model`, or the configuration. It tells whether the loss shifts
-            labels, whether attention is causal, and which ids pad and end. Without it, a batch that looks like one of a
-            causal language model is taken as such, and the report says so.
+            labels, whether attention is causal, and which ids pad and end. A model also runs. Without it, a batch that
+            looks like one of a causal language model is taken as such, and the report says so.
+        shift: the loss takes label i from position i - shift; None for what the model's class or its loss says.
+        causal: whether positions read only what is before them.
+        documents: where documents begin: an entry's name, numbers [batch, n] or lengths, or "rows" if each row is one.
+        eos: ids that end an answer.
+        pad: id of padding.
+        names: {name in the batch: name that is known here}, such as {"x": "input_ids", "y": "labels"}.
 
     Raises:
         TypeError: the batch is not a mapping, ids or labels are not integers, or `model_or_config` is neither.
         ValueError: there are neither ids nor labels, or shapes do not fit.
 
-    Cost: milliseconds; with a mask of pairs its closure, about that of `af.order.analyze`.
+    Cost: milliseconds; with a mask of pairs its closure, about that of `af.order.analyze`. With a model about three
+    forward passes of the batch and part of a backward pass.
 
     >>> import torch
     >>> ids = torch.tensor([[5, 6, 7, 8, 9]])
     >>> print(check_batch({"input_ids": ids, "labels": ids.roll(1, 1)}).mistakes[0].kind)
     readable
     """
-    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"expected a batch as a mapping, such as a collator returns, got {type(batch).__name__}")
-    family = family_of(model_or_config)
-    return _Lint(read_batch(batch, family), family).report()
+    batch, where = _renamed(batch, names, documents)
+    model = model_or_config.model if isinstance(model_or_config, Loaded) else model_or_config
+    given = _given(shift, causal, eos, pad)
+    family = family_of(model)
+    if batch.get("shift_labels") is not None and family.shift == 1:
+        family = replace(family, shift=0)  # transformers' losses take them as they stand
+    family, seen = replace(family, **given), Findings()
+    reading = read_batch(batch, family, where)
+    loss = _loss_of_model(model, batch, reading, seen) if isinstance(model, nn.Module) else None
+    return _report(batch, family, reading, loss, seen)
+
+
+def check_loss(
+    model_or_step: nn.Module | Loaded | Callable[[Any], object],
+    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    model_or_config: Any = None,
+    *,
+    documents: Documents = None,
+    eos: int | Sequence[int] | None = None,
+    pad: int | None = None,
+    names: Mapping[str, str] | None = None,
+    equal_weights: bool = True,
+) -> BatchReport:
+    """Read off a loss what it trains: which token at each position, with what weight, and what else it adds.
+
+    The gradient of cross-entropy by the logits is weight x (softmax - target), whatever code computes it. One pass so
+    shows shifts, masks, weights and normalisation, label smoothing, temperatures and a z-loss. They are compared with
+    the batch's labels, masks and documents: labels shifted twice or not at all, prompts that are trained, labels that
+    are not, rows that run together, tokens that count differently. What the logits do not explain is named as well.
+
+    Args:
+        model_or_step: a model whose output has a `loss`, or a function of the batch that returns a loss (a tensor, a
+            tuple that begins with it, or an output that has it) or calls backward. It must not update parameters.
+        batch: one batch, or a list of the micro-batches that one update adds up.
+        model_or_config: the model of a function whose loss forms no logits, or what `check_batch` takes.
+        documents: as for `check_batch`; so are `eos`, `pad` and `names`.
+        equal_weights: whether tokens of different weight are a mistake, as they are not in a preference loss.
+
+    Returns:
+        The report of `check_batch`; `loss` says what the loss is made of, `trained` what each position learns.
+
+    Raises:
+        ValueError: the loss has no gradients, is not one number, or is made of no logits and no hidden states; or the
+            function updates parameters.
+
+    Cost: one forward pass, and the backward pass down to the logits. Parameters, gradients, buffers and generators
+    are as before.
+    """
+    parts = [batch] if isinstance(batch, Mapping) else list(batch)
+    if not parts:
+        raise ValueError("expected a batch, or a list of micro-batches, got an empty list")
+    subject = model_or_step.model if isinstance(model_or_step, Loaded) else model_or_step
+    if not callable(subject):
+        raise TypeError(f"expected a model or a function of the batch, got {type(subject).__name__}")
+    if isinstance(subject, nn.Module) and model_or_config is None:
+        model_or_config = subject
+    model = model_or_config.model if isinstance(model_or_config, Loaded) else model_or_config
+    reports: list[BatchReport] = []
+    seen: list[losses.SeenLoss] = []
+    for part in parts:
+        entries, where = _renamed(part, names, documents)
+        call = partial(_run, subject) if isinstance(subject, nn.Module) else subject
+        try:
+            targets = read_targets(call, part, _least(entries), model if isinstance(model, nn.Module) else None)
+        except LossUnread as error:
+            raise ValueError(f"the loss cannot be read: {error}") from error
+        family = replace(family_of(targets.model if model is None else model), **_given(None, None, eos, pad))
+        family = replace(family, causal=family.causal is not False)
+        reading, findings = read_batch(entries, family, where), Findings()
+        loss = _matched(targets, reading, findings)
+        seen += [] if loss is None else [loss]
+        report = _report(entries, family, reading, loss, findings, equal_weights)
+        reports.append(replace(report, untested=tuple(findings.untested)))
+    whole = reports[0] if len(reports) == 1 else _together(reports)
+    message = losses.between_batches(seen) if len(seen) > 1 and equal_weights else None
+    return (
+        whole if message is None else replace(whole, mistakes=(*whole.mistakes, Mistake("weights", 0, 0, 1, message)))
+    )
 
 
 @dataclass(frozen=True, repr=False)
 class BatchReport(Result):
-    """The result of `check_batch`: whether labels, documents, masks and positions of one batch fit together.
+    """The result of `check_batch` and `check_loss`: whether labels, documents, masks, positions and loss fit together.
 
     Attributes:
         mistakes: everything that is wrong.
-        family: how the loss takes labels, in words, and whether that was read or assumed.
+        family: how the loss takes labels, in words, and whether that was seen, read from a class, or assumed.
         order: the information flow that the batch allows, in words.
-        checked: the checks that were made, in words.
-        unchecked: the checks that could not be made, each with the reason.
+        checked: the checks that were made and found nothing, in words.
+        untested: what keeps the batch from being called clean, each with the reason.
+        unchecked: smaller checks that could not be made, each with the reason.
         notes: remarks that are not mistakes.
         sequences: number of rows of the batch.
         positions: number of columns of the batch.
         labels: number of labels that count.
         documents: number of documents in all rows; equal to the rows if nothing is packed.
+        loss: what the loss that was run is made of, a line for each kind; empty if none was run.
+        trained: what each position learns, neighbours of one row together.
     """
 
     mistakes: tuple[Mistake, ...]
     family: str
     order: str
     checked: tuple[str, ...]
+    untested: tuple[tuple[str, str], ...]
     unchecked: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     sequences: int
     positions: int
     labels: int
     documents: int
+    loss: tuple[str, ...] = ()
+    trained: tuple[losses.Trained, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict; it is never "no mistake" if something decisive was not read or not run (`untested`)."""
+        if self.mistakes:
+            return "mistakes"
+        return "no mistake" if self.checked and not self.untested else "nothing tested"
 
     @property
     def ok(self) -> bool:
-        """Whether something was checked and no mistake was found; read `unchecked`, too."""
-        return bool(self.checked) and not self.mistakes
+        """Whether the verdict is "no mistake"; read `unchecked`, too."""
+        return self.verdict == "no mistake"
 
     def rows(self) -> list[dict[str, object]]:
         """One row for each mistake."""
         return [vars(mistake).copy() for mistake in self.mistakes]
 
     def __repr__(self) -> str:
-        lines = [f"<BatchReport {self._verdict()}; {self.sequences} x {self.positions}", *map(str, self.mistakes[:2])]
+        lines = [f"<BatchReport {self._head()}; {self.sequences} x {self.positions}", *map(str, self.mistakes[:2])]
         if len(self.mistakes) > 2:
             lines.append(f"and {len(self.mistakes) - 2} more; print(report)")
         return "\n".join(lines) + ">"
@@ -95,230 +216,151 @@ class BatchReport(Result):
     def __str__(self) -> str:
         size = f"{self.sequences} x {self.positions} positions"
         packed = f"{plural(self.documents, 'document')}, {plural(self.labels, 'label')}"
-        lines = [f"{self._verdict()}: {size}, {packed}; {self.family}; {self.order}", *map(str, self.mistakes)]
+        lines = [f"{self._head()}: {size}, {packed}; {self.family}; {self.order}", *map(str, self.mistakes)]
+        lines += [f"not tested: {what}: {why}" for what, why in self.untested]
+        lines += [f"loss: {term}" for term in self.loss] + losses.shown(self.trained)
         lines += [f"checked: {what}" for what in self.checked]
         lines += [f"not checked: {what}: {why}" for what, why in self.unchecked]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def _verdict(self) -> str:
-        if self.mistakes:
-            return f"{len(self.mistakes)} MISTAKE{'S' if len(self.mistakes) > 1 else ''}"
-        return "no mistake" if self.checked else "NOTHING CHECKED"
+    def _head(self) -> str:
+        return plural(len(self.mistakes), "mistake").upper() if self.mistakes else self.verdict
 
 
-class _Lint(Findings):
-    def __init__(self, reading: Reading, family: Family) -> None:
-        self.reading, self.family = reading, family
-        self.labels = labels = read_labels(reading, family)
-        super().__init__(labels.mistakes, labels.checked, [*reading.unread, *labels.unchecked], labels.notes)
+def _report(
+    batch: Mapping[str, Any],
+    family: Family,
+    reading: Reading,
+    loss: losses.SeenLoss | None,
+    seen: Findings,
+    equal: bool = True,
+    separate: bool | None = None,
+) -> BatchReport:
+    """Check what is written in the batch, by what was seen of its loss; `seen` holds what the runs showed."""
+    given, whole = reading.labels is not None, reading
+    if loss is not None:
+        read = tuple(name for name in reading.unknown if not WEIGHTS.fullmatch(name))  # compared with the loss's own
+        reading = whole = replace(reading, unknown=read)
+        if not given and reading.ids is not None:
+            reading = whole = replace(reading, labels=reading.ids[..., 0].where(reading.real, IGNORED))
+            loss = losses.in_columns(loss.targets, reading) or loss
+        seen.extend(losses.compare(reading, loss, batch, given, equal))
+        if loss.shift is not None:
+            family = replace(family, shift=loss.shift, seen=True)
+            reading = losses.really_trained(reading, loss)
+    elif reading.counts is not None and reading.labels is not None and not family.transformers:
+        reading = replace(reading, labels=reading.labels.where(reading.counts[1], IGNORED))
+    checks = Checks(reading, family, read_labels(reading, family), separate)
+    checks.extend(seen)
+    return BatchReport(
+        mistakes=tuple(checks.mistakes),
+        family=checks.labels.words,
+        order=checks.order(),
+        checked=tuple(checks.checked),
+        untested=tuple(checks.untested),
+        unchecked=tuple(checks.unchecked),
+        notes=tuple(checks.notes),
+        sequences=reading.shape[0],
+        positions=reading.shape[1],
+        labels=checks.labels.count,
+        documents=checks.documents,
+        loss=() if loss is None else tuple(losses.terms(loss, batch)),
+        trained=() if loss is None else losses.trained_runs(loss, whole.labels),
+    )
 
-    def report(self) -> BatchReport:
-        """Run all checks, most important first."""
-        reading = self.reading
-        self._documents()
-        self._padding()
-        self._answers()
-        self._positions()
-        self._vocabulary()
-        return BatchReport(
-            mistakes=tuple(self.mistakes),
-            family=self.labels.words,
-            order=self._order(),
-            checked=tuple(self.checked),
-            unchecked=tuple(self.unchecked),
-            notes=tuple(self.notes),
-            sequences=reading.shape[0],
-            positions=reading.shape[1],
-            labels=self.labels.count,
-            documents=sum(len(row[real].unique()) for row, real in zip(reading.documents, reading.real, strict=True)),
+
+def _loss_of_model(
+    model: nn.Module, batch: Mapping[str, Any], reading: Reading, seen: Findings
+) -> losses.SeenLoss | None:
+    """Run the model's own loss and match it with the batch; what hinders it leaves the verdict open."""
+    if reading.labels is None and reading.targets is None:
+        return None
+    try:
+        targets = read_targets(partial(_run, model), batch, _least(batch), model)
+    except LossUnread as error:
+        why = f"{error}; pass the function that computes it to check_loss"
+        seen.untested.append((f"the loss of {type(model).__name__}", why))
+    except REFUSALS as error:
+        seen.untested.append(
+            (f"the loss of {type(model).__name__}", f"it does not run on this batch: {refusal(error)}")
         )
+    else:
+        return _matched(targets, reading, seen)
+    return None
 
-    def _documents(self) -> None:
-        reading, labels = self.reading, self.labels
-        self.mistakes += [Mistake("documents", 0, 0, 1, problem) for problem in reading.problems]
-        names = list(reading.starts)
-        for other in names[1:]:
-            different = reading.starts[names[0]] != reading.starts[other]
-            self.add("documents", different, f"{names[0]} and {other} do not agree on where a document begins")
-        if len(names) > 1:
-            self.checked.append(f"documents: {', '.join(names)} agree")
-        if not names:
-            self._ends_inside()
-            if reading.targets is None and reading.allow is None and reading.real.all():
-                self.notes.append("no entry says where documents begin: each sequence is taken as one")
-            return
-        same = reading.documents[:, 1:] == reading.documents[:, :-1]
-        checked = "documents: no label is predicted from another one"
-        if labels.shift == 1 and reading.labels is not None:
-            crossing = F.pad(supervised(reading, 1)[:, 1:] & ~same, (1, 0))
-            crossing &= reading.real & F.pad(reading.real[:, :-1], (1, 0))
-            message = (
-                "the first token of a document has a label, which the last one of the document before is to predict: "
-                f"set it to {IGNORED}"
-            )
-            self.add("documents", crossing, message, checked)
-        elif labels.shift == 0 and labels.offset == 1 and reading.labels is not None:
-            crossing = F.pad(supervised(reading, 0)[:, :-1] & ~same & reading.real[:, 1:], (0, 1))
-            message = "the last token of a document is to predict the first of the next one"
-            self.add("documents", crossing, message, checked)
-        self._mixing(names)
 
-    def _ends_inside(self) -> None:
-        """Name an end token with text behind it, where no entry tells packed documents from turns of one."""
-        reading = self.reading
-        if reading.ids is None or not self.family.ends:
-            return
-        ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real & ~reading.padding
-        text = reading.real & ~reading.padding & ~ends
-        inside = ends[:, :-1] & text[:, 1:]
-        if inside.any():
-            row, column = inside.nonzero()[0].tolist()
-            self.unchecked.append(
-                (
-                    "documents",
-                    f"sequence {row} goes on behind the end token at position {column}, and neither position_ids nor "
-                    "another entry begins a document there: if documents are packed, they read one another",
-                )
-            )
+def _matched(targets: Targets, reading: Reading, seen: Findings) -> losses.SeenLoss | None:
+    loss = losses.in_columns(targets, reading)
+    if loss is None:
+        shape = f"its logits have rows {list(targets.token.shape)}, the batch {list(reading.shape)}"
+        seen.untested.append(("which positions the loss trains", shape))
+    return loss
 
-    def _mixing(self, names: list[str]) -> None:
-        """Check whether the attention mask connects documents that are to stay apart."""
-        reading = self.reading
-        if reading.allow is not None:
-            documents, real = reading.documents, reading.real
-            apart = documents[:, :, None] != documents[:, None, :]
-            across = (reading.allow & apart & real[:, None]).any(-1) & real
-            message = f"attention_mask lets a position read a document that {names[0]} keeps apart"
-            self.add("mask", across, message, f"mask: its pairs stay within the documents of {names[0]}")
-        elif "attention_mask" in names:
-            self.notes.append(
-                "attention_mask numbers documents; transformers reads every number as 1 and lets them mix, unless the "
-                "trainer patches it"
-            )
-        elif reading.mask is not None and (self.family.transformers or not self.family.name):
-            message = (
-                f"{names[0]} begins a document, but with a 2D attention_mask transformers does not keep them apart "
-                "(SDPA, eager, Flex): leave attention_mask out, or pass a mask of pairs"
-            )
-            self.add("mask", reading.starts[names[0]], message, "mask: none that switches packing off")
 
-    def _padding(self) -> None:
-        reading = self.reading
-        added = reading.numbers and (reading.numbers != "bool" or self.family.eager)  # SDPA and Flex read bool
-        if added and (self.family.transformers or not self.family.name):
-            everywhere = torch.zeros_like(reading.real)
-            everywhere[0, 0] = True
-            message = (
-                f"transformers adds this {reading.numbers} attention_mask of 0 and 1 to the scores, which forbids "
-                "nothing: pass minus infinity where a pair is forbidden and 0 elsewhere"
-                + ("" if self.family.eager else ", or bool where attention is not eager")
-            )
-            self.add("mask", everywhere, message)
-        if reading.labels is not None or reading.targets is not None:
-            if reading.mask is not None or reading.allow is not None or self.family.pad is not None:
-                message = f"a label on padding: set it to {IGNORED} there"
-                self.add("padding", supervised(reading, 0) & ~reading.real, message, "padding: has no labels")
-            else:
-                why = "there is no mask, and no configuration says which id pads"
-                self.unchecked.append(("labels on padding", why))
-        if reading.mask is not None:
-            if self.family.pad is None:
-                self.unchecked.append(("whether attention_mask covers all padding", "the padding id is not known"))
-            else:
-                message = "attention_mask is 1 on padding: the model reads it"
-                self.add("mask", reading.padding & (reading.mask != 0), message, "mask: covers the padding")
-        elif reading.allow is None and reading.padding.any():
-            read = reading.padding
-            if reading.positions is not None:  # each of them a document, as TRL pads what it packs
-                read = read & (reading.positions != 0)
-            if self.family.causal is not False:  # what is behind them all is read by none
-                read = read.long().cumprod(-1) > 0
-            message = "padding without an attention_mask: real positions read it"
-            self.add("mask", read, message, "mask: no padding that is read")
+def _run(model: nn.Module, batch: Mapping[str, Any]) -> object:
+    """Call a model with what its forward names, and with other entries that reach its layers or its loss."""
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return model(**{n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)})
 
-    def _answers(self) -> None:
-        """Check that every sequence, document and answer has labels, up to its end token."""
-        reading, labels = self.reading, self.labels
-        if reading.labels is None and reading.targets is None:
-            return
-        there = supervised(reading, labels.shift or 0)
-        if not there.any():
-            first = torch.arange(there.numel()).view_as(there) == 0
-            self.add("unsupervised", first, "no label in the whole batch: there is nothing to learn")
-            return
-        if labels.masked:
-            self.checked.append("answers: the batch has labels")
-        else:
-            silent = torch.zeros_like(there)
-            for row in range(len(there)):
-                real, documents = reading.real[row], reading.documents[row]
-                number = int(documents.max()) + 1
-                has = torch.zeros(number).index_add_(0, documents, there[row].float())
-                size = torch.zeros(number).index_add_(0, documents, real.float())
-                for document in ((has == 0) & (size > 1)).nonzero().flatten().tolist():
-                    silent[row, int(((documents == document) & real).nonzero()[0])] = True
-            what = "document" if reading.starts else "sequence"
-            message = f"a {what} without any label: was its answer cut off, or not recognised?"
-            self.add("unsupervised", silent, message, f"answers: every {what} has labels")
-        if reading.labels is None or self.family.decoder:
-            return
-        follows = reading.documents == F.pad(reading.documents[:, :-1], (1, 0), value=-1)
-        if reading.answers is not None:
-            inside = reading.answers & reading.real & (follows if labels.shift == 1 else reading.answers)
-            there = reading.labels != IGNORED
-            self.add("unsupervised", inside & ~there, "a token of an answer without a label")
-            checked = "answers: labels are where the batch's mask of answers is"
-            self.add("prompt", there & ~reading.answers, "a label outside of the answers", checked)
-        if not self.family.ends:
-            self.unchecked.append(("the token that ends an answer", "no configuration says which id that is"))
-        elif reading.ids is not None and labels.shift == 1 and labels.offset == 0:
-            before = F.pad((reading.labels != IGNORED)[:, :-1], (1, 0))
-            ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real
-            silent = ends & before & follows & (reading.labels == IGNORED)
-            message = "an answer is supervised, but not the token that ends it: the model will not learn to stop"
-            self.add("unsupervised", silent, message, "answers: the token that ends one has its label")
 
-    def _positions(self) -> None:
-        reading = self.reading
-        if reading.positions is None or reading.allow is not None:
-            return
-        if reading.mask is not None:
-            counted = (reading.positions == torch.arange(reading.shape[1])).all(-1) & ~reading.real[:, 0]
-            first = reading.real & (reading.real.long().cumsum(-1) == 1) & counted[:, None]
-            if first.any():
-                at = int(first.nonzero()[0, 1])
-                message = f"position_ids count the padding that attention_mask hides: the first real token is at {at}"
-                self.add("positions", first, message)
-            self.checked.append("positions: agree with the mask")
-        both = reading.real[:, 1:] & reading.real[:, :-1]
-        begins = reading.starts.get("position_ids", torch.zeros_like(reading.real))[:, 1:]
-        jumps = (reading.positions.diff(dim=-1) != 1) & both & ~begins
-        if jumps.any():
-            row, column = jumps.nonzero()[0].tolist()
-            self.notes.append(
-                f"position_ids do not continue at position {column + 1} of sequence {row}: transformers begins a "
-                "document there"
-            )
+def _least(batch: Mapping[str, Any]) -> int:
+    """The width from which a tensor may hold logits: all ids and labels of the batch are below it."""
+    largest = [1]
+    for name, value in batch.items():
+        if name.endswith(("input_ids", "labels")) and value is not None and (tensor := as_tensor(value)).numel():
+            largest.append(int(tensor.max()))
+    return max(largest) + 1
 
-    def _vocabulary(self) -> None:
-        reading, size = self.reading, self.family.vocabulary
-        if reading.labels is not None:
-            strange = (reading.labels < 0) & (reading.labels != IGNORED)
-            self.add("vocabulary", strange, f"a negative label that is not {IGNORED}, which alone is ignored")
-            if size is not None:
-                self.add("vocabulary", reading.labels >= size, f"a label outside the vocabulary of {size}")
-        if reading.ids is not None:
-            strange = reading.ids[..., 0] < 0
-            strange |= reading.ids.amax(-1) >= size if size is not None else False
-            self.add("vocabulary", strange, "a token id outside the vocabulary of this size")
-        if size is not None:
-            self.checked.append("vocabulary: ids and labels are in it")
 
-    def _order(self) -> str:
-        reading, causal = self.reading, self.family.causal
-        if reading.allow is not None:
-            return "the pairs of attention_mask"
-        words = {None: "order not known", True: "causal", False: "bidirectional"}[causal]
-        if (reading.blocks >= 0).any():
-            words += " with blocks of token_type_ids"
-        return words + (f" within the documents of {next(iter(reading.starts))}" if reading.starts else "")
+def _given(shift: int | None, causal: bool | None, eos: int | Sequence[int] | None, pad: int | None) -> dict[str, Any]:
+    """What the caller says of the family."""
+    ends = None if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    values = {"shift": shift, "causal": causal, "ends": ends, "pad": pad}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _renamed(
+    batch: object, names: Mapping[str, str] | None, documents: Documents
+) -> tuple[Mapping[str, Any], str | None]:
+    """(the batch by the names that are known here, the entry that tells documents)."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"expected a batch as a mapping, such as a collator returns, got {type(batch).__name__}")
+    entries = dict(cast(Mapping[str, Any], batch))
+    for old, new in (names or {}).items():
+        if old not in entries or (new in entries and new != old):
+            problem = f"has no entry {old!r}" if old not in entries else f"has an entry {new!r} already"
+            raise ValueError(f"names= maps {old!r} to {new!r}, and the batch {problem}; it holds {sorted(entries)}")
+        entries[new] = entries.pop(old)
+    if documents is None or isinstance(documents, str):
+        if documents not in (None, "rows") and documents not in entries:
+            raise ValueError(f"documents={documents!r} names no entry of the batch; it holds {sorted(entries)}")
+        return entries, documents
+    ids = entries.get("input_ids", entries.get("labels"))
+    name = (
+        "document_ids" if ids is not None and as_tensor(documents).shape == as_tensor(ids).shape else "document_lengths"
+    )
+    return {**entries, name: documents}, name
+
+
+def _together(reports: Sequence[BatchReport]) -> BatchReport:
+    """The report of several micro-batches, each finding with the number of its batch."""
+
+    def named(number: int, text: str) -> str:
+        return f"micro-batch {number}: {text}"
+
+    numbered = list(enumerate(reports))
+    return replace(
+        reports[0],
+        mistakes=tuple(replace(m, message=named(i, m.message)) for i, r in numbered for m in r.mistakes),
+        checked=tuple(dict.fromkeys(what for r in reports for what in r.checked)),
+        untested=tuple((named(i, what), why) for i, r in numbered for what, why in r.untested),
+        unchecked=tuple(dict.fromkeys(pair for r in reports for pair in r.unchecked)),
+        notes=tuple(dict.fromkeys(note for r in reports for note in r.notes)),
+        sequences=sum(r.sequences for r in reports),
+        positions=max(r.positions for r in reports),
+        labels=sum(r.labels for r in reports),
+        documents=sum(r.documents for r in reports),
+        loss=tuple(named(i, line) for i, r in numbered for line in r.loss),
+        trained=(),
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -18,6 +19,13 @@ from attnflow.masks.flex import allowed_of_rows, is_row_intervals
 
 BOUNDARIES: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # of the batch, not of its rows
 DOCUMENT_ARGUMENTS: Final = ("seq_idx", *BOUNDARIES)
+# Other names for the same: boundaries, a number for each position, lengths, positions.
+_MORE_BOUNDARIES: Final = re.compile(r"cu_?seq_?len(gth)?s?(_(q|k|kv))?(_padded)?|cumulative_(seq_?)?len(gth)?s?")
+_NUMBERS: Final = re.compile(
+    r"(document|doc|segment|sequence|seq|sample|example|pack|packing)s?_?(id|idx|index|number)s?"
+)
+LENGTHS: Final = re.compile(r"((document|doc|segment|sequence|seq|sample|example|packed)s?_?)?(len|length)s")
+_POSITIONS: Final = re.compile(r"positions?|input_pos(itions)?|pos_ids?|position_indices")
 
 
 def read_packing(
@@ -38,8 +46,8 @@ def read_packing(
     starts: dict[str, Tensor] = {}
     problems: list[str] = []
     n, total = real.shape[1], real.numel()
-    for name in BOUNDARIES:
-        bounds = integers(arguments, name, (1,))
+    for name in [*BOUNDARIES, *(n for n in arguments if n not in BOUNDARIES and _MORE_BOUNDARIES.fullmatch(n))]:
+        bounds = integers(arguments, name, (1,)) if name in BOUNDARIES else _integers(arguments[name], 1)
         if bounds is None:
             continue
         lengths = bounds.diff()
@@ -56,6 +64,14 @@ def read_packing(
         if numbers.shape[-1] != n or numbers.numel() not in (n, total):
             raise ValueError(f"seq_idx must number the positions {list(real.shape)}, got {list(numbers.shape)}")
         starts["seq_idx"] = _changes(numbers.reshape(-1, n).expand_as(real), real)
+    for name, value in arguments.items():
+        if name != "seq_idx" and _NUMBERS.fullmatch(name):
+            numbers = _integers(value, 2)
+            if numbers is not None and numbers.shape[-1] == n and numbers.numel() in (n, total):
+                starts[name] = _changes(numbers.reshape(-1, n).expand_as(real), real)
+        elif LENGTHS.fullmatch(name):
+            begins = _of_lengths(value, real)
+            starts |= {} if begins is None else {name: begins}
     if mask is not None and not mask.is_floating_point() and mask.long().amax() > 1:
         starts["attention_mask"] = _changes(mask, real)
     if positions is not None:  # one goes back, or stays at the lowest one (a document of one token)
@@ -68,6 +84,58 @@ def read_packing(
         if back.any():
             starts["position_ids"] = back
     return starts, tuple(problems)
+
+
+def other_positions(arguments: Mapping[str, Any], size: tuple[int, int]) -> tuple[str, Tensor] | None:
+    """(name, positions [batch, n]) of an entry that holds position ids under another name."""
+    for name in filter(_POSITIONS.fullmatch, arguments):
+        positions = _integers(arguments[name], 2)
+        if (
+            positions is not None
+            and positions.shape[-1] == size[1]
+            and positions.numel() in (size[1], size[0] * size[1])
+        ):
+            return name, positions.reshape(-1, size[1]).expand(size)
+    return None
+
+
+def _integers(value: object, axes: int) -> Tensor | None:
+    """An entry as integers of at most this many axes; None if it is anything else."""
+    try:
+        tensor = as_tensor(value)
+    except (TypeError, ValueError):
+        return None
+    whole = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+    return tensor.long() if whole and 0 < tensor.ndim <= axes else None
+
+
+def _of_lengths(value: object, real: Tensor) -> Tensor | None:
+    """Where documents begin by their lengths, of the whole batch or row by row; None if they do not add up."""
+    rows = cast("list[object]", value) if isinstance(value, list | tuple) else None
+    if rows and all(isinstance(row, list | tuple | Tensor) for row in rows):
+        parts = [_integers(row, 1) for row in rows]
+        if len(parts) != len(real) or any(part is None for part in parts):
+            return None
+        lengths = [cast(Tensor, part) for part in parts]
+    else:
+        whole = _integers(value, 2)
+        if whole is None:
+            return None
+        lengths = [whole] if whole.ndim == 1 else list(whole)
+    sizes = [int(part.sum()) for part in lengths]
+    n, tokens = real.shape[1], real.sum(-1).tolist()
+    if len(lengths) == 1 and len(real) > 1:
+        if lengths[0].tolist() == tokens:
+            return torch.zeros_like(real)  # of the rows, as their padding says, too
+        if sizes[0] != real.numel():
+            return None
+        ends = lengths[0].cumsum(0)
+        return _changes(torch.bucketize(torch.arange(real.numel()), ends, right=True).view_as(real), real)
+    if len(lengths) != len(real) or any(size not in (n, count) for size, count in zip(sizes, tokens, strict=True)):
+        return None
+    places = [torch.arange(n) if size == n else row.cumsum(0) - 1 for size, row in zip(sizes, real.long(), strict=True)]
+    numbers = [torch.bucketize(at, part.cumsum(0), right=True) for at, part in zip(places, lengths, strict=True)]
+    return _changes(torch.stack(numbers), real)
 
 
 def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:

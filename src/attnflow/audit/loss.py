@@ -1,0 +1,316 @@
+"""Compares what a loss was seen to train (`targets`) with what the batch's labels, masks and documents say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnflow._core.markup import plural
+from attnflow.audit.batch_labels import Findings, moved
+from attnflow.audit.batch_reading import IGNORED, WEIGHTS, Reading
+from attnflow.audit.packing import as_tensor
+from attnflow.audit.targets import NOTHING, UNKNOWN, Targets
+
+SHIFTS: Final = (1, 0, 2, -1, 3, -2)  # label i + shift may be what position i is trained on; the likeliest first
+_AGREE: Final = 0.5  # share of the trained positions that decides a shift
+_SHOWN: Final = 8  # sequences in a report
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Neighbouring positions that a loss trains alike.
+
+    Attributes:
+        sequence: row of the batch.
+        first: their first column.
+        last: their last column.
+        weight: the weight of each in the loss.
+        label: position i is trained on the label at i + label; None where that is no label.
+    """
+
+    sequence: int
+    first: int
+    last: int
+    weight: float
+    label: int | None
+
+    def __str__(self) -> str:
+        places = f"position {self.first}" if self.first == self.last else f"positions {self.first} to {self.last}"
+        what = "a token that is no label" if self.label is None else f"the label {_ahead(self.label)}"
+        return f"sequence {self.sequence}, {places}: {what}, weight {self.weight:.4g}"
+
+
+@dataclass(frozen=True, eq=False)
+class SeenLoss:
+    """A loss that was read off itself, in the columns of its batch."""
+
+    token: Tensor  # int64 [batch, n]
+    weight: Tensor  # float64 [batch, n]
+    certain: Tensor  # bool [batch, n]
+    shift: int | None  # position i is trained on label i + shift; None if no shift fits
+    targets: Targets
+
+    @property
+    def trained(self) -> Tensor:
+        """Which positions are trained, bool [batch, n]."""
+        return self.token != NOTHING
+
+    def wanted(self, labels: Tensor) -> Tensor:
+        """The label that each position is trained on by the shift, [batch, n]; IGNORED outside of the row."""
+        return moved(labels, self.shift or 0, IGNORED)
+
+
+def in_columns(targets: Targets, reading: Reading) -> SeenLoss | None:
+    """Match the rows of logits with the batch's columns; None if their number does not allow it.
+
+    Virtual tokens and images stand before the batch's tokens. A model that was called with a part of the ids has logits
+    for that part, and one that keeps the last logits has them for the last columns.
+    """
+    batch, n = reading.shape
+    width = start = None
+    if reading.ids is not None:
+        for given in targets.inputs:
+            k = given.shape[-1] if given.ndim == 2 else 0
+            parts = [(k, at) for at in {0, n - k} if 0 < k <= n and given.shape[0] == batch]
+            fits = [part for part in parts if torch.equal(given.cpu(), reading.ids[:, part[1] : part[1] + k, 0])]
+            width, start = fits[0] if fits and width is None else (width, start)
+    width, start = width or n, start or 0
+
+    def columns(values: Tensor, empty: float | bool) -> Tensor | None:
+        flat = values.numel()
+        if values.ndim != 2 or values.shape[0] != batch:
+            if flat % batch or not (values.ndim == 1 or 1 in values.shape):
+                return None
+            values = values.reshape(batch, -1)
+        values = values[:, -width:]  # what stands before has no column
+        ahead = start + width - values.shape[1]
+        return F.pad(values, (ahead, n - ahead - values.shape[1]), value=empty)
+
+    token, weight, certain = (
+        columns(targets.token, NOTHING),
+        columns(targets.weight, 0.0),
+        columns(targets.certain, False),
+    )
+    if token is None or weight is None or certain is None:
+        return None
+    shares = {0: 0.0}
+    if reading.labels is not None:
+        here = token >= 0
+        same = {shift: (moved(reading.labels, shift, IGNORED) == token) & here for shift in SHIFTS}
+        shares = {shift: float(equal.sum()) / max(1, int(here.sum())) for shift, equal in same.items()}
+    best = max(shares, key=lambda shift: shares[shift])  # the first of equals
+    return SeenLoss(token, weight, certain, best if shares[best] >= _AGREE else None, targets)
+
+
+def really_trained(reading: Reading, loss: SeenLoss) -> Reading:
+    """The batch with labels only where the loss trains them, for the checks of labels."""
+    if reading.labels is None or loss.shift is None:
+        return reading
+    back = moved(loss.trained, -loss.shift, False)
+    return replace(reading, labels=reading.labels.where(back, IGNORED))
+
+
+def compare(reading: Reading, loss: SeenLoss, batch: Mapping[str, Any], given: bool, equal: bool) -> Findings:
+    """Where the loss and the labels differ; `given` says that the batch has labels, `equal` that weights must agree."""
+    findings, labels = Findings(), reading.labels
+    if (loss.token == UNKNOWN).any():
+        count = int((loss.token == UNKNOWN).sum())
+        why = "its gradient there is not that of one token's cross-entropy (soft targets, a ranking or a penalty)"
+        findings.untested.append((f"the loss at {plural(count, 'position')}", why))
+    if loss.targets.calls > 1:
+        why = f"the loss is made of {loss.targets.calls} calls of the model, and one was read"
+        findings.untested.append(("the other calls of the model", why))
+    if labels is not None:
+        _against_labels(findings, reading, loss, labels, batch, given)
+    _weights(findings, reading, loss, batch, equal)
+    return findings
+
+
+def _against_labels(
+    findings: Findings, reading: Reading, loss: SeenLoss, labels: Tensor, batch: Mapping[str, Any], given: bool
+) -> None:
+    if loss.shift is None:
+        message = "the loss trains this position on a token that is no label, at any shift"
+        findings.add("targets", loss.token >= 0, message)
+        return
+    wanted, trained = loss.wanted(labels), loss.trained
+    columns = torch.arange(reading.shape[1]) + loss.shift
+    inside = ((columns >= 0) & (columns < reading.shape[1])).expand_as(trained)
+    if given:
+        extra = trained & inside & (wanted == IGNORED)
+        prompt = extra & ~moved((labels != IGNORED).cumsum(-1) > 0, loss.shift, False)
+        message = f"the loss trains the token before an answer, whose label is {IGNORED}: a prompt, or padding"
+        findings.add("untrained", prompt, message)
+        findings.add("untrained", extra & ~prompt, f"the loss trains a token whose label is {IGNORED}")
+        lost = ~trained & (wanted != IGNORED) & ~loss.certain
+        reason = _explained(lost, trained & (wanted != IGNORED), batch, loss.shift) if lost.any() else None
+        if reason is not None:
+            findings.notes.append(f"the loss is taken where {reason} says, at {int(trained.sum())} positions")
+        else:
+            findings.add("untrained", lost, "a label that counts, and the loss does not train it")
+    behind = trained & ~inside
+    message = "the loss trains the end of a sequence on what begins the next one: rows run together"
+    findings.add("rows", behind, message, "loss: no position is trained on a token of another sequence")
+    wrong = (loss.token >= 0) & (wanted != IGNORED) & (loss.token != wanted)
+    checked = f"loss: {int((loss.token >= 0).sum())} positions are trained on the label {_ahead(loss.shift)}"
+    findings.add("targets", wrong, "the loss trains this position on another token than its label", checked)
+
+
+def _ahead(shift: int) -> str:
+    if shift == 0:
+        return "in their own place"
+    return f"{plural(abs(shift), 'place')} {'ahead' if shift > 0 else 'before'}"
+
+
+def _entries(batch: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Numbers of the batch with one for each position, float64 [batch, n]."""
+    found: dict[str, Tensor] = {}
+    for name, value in batch.items():
+        try:
+            tensor = as_tensor(value)
+        except (TypeError, ValueError):
+            continue
+        if tensor.numel() == math.prod(shape) and tensor.ndim <= 2 and not tensor.is_complex():
+            found[name] = tensor.reshape(shape).double()
+    return found
+
+
+def _explained(lost: Tensor, kept: Tensor, batch: Mapping[str, Any], shift: int) -> str | None:
+    """The entry that is zero exactly where labels are not trained, if any."""
+    for name, values in _entries(batch, tuple(lost.shape)).items():
+        for place in (moved(values, shift, 0), values):  # at the label, or at the position that predicts it
+            if "label" not in name and not place[lost].any() and bool((place[kept] != 0).all()):
+                return name
+    return None
+
+
+def _weights(findings: Findings, reading: Reading, loss: SeenLoss, batch: Mapping[str, Any], equal: bool) -> None:
+    """Whether all trained tokens count alike; if not, whether documents, rows or an entry of the batch say why."""
+    there, precision = loss.token >= 0, loss.targets.precision
+    if not there.any():
+        return
+    weights = loss.weight[there]
+    entries = _entries(batch, tuple(there.shape))
+    places = {name: (moved(values, loss.shift or 0, 0), values) for name, values in entries.items()}
+    for name, (ahead, here) in places.items():
+        told = [place[there].where(place[there] != 0, torch.nan) for place in (ahead, here)]
+        if WEIGHTS.fullmatch(name) and not any(_alike(weights / place, precision) for place in told):
+            message = f"the loss does not weigh its tokens as {name} says"
+            findings.add("weights", there & (ahead != here.where(there, torch.nan).nanmean()), message)
+            return
+        if not _alike(weights, precision) and any(_alike(weights / place, precision) for place in told):
+            findings.notes.append(f"tokens count in proportion to {name}")
+            return
+    if _alike(weights, precision):
+        findings.checked.append("loss: all tokens that it trains have the same weight")
+        return
+    rows = torch.arange(len(there))[:, None].expand_as(there)
+    groups = torch.stack([rows[there], reading.documents[there]], 1).unique(dim=0, return_inverse=True)[1]
+    each = [weights[groups == group] for group in range(int(groups.max()) + 1)]
+    negative = there & (loss.weight < 0)
+    if negative.any():
+        message = f"{plural(int(negative.sum()), 'token')} with a negative weight: the loss drives the model away"
+    elif all(_alike(part, precision) for part in each):
+        sums = torch.stack([part.sum() for part in each])
+        why = ": each is averaged by itself, so that a token of a short one counts more" if _alike(sums, 0.01) else ""
+        what = "sequences" if int(reading.documents.max()) == 0 else "documents"
+        message = f"the weight of a token differs between {what}{why}"
+    else:
+        message = f"the weight of a token differs within a sequence, from {weights.min():.3g} to {weights.max():.3g}"
+    if not equal:
+        findings.notes.append(message)
+        return
+    usual = weights.median()
+    odd = there & ((loss.weight / usual - 1).abs() > precision)
+    findings.add(
+        "weights", negative if negative.any() else odd, message + "; if that is meant, say equal_weights=False"
+    )
+
+
+def _alike(values: Tensor, precision: float) -> bool:
+    middle = float(values.mean())  # NaN equals nothing
+    return bool(((values - middle).abs() <= precision * abs(middle)).all())
+
+
+def between_batches(losses: list[SeenLoss]) -> str | None:
+    """What is wrong where micro-batches are added up; None if their tokens count alike."""
+    means = [float(loss.weight[loss.token >= 0].mean()) for loss in losses if (loss.token >= 0).any()]
+    precision = max(loss.targets.precision for loss in losses)
+    if _alike(torch.tensor(means), precision):
+        return None
+    worst = means.index(max(means)), means.index(min(means))
+    return (
+        f"a token of micro-batch {worst[0]} counts {max(means) / min(means):.3g} times as much as one of micro-batch "
+        f"{worst[1]}: divide by the tokens of all of them (num_items_in_batch)"
+    )
+
+
+def terms(loss: SeenLoss, batch: Mapping[str, Any]) -> list[str]:
+    """What the loss is made of, a line each."""
+    targets, there = loss.targets, loss.token >= 0
+    weights, count = loss.weight[there], int(there.sum())
+    lines: list[str] = []
+    if count:
+        lines.append(f"cross-entropy of {plural(count, 'token')}, {_normalised(weights, count, batch, loss)}")
+    own = targets.token >= 0
+    for name, values, usual in (("label smoothing", targets.smoothing, 0.0), ("temperature", targets.temperature, 1.0)):
+        numbers = values[own][(values[own] - usual).abs() > targets.precision]
+        if len(numbers):
+            lines.append(f"{name} {numbers.median():.3g} at {plural(len(numbers), 'position')}")
+    penalties = (targets.penalty / targets.weight)[own & (targets.penalty != 0)]
+    if len(penalties):
+        lines.append(f"z-loss: {penalties.median():.3g} x log(sum of exp(logits))^2 at {len(penalties)} positions")
+    if math.isfinite(targets.rest) and abs(targets.rest) > 2 * targets.precision * max(abs(targets.loss), 1e-6):
+        lines.append(_rest(targets))
+    return lines
+
+
+def _normalised(weights: Tensor, count: int, batch: Mapping[str, Any], loss: SeenLoss) -> str:
+    precision, weight = loss.targets.precision, float(weights.mean())
+    if not _alike(weights, precision):
+        return f"weights from {weights.min():.4g} to {weights.max():.4g}"
+    items = batch.get("num_items_in_batch")
+    whole = {"their mean": count, "their sum": 1}
+    if items is not None:
+        whole = {f"their sum over num_items_in_batch = {int(items)}": int(items)} | whole
+    whole |= {f"their sum over all {size} positions": size for size in (loss.token.numel(), loss.token[:, 1:].numel())}
+    return next(
+        (words for words, n in whole.items() if n and abs(weight * n - 1) < precision), f"each times {weight:.4g}"
+    )
+
+
+def _rest(targets: Targets) -> str:
+    share = f"{targets.rest:.4g} of the loss {targets.loss:.4g}"
+    for name, value in targets.scalars.items():
+        if name != "loss" and value and any(word in name for word in ("aux", "router", "balanc", "z_loss")):
+            kind = "a router's loss" if any(word in name for word in ("aux", "router", "balanc")) else "a penalty"
+            return f"{kind}: {share} is {targets.rest / value:.3g} x {name}"
+    return f"{share} does not come from these logits: a router's loss, a penalty on weights or another head"
+
+
+def trained_runs(loss: SeenLoss, labels: Tensor | None) -> tuple[Trained, ...]:
+    """The trained positions by row, neighbours of one weight together."""
+    runs: list[Trained] = []
+    wanted = None if labels is None or loss.shift is None else loss.wanted(labels)
+    for row, column in (loss.token >= 0).nonzero().tolist():
+        weight = float(f"{float(loss.weight[row, column]):.4g}")
+        right = wanted is not None and int(wanted[row, column]) == int(loss.token[row, column])
+        label = loss.shift if right else None
+        next_to = bool(runs) and (runs[-1].sequence, runs[-1].last, runs[-1].label) == (row, column - 1, label)
+        if next_to and abs(runs[-1].weight - weight) <= 2 * loss.targets.precision * abs(weight):
+            runs[-1] = replace(runs[-1], last=column)
+        else:
+            runs.append(Trained(row, column, column, weight, label))
+    return tuple(runs)
+
+
+def shown(runs: tuple[Trained, ...]) -> list[str]:
+    """A line for each run, of the first sequences."""
+    lines = [f"loss: {run}" for run in runs[: 2 * _SHOWN]]
+    return lines + ([f"loss: and {len(runs) - len(lines)} more"] if len(runs) > len(lines) else [])
