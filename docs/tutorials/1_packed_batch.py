@@ -149,9 +149,9 @@ assert first.source < 8 <= first.target
 af.report.figure(report, title="With a mask of ones")
 
 # %% [markdown]
-# The batch alone shows this bug, too. `check_batch` runs no model, takes
-# milliseconds, and also looks for other mistakes between data and loss: labels
-# that are shifted twice, lie on padding or cross documents.
+# `check_batch` shows this bug, too, and also looks for other mistakes between
+# data and loss: labels that are shifted twice, lie on padding or cross
+# documents. It reads the loss off itself, and runs each document alone.
 
 # %%
 found = af.audit.check_batch(leaky, model)
@@ -328,7 +328,7 @@ assert guard.ok
 # ## What you have now
 #
 # - `af.audit.check(model, batch)` asks the model itself; `check_batch(batch,
-#   model)` reads the batch alone.
+#   model)` reads the batch, its loss, and each document alone.
 # - Packed rows need `position_ids`, no 2D mask and `use_cache=False`.
 # - A test with a tiny model and `GuardCallback()` keep it so.
 #

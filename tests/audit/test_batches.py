@@ -304,3 +304,159 @@ def test_a_wrapped_document_under_a_mask_of_pairs():
 def test_positions_that_do_not_count_on_are_noted():
     batch = {"input_ids": ROW, "labels": ROW, "position_ids": torch.tensor([[0, 1, 2, 2, *range(3, 11)]])}
     assert any("do not continue at position 3 of sequence 0" in note for note in check_batch(batch, CAUSAL).notes)
+
+
+NUMBERS = torch.tensor([[0] * 5 + [1] * 7])
+PACKED = {"input_ids": ROW, "labels": ROW.where(torch.arange(12) != 5, -100)}
+OTHER_NAMES = {  # numbers, boundaries, lengths and positions, by the names of other trainers: {entry: what it holds}
+    "document_ids": NUMBERS,
+    "segment_ids": NUMBERS + 1,
+    "doc_id": NUMBERS[0],
+    "sequence_ids": NUMBERS,
+    "cu_seqlens_q": torch.tensor([0, 5, 12]),
+    "cu_seqlens_kv_padded": torch.tensor([0, 5, 12]),
+    "cumulative_seqlens": torch.tensor([0, 5, 12]),
+    "seq_lengths": [[5, 7]],
+    "document_lens": torch.tensor([5, 7]),
+    "positions": RESTARTS,
+    "input_pos": RESTARTS[0],
+    "pos_ids": RESTARTS,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_documents_under_other_names(name):
+    """They are read as `position_ids` are; transformers reads none of them, so that documents mix there."""
+    entry = {name: OTHER_NAMES[name]}
+    alone = check_batch({**PACKED, **entry}, eos=1, pad=0)
+    assert alone.documents == 2
+    assert alone.ok, alone
+    crossing = check_batch({**PACKED, "labels": ROW, **entry})
+    assert [(m.kind, m.position) for m in crossing.mistakes] == [("documents", 5)]
+    if not name.startswith("cu_"):  # boundaries are arguments of some of its models
+        assert [(m.kind, m.position) for m in check_batch({**PACKED, **entry}, CAUSAL).mistakes] == [("mask", 5)]
+    both = check_batch({**PACKED, **entry, "seq_idx": torch.zeros_like(ROW)}, CAUSAL)
+    assert "documents" in {m.kind for m in both.mistakes}
+
+
+UNREAD = {
+    "document_ids": torch.rand(1, 12),
+    "segment_ids": NUMBERS[:, :7],
+    "cu_seqlens_padded_to": torch.tensor([0, 5, 12]),
+    "seq_lengths": torch.tensor([5, 6]),
+    "positions": torch.rand(1, 12),
+    "loss_mask": torch.rand(1, 12),
+    "loss_scale_mask": torch.ones(1, 12),
+    "token_weights": torch.rand(1, 12),
+    "perm_mask": torch.zeros(1, 12, 12),
+    "target_mapping": torch.zeros(1, 3, 12),
+    "packing_info": "two",
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_is_not_read_is_named_and_not_green(name):
+    batch = {"input_ids": ROW, "labels": ROW, name: UNREAD[name]}
+    for subject in (None, CAUSAL):
+        report = check_batch(batch, subject)
+        assert report.verdict == "nothing tested", report
+        assert repr(name) in dict(report.untested)[f"entry {name!r}"] or f"entry {name!r}" in dict(report.untested)
+    assert check_batch({"input_ids": ROW, "labels": ROW, "pixel_values": torch.rand(1, 3, 4, 4)}, CAUSAL).ok
+
+
+def test_masks_of_the_loss():
+    mask = (torch.arange(12) > 4).long()[None]
+    masked = {"input_ids": ROW, "labels": ROW, "loss_mask": mask}
+    assert check_batch(masked).labels == 7  # a loop of one's own multiplies by it
+    (found,) = check_batch(masked, CAUSAL).mistakes
+    assert (found.kind, found.position, found.count) == ("untrained", 1, 4)
+    assert check_batch({**masked, "labels": ROW.where(mask == 1, -100)}, CAUSAL).ok
+
+
+def packed(ids, starts, prompt=()):
+    """One row of documents that begin at `starts`, with positions and labels that agree."""
+    ids = torch.tensor([ids])
+    begins = torch.isin(torch.arange(ids.shape[1]), torch.tensor(starts))
+    first = torch.where(begins, torch.arange(ids.shape[1]), 0).cummax(0).values
+    silent = begins | torch.isin(torch.arange(ids.shape[1]), torch.tensor(list(prompt), dtype=torch.int64))
+    positions = (torch.arange(ids.shape[1]) - first)[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.where(~silent, -100)}
+
+
+BESIDE_ENDS = {  # documents and where they begin: (ids, right, late, early)
+    "two": ([5, 6, 7, 8, EOS, 11, 12, 13, EOS], [0, 5], [0, 6], [0, 4]),
+    "three": ([5, 6, EOS, 8, 9, EOS, 11, 12, EOS], [0, 3, 6], [0, 3, 7], [0, 2, 6]),
+    "one end inside": ([5, EOS, 7, 8, EOS, 11, 12, 13, EOS], [0, 5], [0, 6], [0, 4]),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_ENDS)
+def test_documents_that_begin_beside_the_end_token(name):
+    ids, right, late, early = BESIDE_ENDS[name]
+    assert check_batch(packed(ids, right), CAUSAL).ok
+    for starts, words in ((late, "one token late"), (early, "one token too early")):
+        report = check_batch(packed(ids, starts), CAUSAL)
+        assert any(m.kind == "documents" and words in m.message for m in report.mistakes), report
+    begins = [EOS, 5, 6, EOS, 8, 9, 10, EOS, 12]  # the token begins documents, as GPT-2's does
+    assert not check_batch(packed(begins, [0, 3, 7]), CAUSAL).mistakes
+
+
+def answer(ids, prompt=3):
+    ids = torch.tensor(ids)
+    real = ids != PAD
+    return {
+        "input_ids": ids,
+        "attention_mask": real.long(),
+        "labels": ids.where(real & (torch.arange(ids.shape[1]) >= prompt), -100),
+    }
+
+
+def test_answers_without_an_end():
+    ended, open_, full = [5, 6, 7, 8, 9, EOS, PAD], [5, 6, 7, 8, 9, 10, PAD], [5, 6, 7, 8, 9, 10, 11]
+    assert check_batch(answer([ended]), CAUSAL).ok
+    assert check_batch(answer([ended, full]), CAUSAL).ok  # one that fills its row may be cut off
+    for rows in ([open_], [open_, full], [ended, open_]):
+        report = check_batch(answer(rows), CAUSAL)
+        assert [(m.kind, m.sequence, m.position) for m in report.mistakes] == [("unsupervised", rows.index(open_), 5)]
+        assert not any("ends" in line for line in report.checked)
+    several = packed([5, 6, 7, 8, 9, 10, 5, 6, 7, 8, EOS], [0, 6], prompt=[1, 7])
+    (found,) = check_batch(several, CAUSAL).mistakes
+    assert (found.kind, found.position) == ("unsupervised", 5)
+    assert "no end token" in found.message
+    chat = check_batch(answer([open_]), CAUSAL, eos=[EOS, 10])  # the token that ends a turn
+    assert chat.ok, chat
+
+
+def test_what_is_listed_as_checked_has_passed():
+    """Every mistake, and none of the lines that say the opposite."""
+    opposite = {
+        "documents": "documents: no label is predicted", "padding": "padding: has no labels",
+        "readable": "labels: none can be read", "vocabulary": "vocabulary: ids", "positions": "positions: agree",
+        "prompt": "answers: labels are where",
+    }  # fmt: skip
+    for batch, mistakes in MISTAKES.items():
+        make, config = CLEAN[batch]
+        for kind, change in mistakes.values():
+            report = check_batch(change(make()), config)
+            if kind in opposite and not (kind == "documents" and "agree" in str(report.mistakes)):
+                said = [line for line in report.checked if line.startswith(opposite[kind])]
+                assert not said or kind not in {m.kind for m in report.mistakes if "label" in m.message}, report
+
+
+def test_what_a_loop_says_of_itself():
+    """A model that declares nothing is never known less of than none, and nothing unknown is green."""
+    batch = {"x": ROW, "y": ROW.roll(-1, 1).where(torch.arange(12) < 11, -100)}
+    names = {"x": "input_ids", "y": "labels"}
+    loop = nn.Linear(2, 2)
+    report = check_batch(batch, loop, names=names)
+    assert report.verdict == "nothing tested"
+    told = check_batch(batch, names=names, shift=0, causal=True, eos=1, pad=0)
+    assert told.ok, told
+    late = {**batch, "y": ROW}
+    assert [m.kind for m in check_batch(late, names=names, shift=0, causal=True).mistakes] == ["readable"]
+    documents = check_batch(batch, names=names, documents=[5, 7])
+    assert documents.documents == 2
+    assert [m.kind for m in documents.mistakes] == ["documents"]
+    for wrong, words in (({"names": {"q": "labels"}}, "no entry 'q'"), ({"documents": "seg"}, "names no entry")):
+        with pytest.raises(ValueError, match=words):
+            check_batch({"input_ids": ROW, "labels": ROW}, **wrong)

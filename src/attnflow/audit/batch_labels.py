@@ -133,7 +133,7 @@ def read_labels(reading: Reading, family: Family) -> Labels:
     shares = {offset: _share(reading, offset) for offset in (0, 1, -1)}
     best = max(shares, key=lambda offset: (shares[offset], -abs(offset)))
     labels.offset = best if shares[best] >= 0.5 else None
-    if not family.name:  # infer it
+    if not family.name and family.shift is None:  # infer it
         hidden = reading.ids[..., 0][supervised(reading, 0)]
         if labels.offset == 1:
             labels.shift, words = 0, "taken where they stand, since they are the next tokens"
@@ -146,10 +146,11 @@ def read_labels(reading: Reading, family: Family) -> Labels:
             labels.untested.append((_READ, "labels are not tokens of the batch, and no model says what they are"))
         labels.words = f"assumed, as no model is given: labels are {words}" if words else "no model given"
     else:
-        labels.words += f"{', by its class' if not family.seen else ''}: {_TAKEN[family.seen, bool(labels.shift)]}"
+        source = "" if family.seen else ", by its class" if family.name else "as the caller says"
+        labels.words += f"{source}: {_TAKEN[family.seen, bool(labels.shift)]}"
         if family.seen and labels.shift not in (0, 1):
             labels.words = f"{family.name}: its loss trains position i on the label at i + {labels.shift}"
-    hides = family.causal is False if family.name else labels.offset != 1
+    hides = family.causal is False if family.name or family.causal is not None else labels.offset != 1
     labels.masked = labels.shift == 0 and not family.decoder and hides
     labels.count = int(supervised(reading, labels.shift or 0).sum())
     if labels.count and labels.shift is not None:
@@ -196,7 +197,7 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         twice = "labels are shifted already, and the loss shifts them once more: " if offset else ""
         what = "the token after next" if ahead == 2 else f"the token {ahead} places ahead"
         labels.add("shift", equal, f"{twice}each position learns {what}")
-    causal = True if not family.name and reading.allow is None else family.causal
+    causal = True if not family.name and family.causal is None and reading.allow is None else family.causal
     if causal is None and reading.allow is None:
         labels.untested.append((_READ, f"whether {family.name} is causal is not known: say causal="))
         return
@@ -212,7 +213,7 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
     if seen.any():
         at = int(seen.nonzero()[0, 1]) + offset
         labels.add("readable", seen, f"{who}, and can read the label's token at position {at}")
-    if not family.name and ahead > 0 and reading.allow is None:
+    if not family.name and family.causal is None and ahead > 0 and reading.allow is None:
         why = "no model or configuration was given, so that whether it is causal is not known"
         labels.unchecked.append((_READ, why))
     elif not seen.any():

@@ -20,6 +20,7 @@ from attnflow.audit import loss as losses
 from attnflow.audit.batch_checks import Checks
 from attnflow.audit.batch_labels import Findings, Mistake, read_labels
 from attnflow.audit.batch_reading import ANSWERS, IGNORED, WEIGHTS, Family, Reading, family_of, read_batch
+from attnflow.audit.inputs import takes_use_cache
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.targets import LossUnread, Targets, read_targets
 from attnflow.models.evaluation import REFUSALS, refusal
@@ -301,7 +302,10 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> object:
     """Call a model with what its forward names, and with other entries that reach its layers or its loss."""
     parameters = inspect.signature(model.forward).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return model(**{n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)})
+    call = {n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)}
+    if hasattr(model, "config") and takes_use_cache(model):
+        call.setdefault("use_cache", False)  # as in training: a cache switches off packing by positions
+    return model(**call)
 
 
 def _least(batch: Mapping[str, Any]) -> int:
