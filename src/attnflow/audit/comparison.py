@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnflow._core.errors import AttnflowError
 from attnflow.audit.cutting import Part, Place, Rows, rows_of, stirred
-from attnflow.audit.inputs import fresh
+from attnflow.audit.inputs import fresh, takes_use_cache
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import as_numbers, leaves
 from attnflow.models.evaluation import REFUSALS, precision, refusal, seed_all
@@ -180,33 +180,37 @@ class Comparison:
                 continue
             for name in sorted(set(self.base) ^ set(alone)):
                 self.uncompared.setdefault(name, f"is returned {'alone' if name in alone else 'in the batch'} only")
-            gaps = [gap for n in self.base if n in alone and (gap := self._gap(n, self.base, alone, part)) is not None]
+            gaps: list[Gap] = []
+            for name in [name for name in self.base if name in alone]:
+                gap = self._gap(name, self.base, alone, part)
+                if isinstance(gap, Gap):
+                    gaps.append(gap)
+                elif self.base[name].ndim:
+                    self.uncompared.setdefault(name, gap)
+                else:
+                    self.notes[f"{name} is one number for the whole batch: not compared"] = None
             self.compared += bool(gaps)
             self.outputs |= {gap.output: None for gap in gaps}
             worst = max(gaps, key=lambda gap: gap.relative, default=None)
             if worst is not None and worst.relative > _QUIET * self.rounding:
                 suspects.append(Suspect(part, worst, alone))
-        standing = [(s, confirmed) for s, confirmed in self._no_rounding(suspects) if not self._drawn(s)]
-        for number, (suspect, confirmed) in enumerate(standing):
-            part, gap = suspect.part, suspect.gap
-            cause = self._cause(suspect) if number < _EXPLAINED else f"not looked for beyond the first {_EXPLAINED}"
+        for suspect, confirmed in self._no_rounding(suspects):
+            if self._moves(self._another, suspect):
+                self.uncompared.setdefault(suspect.gap.output, "is drawn at random, in the batch and alone")
+                continue
+            part, gap, few = suspect.part, suspect.gap, len(self.differences) < _EXPLAINED
+            cause = self._cause(suspect) if few else f"not looked for beyond the first {_EXPLAINED}"
             self.differences.append(
                 Difference(part.row, part.document, gap.column, gap.output, gap.difference, gap.scale, confirmed, cause)
             )
 
-    def _gap(self, name: str, outputs: Outputs, alone: Outputs, part: Part, rows: Rows | None = None) -> Gap | None:
-        """How far one output of a part is from the same alone; None, and a word about it, where it has none."""
-        value, single = outputs[name], alone[name]
-        if not value.ndim:
-            self.notes[f"{name} is one number for the whole batch: not compared"] = None
-            return None
-        place = (rows or self.batch).where(value, single, part, "encoder" in name)
-        if not isinstance(place, str) and (place[0].isnan().any() or place[1].isnan().any()):
-            place = "holds NaN, which hides what differs"
+    def _gap(self, name: str, outputs: Outputs, alone: Outputs, part: Part, rows: Rows | None = None) -> Gap | str:
+        """How far one output of a part is from the same alone, or why that cannot be said."""
+        place = (rows or self.batch).where(outputs[name], alone[name], part, "encoder" in name)
         if isinstance(place, str):
-            self.uncompared.setdefault(name, place)
-            return None
-        return self._distance(name, *place)
+            return place
+        nan = any(tensor.isnan().any() for tensor in place[:2])
+        return "holds NaN, which hides what differs" if nan else self._distance(name, *place)
 
     def _distance(self, name: str, value: Tensor, other: Tensor, place: Place = None) -> Gap:
         if value.shape != other.shape:
@@ -230,8 +234,8 @@ class Comparison:
             with precision(self.model, torch.float64):
                 base = self.run(rows.kwargs) if suspects else {}
                 for number, (part, gap, _) in enumerate(suspects):
-                    found = self._gap(gap.output, base, self.run(rows.alone(part)), part)
-                    exact[number] = None if found is None else found.relative
+                    double = self._gap(gap.output, base, self.run(rows.alone(part)), part)
+                    exact[number] = double.relative if isinstance(double, Gap) else None
         except _REFUSED as error:
             why = refusal(error)
         for suspect, kept in zip(suspects, exact, strict=True):
@@ -249,20 +253,17 @@ class Comparison:
         """The batch with other random numbers."""
         return self.run(self.batch.kwargs, seed=1)
 
-    def _drawn(self, suspect: Suspect) -> bool:
-        """Whether the output also moves with the seed of the random generators."""
-        drawn = self._moves(self._another, suspect)
-        if drawn:
-            self.uncompared.setdefault(suspect.gap.output, "is drawn at random, in the batch and alone")
-        return drawn
-
     # -------- experiments
 
     def _cause(self, suspect: Suspect) -> str:
         """The likeliest cause of a difference, in words."""
         part, batch = suspect.part, self.batch
+        cache = "pass use_cache=False: beside a cache, position_ids keep no documents apart"
+        if self._uncached and self._equal(self.tried(self._uncached), suspect):
+            return cache
         if self._restarted and self._equal(self._restarted, suspect):
-            return self._positions_in_words(part)
+            words = self._positions_in_words(part)
+            return f"{words}; {cache}" if self._uncached and not part.whole else words
         reads = [
             words
             for words, place, where in self._changes(part)
@@ -283,19 +284,29 @@ class Comparison:
         part, gap, alone = suspect
         if gap.output not in outputs:
             return False
-        before, after = (self.batch.where(o[gap.output], alone[gap.output], part, "encoder" in gap.output)
-                         for o in (self.base, outputs))  # fmt: skip
+        sides = [self.batch.where(o[gap.output], alone[gap.output], part, "encoder" in gap.output)
+                 for o in (self.base, outputs)]  # fmt: skip
+        before, after = (side if isinstance(side, str) else side[0] for side in sides)
         if isinstance(before, str) or isinstance(after, str):
             return False
-        moved = self._distance(gap.output, before[0], after[0]).difference
-        return moved > max(_QUIET * self.rounding * gap.scale, _SAME * gap.difference)
+        return self._distance(gap.output, before, after).difference > self._least(gap)
 
     def _equal(self, outputs: Outputs, suspect: Suspect, first: bool = False) -> bool:
         """Whether other outputs of the batch, or of its `first` row alone, are in this part what they are alone."""
         part, gap, alone = suspect
         rows = replace(self.batch, size=1) if first else self.batch
-        found = self._gap(gap.output, outputs, alone, replace(part, row=0 if first else part.row), rows)
-        return found is not None and found.difference <= max(_QUIET * self.rounding * gap.scale, _SAME * gap.difference)
+        other = self._gap(gap.output, outputs, alone, replace(part, row=0 if first else part.row), rows)
+        return isinstance(other, Gap) and other.difference <= self._least(gap)
+
+    def _least(self, gap: Gap) -> float:
+        """What an experiment must move an output by, to count beside a difference."""
+        return max(_QUIET * self.rounding * gap.scale, _SAME * gap.difference)
+
+    @cached_property
+    def _uncached(self) -> dict[str, Any]:
+        """The call without a cache; nothing where it makes none."""
+        makes = takes_use_cache(self.model) and self.batch.kwargs.get("use_cache") is not False
+        return {**self.batch.kwargs, "use_cache": False} if makes else {}
 
     @cached_property
     def _restarted(self) -> Outputs:
@@ -308,7 +319,8 @@ class Comparison:
         for part in [*batch.parts(None), *self.parts]:
             positions[part.row, part.columns[-1]] = torch.arange(len(part.columns[-1]))
         device = batch.kwargs[axis.name].device
-        return self.tried({**batch.kwargs, f"{axis.prefix}position_ids": positions.to(device)})
+        kwargs = self._uncached or batch.kwargs
+        return self.tried({**kwargs, f"{axis.prefix}position_ids": positions.to(device)})
 
     def _positions_in_words(self, part: Part) -> str:
         axis, run = self.batch.axes[-1], part.columns[-1]

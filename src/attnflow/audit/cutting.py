@@ -182,7 +182,7 @@ class Rows:
 def rows_of(model: nn.Module, kwargs: Mapping[str, Any]) -> Rows:
     """Read a call: its axes of positions, its rows, and what cannot be cut."""
     inputs = read(model, kwargs)
-    kwargs = {name: value for name, value in inputs.without_cache(model).kwargs.items() if value is not None}
+    kwargs = {name: value for name, value in inputs.kwargs.items() if value is not None}
     kwargs = {name: value for name, value in kwargs.items() if not _is_cache(name, value) or _length(value)}
     family, plain = family_of(model), getattr(model, "config", None) is None
     axes: list[Axis] = []
