@@ -69,25 +69,31 @@ def check_alone(
         if value is not None:
             checks.integer(name, value, 1)
     module, tokenizer = split(model)
-    call = read(module, batch, tokenizer).kwargs if not isinstance(batch, Mapping) else dict(batch)
-    parameters, losses = inspect.signature(module.forward).parameters, dict[str, Any]()
-    shifted = getattr(module, "prepare_decoder_input_ids_from_labels", None)
+    call = dict(batch) if isinstance(batch, Mapping) else read(module, batch, tokenizer).kwargs
+    call, losses, notes = bound(module, call)
+    report = compare_alone(module, call, losses=losses, rows=rows, documents=documents, training=training, seed=seed)
+    return replace(report, notes=(*notes, *report.notes))
+
+
+def bound(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """(the call that a batch makes, on the model's device; what it holds for the loss; what forward does not take)."""
+    parameters = inspect.signature(model.forward).parameters
+    call, losses, notes = dict(batch), dict[str, Any](), list[str]()
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     decoder = [call.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds") if call.get(name) is not None]
     if callable(shifted) and call.get("labels") is not None and not decoder:
         call["decoder_input_ids"] = shifted(labels=call["labels"])
-    notes: list[str] = []
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in list(call):
         needed = name in parameters and parameters[name].default is inspect.Parameter.empty
+        if isinstance(call[name], Tensor):
+            call[name] = call[name].to(device_of(model))
         if name not in parameters and not hands_on:
             del call[name]
             notes.append(f"{name}: the model's forward does not take it")
         elif name in _LOSS and not needed:
             losses[name] = call.pop(name)
-        elif isinstance(call[name], Tensor):
-            call[name] = call[name].to(device_of(module))
-    report = compare_alone(module, call, losses=losses, rows=rows, documents=documents, training=training, seed=seed)
-    return replace(report, notes=(*notes, *report.notes))
+    return call, losses, tuple(notes)
 
 
 def compare_alone(
@@ -101,7 +107,7 @@ def compare_alone(
     seed: int = 0,
     places: Iterable[tuple[int, Tensor]] | None = None,
 ) -> AloneReport:
-    """Compare a bound call; `losses` it takes beside; `places` (row, columns) replace the documents it declares."""
+    """Compare a call, with `losses` beside; `places` (row, columns) replace the documents that it declares."""
     began = time.perf_counter()
     modes = [(module, module.training) for module in model.modules()]
     with unchanged(model), evaluating(model), WithoutDropout(), cast(Any, torch.compiler).set_stance("force_eager"):

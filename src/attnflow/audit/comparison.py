@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnflow._core.errors import AttnflowError
 from attnflow.audit.cutting import Part, Place, Rows, rows_of, stirred
-from attnflow.audit.inputs import fresh, takes_use_cache
+from attnflow.audit.inputs import config_of, fresh, takes_use_cache
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import as_numbers, leaves
 from attnflow.models.evaluation import REFUSALS, precision, refusal, seed_all
@@ -116,7 +116,11 @@ class Comparison:
         if batch.stuck:
             self.uncompared["rows"] = batch.stuck
         elif places is not None:
-            self.parts = [Part(row, number, (columns,), False) for number, (row, columns) in enumerate(places)]
+            listed = list(places)
+            rows_taken = [row for row, _ in listed]
+            for number, (row, columns) in enumerate(listed):
+                beside = (axis.real[row].nonzero()[:, 0] for axis in batch.axes[:-1])
+                self.parts.append(Part(row, number, (*beside, columns), rows_taken.count(row) == 1))
             self.documents = len(self.parts)
         else:
             self.documents = len(batch.parts(None))
@@ -191,7 +195,7 @@ class Comparison:
                     self.notes[f"{name} is one number for the whole batch: not compared"] = None
             self.compared += bool(gaps)
             self.outputs |= {gap.output: None for gap in gaps}
-            worst = max(gaps, key=lambda gap: gap.relative, default=None)
+            worst = max(gaps, key=lambda gap: (gap.column is not None, gap.relative), default=None)
             if worst is not None and worst.relative > _QUIET * self.rounding:
                 suspects.append(Suspect(part, worst, alone))
         for suspect, confirmed in self._no_rounding(suspects):
@@ -305,7 +309,8 @@ class Comparison:
     @cached_property
     def _uncached(self) -> dict[str, Any]:
         """The call without a cache; nothing where it makes none."""
-        makes = takes_use_cache(self.model) and self.batch.kwargs.get("use_cache") is not False
+        usual = getattr(config_of(self.model), "use_cache", True)
+        makes = takes_use_cache(self.model) and self.batch.kwargs.get("use_cache", usual) is not False
         return {**self.batch.kwargs, "use_cache": False} if makes else {}
 
     @cached_property

@@ -78,6 +78,12 @@ class Rows:
             parts += [Part(row, number, (*others, run), len(runs) == 1) for number, run in chosen]
         return parts
 
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """(token ids [batch, n], which of them are real)."""
+        if not self.axes or self.kwargs[self.axes[-1].name].is_floating_point():
+            raise ValueError("expected a batch of token ids, got none: samples are found by their tokens")
+        return self.kwargs[self.axes[-1].name].cpu(), self.axes[-1].real
+
     def trivial(self, part: Part) -> bool:
         """Whether the part alone is called just as the batch is."""
         if self.size > 1 or any(len(run) < axis.length for run, axis in zip(part.columns, self.axes, strict=True)):
