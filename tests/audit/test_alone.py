@@ -153,9 +153,9 @@ def test_flattened_documents_by_their_boundaries():
     ("net", "call", "ok"),
     [
         (Net(), {"ids": IDS}, True),
-        (Net(mean_of_real), {"ids": IDS, "mask": LEFT}, True),
-        (Net(mean_with_padding), {"ids": IDS, "mask": LEFT}, False),
-        (Net(mean_with_padding), {"ids": IDS, "mask": RIGHT}, True),
+        (Net(mean_of_real), {"ids": IDS * LEFT, "mask": LEFT}, True),
+        (Net(mean_with_padding), {"ids": IDS * LEFT, "mask": LEFT}, False),
+        (Net(mean_with_padding), {"ids": IDS * RIGHT, "mask": RIGHT}, True),
         (Net(mean_of_rows), {"ids": IDS}, False),
         (Net(norm=nn.BatchNorm1d(16)), {"ids": IDS}, True),
         (Net(norm=nn.InstanceNorm1d(16)), {"ids": IDS}, True),
@@ -339,6 +339,13 @@ UNCOMPARED = {
         packed(position_ids=PACKED.expand(2, -1), pixel_values=torch.ones(2, 4)),
         "which is not known",
     ),
+    "a mask whose sense is not known": (Net(), {"ids": IDS, "mask": LEFT}, "not one padding token"),
+    "documents under another name": (
+        tiny("Llama", torch.float32),
+        {"input_ids": IDS, "document_ids": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]] * 2)},
+        "is not read",
+    ),
+    "documents that forward does not take": (Net(), {"ids": IDS, "seq_lens": torch.tensor([3, 5, 8])}, "not take it"),
     "padding of sound": (
         tiny("Llama", torch.float32),
         {"input_ids": IDS, "audio_attention_mask": torch.eye(2)},
@@ -381,7 +388,7 @@ def test_a_summary_that_reads_the_padding_is_found_by_row():
         def forward(self, ids, mask=None):
             return self.embedding(ids).mean(1)
 
-    (difference,) = check_alone(Mean().eval(), {"ids": IDS, "mask": RIGHT}).differences
+    (difference,) = check_alone(Mean().eval(), {"ids": IDS * RIGHT, "mask": RIGHT}).differences
     assert (difference.row, difference.column, difference.cause) == (0, None, "it reads the padding")
 
 
@@ -397,6 +404,17 @@ def test_a_small_leak_is_confirmed_and_rounding_is_not():
     report = check_alone(Net(rounds).eval(), {"ids": IDS})
     assert report.ok
     assert "rounding" in report.notes[0]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe"])
+def test_half_precision_is_rounding_too_but_hides_no_leak(name, side):
+    model = tiny(name, torch.bfloat16)
+    assert check_alone(model, SIDES[side]).ok
+    table = model.get_input_embeddings()
+    handle = table.register_forward_hook(lambda module, args, out: out + 0.02 * out.mean(0, keepdim=True))
+    assert check_alone(model, SIDES[side]).verdict == "differs"
+    handle.remove()
 
 
 def test_a_large_difference_stands_although_float64_lacks_it():
@@ -444,9 +462,9 @@ def test_dropout_does_not_count_in_training_mode():
 
 
 def test_entries_that_forward_does_not_take_are_left_out_and_named():
-    report = check_alone(Net().eval(), {"ids": IDS, "length": torch.tensor([8, 8])})
+    report = check_alone(Net().eval(), {"ids": IDS, "source": torch.tensor([8, 8])})
     assert report.ok
-    assert "length" in report.notes[0]
+    assert "source" in report.notes[0]
 
 
 def test_it_is_read_back_and_has_a_row_for_each_difference():

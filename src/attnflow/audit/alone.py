@@ -15,6 +15,7 @@ from attnflow._core import checks
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.audit.comparison import Comparison, Difference, WithoutDropout
+from attnflow.audit.cutting import BOUNDARY_NAME
 from attnflow.audit.inputs import read
 from attnflow.models.evaluation import evaluating, unchanged
 from attnflow.models.loaded import Loaded, split
@@ -70,15 +71,17 @@ def check_alone(
             checks.integer(name, value, 1)
     module, tokenizer = split(model)
     call = dict(batch) if isinstance(batch, Mapping) else read(module, batch, tokenizer).kwargs
-    call, losses, notes = bound(module, call)
+    call, losses, left = bound(module, call)
     report = compare_alone(module, call, losses=losses, rows=rows, documents=documents, training=training, seed=seed)
-    return replace(report, notes=(*notes, *report.notes))
+    named = tuple(entry for entry in left if BOUNDARY_NAME.search(entry[0]))
+    notes = tuple(f"{name}: {why}" for name, why in left if (name, why) not in named)
+    return replace(report, uncompared=named + report.uncompared, notes=notes + report.notes)
 
 
-def bound(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+def bound(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]:
     """(the call that a batch makes, on the model's device; what it holds for the loss; what forward does not take)."""
     parameters = inspect.signature(model.forward).parameters
-    call, losses, notes = dict(batch), dict[str, Any](), list[str]()
+    call, losses, left = dict(batch), dict[str, Any](), list[tuple[str, str]]()
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     decoder = [call.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds") if call.get(name) is not None]
     if callable(shifted) and call.get("labels") is not None and not decoder:
@@ -90,10 +93,10 @@ def bound(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], d
             call[name] = call[name].to(device_of(model))
         if name not in parameters and not hands_on:
             del call[name]
-            notes.append(f"{name}: the model's forward does not take it")
+            left.append((name, "the model's forward does not take it"))
         elif name in _LOSS and not needed:
             losses[name] = call.pop(name)
-    return call, losses, tuple(notes)
+    return call, losses, left
 
 
 def compare_alone(

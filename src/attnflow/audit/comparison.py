@@ -21,7 +21,7 @@ from attnflow.models.evaluation import REFUSALS, precision, refusal, seed_all
 
 _KEPT: Final = ("logits_to_keep", "num_logits_to_keep")  # the last columns of a padded row are not those of the row
 _EXPLAINED: Final = 4  # differences whose cause is looked for
-_QUIET: Final = 32  # roundings of the largest number that are not looked at
+_QUIET: Final = 32  # roundings of the largest number that are not looked at; in half precision fewer
 _SAME: Final = 0.01  # share of a difference that counts as none beside it
 _REFUSED: Final = (AttnflowError, *REFUSALS)
 Outputs = Mapping[str, Tensor]
@@ -108,7 +108,8 @@ class Comparison:
         self.notes: dict[str, None] = {}
         self.differences: list[Difference] = []
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.rounding = torch.finfo(dtype).eps
+        self.large = torch.finfo(dtype).eps ** 0.5  # shares of the largest number: no rounding comes to this,
+        self.quiet = min(_QUIET * self.large**2, self.large / 8)  # and this is not looked at
 
     def choose(self, rows: int | None, documents: int | None, places: Iterable[tuple[int, Tensor]] | None) -> None:
         """Choose what runs alone: nothing where nothing can differ, or nothing can be cut."""
@@ -169,7 +170,7 @@ class Comparison:
             module.training = flag
         outputs = self.tried(self.batch.kwargs)
         gaps = [self._distance(n, v, outputs[n], None) for n, v in self.base.items() if n in outputs]
-        if not outputs or any(gap.relative > self.rounding**0.5 for gap in gaps):
+        if not outputs or any(gap.relative > self.large for gap in gaps):
             why = "the model is in it, and gives other outputs than in eval mode: pass training=True"
             self.uncompared["training mode"] = why
 
@@ -196,7 +197,7 @@ class Comparison:
             self.compared += bool(gaps)
             self.outputs |= {gap.output: None for gap in gaps}
             worst = max(gaps, key=lambda gap: (gap.column is not None, gap.relative), default=None)
-            if worst is not None and worst.relative > _QUIET * self.rounding:
+            if worst is not None and worst.relative > self.quiet:
                 suspects.append(Suspect(part, worst, alone))
         for suspect, confirmed in self._no_rounding(suspects):
             if self._moves(self._another, suspect):
@@ -224,7 +225,7 @@ class Comparison:
         scale = max(float(side.abs().nan_to_num(nan=0.0, posinf=0.0).amax()) for side in (value, other))
         column = None
         if place is not None:
-            moved = apart.movedim(place[0], 0).flatten(1).amax(1) > _QUIET * self.rounding * scale
+            moved = apart.movedim(place[0], 0).flatten(1).amax(1) > self.quiet * scale
             column = int(place[1][moved.nonzero()[0, 0]]) if moved.any() else None
         return Gap(name, column, float(apart.amax()), scale)
 
@@ -245,7 +246,7 @@ class Comparison:
         for suspect, kept in zip(suspects, exact, strict=True):
             gap = suspect.gap
             confirmed = kept is not None and kept > _SAME * gap.relative
-            if confirmed or gap.relative > self.rounding**0.5:
+            if confirmed or gap.relative > self.large:
                 yield suspect, confirmed
             elif kept is None:
                 self.uncompared.setdefault(gap.output, f"differs by {gap.difference:.2g}, rounding or not: {why}")
@@ -304,7 +305,7 @@ class Comparison:
 
     def _least(self, gap: Gap) -> float:
         """What an experiment must move an output by, to count beside a difference."""
-        return max(_QUIET * self.rounding * gap.scale, _SAME * gap.difference)
+        return max(self.quiet * gap.scale, _SAME * gap.difference)
 
     @cached_property
     def _uncached(self) -> dict[str, Any]:

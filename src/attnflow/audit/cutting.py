@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,6 +21,7 @@ from attnflow.masks.flex import is_row_intervals
 
 _COUNTS: Final = ("max_length_q", "max_length_k", "cache_position")  # of the batch, as the boundaries are
 _IMAGES: Final = ("pixel", "image", "video", "audio", "input_features", "input_values")
+BOUNDARY_NAME: Final = re.compile(r"doc|segment|seq|sample|cu_|position|pack|lengths")  # in names that are not read
 _PADDING_MASKS: Final = {"mask": False, "padding_mask": True, "key_padding_mask": True, "src_key_padding_mask": True}
 
 
@@ -191,16 +193,21 @@ def rows_of(model: nn.Module, kwargs: Mapping[str, Any]) -> Rows:
     kwargs = {name: value for name, value in inputs.kwargs.items() if value is not None}
     kwargs = {name: value for name, value in kwargs.items() if not _is_cache(name, value) or _length(value)}
     family, plain = family_of(model), getattr(model, "config", None) is None
-    axes: list[Axis] = []
+    axes, unread = list[Axis](), list[tuple[str, str]]()
     dropped = {"position_ids", "decoder_position_ids", *DOCUMENT_ARGUMENTS, *_COUNTS}
     for slot in inputs.slots:
         name = cast(str, slot.name)
         prefix = "decoder_" if name.startswith("decoder_") else ""
         mask, away = kwargs.get(f"{prefix}attention_mask"), f"{prefix}attention_mask"
         for other, inverse in _PADDING_MASKS.items() if plain and mask is None else ():
-            value = kwargs.get(other)
-            if isinstance(value, Tensor) and value.shape == (inputs.batch, slot.length):
-                mask, away = (value == 0 if inverse else value != 0).long(), other
+            value, tokens = kwargs.get(other), inputs.values(slot)
+            if not isinstance(value, Tensor) or value.shape != (inputs.batch, slot.length):
+                continue
+            real = value == 0 if inverse else value != 0
+            if len(tokens[~real].unique(dim=0)) > 1:  # padding is one token
+                unread.append((other, "what it hides is not one padding token: it is cut along, and not read"))
+            else:
+                mask, away = real.long(), other
         entries = {n: kwargs[n] for n in DOCUMENT_ARGUMENTS if n in kwargs and len(inputs.slots) == 1}
         entries |= {"attention_mask": mask, "position_ids": kwargs.get(f"{prefix}position_ids")}
         axis = _axis(name, prefix, inputs.values(slot), entries, family)
@@ -214,7 +221,8 @@ def rows_of(model: nn.Module, kwargs: Mapping[str, Any]) -> Rows:
     size = inputs.batch if axes else len(first)
     parameters = inspect.signature(model.forward).parameters.values()
     needed = frozenset(parameter.name for parameter in parameters if parameter.default is parameter.empty)
-    unread, stuck = _unread(kwargs, size, dropped, axes)
+    more, stuck = _unread(kwargs, size, dropped, axes)
+    unread += more
     stuck = stuck or ("" if inputs.batched else "the inputs have no batch axis")
     return Rows(kwargs, tuple(axes), size, inputs.pool, frozenset(dropped), needed, tuple(unread), stuck)
 
@@ -276,6 +284,8 @@ def _unread(
             return unread, f"{name} holds states of earlier positions"
         if packed and len(axes) > 1:
             return unread, f"{axes[0].name} stands beside packed documents: which of them it belongs to is not known"
+        if BOUNDARY_NAME.search(name) and name not in dropped and all(axis.name != name for axis in axes):
+            unread.append((name, "may say where documents begin or tokens stand, and is not read: it is cut along"))
         if image and packed:
             return unread, f"{name} belongs to one of several documents, and which is not known"
         if not isinstance(value, Tensor) or name in dropped or not value.ndim:
