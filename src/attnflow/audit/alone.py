@@ -59,7 +59,7 @@ def check_alone(
         ValueError: entries of the batch do not fit together.
 
     Cost: one pass of the batch and one short pass for each row or document. Each of the first four differences takes
-    up to six passes more. One that looks like rounding is computed again in float64.
+    up to seven passes more. What differs runs again in float64, which takes a second copy of the weights.
 
     >>> import torch
     >>> ids = torch.tensor([[5, 6, 7], [8, 9, 10]])

@@ -89,8 +89,8 @@ class WithoutDropout(TorchFunctionMode):
         if "dropout" in name:
             return args[0] if args else named["input"]
         if name == "scaled_dot_product_attention":
-            args, named = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**named, "dropout_p": 0.0}
-            named = {key: value for key, value in named.items() if key != "dropout_p" or len(args) < 5}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            named |= {} if len(args) > 4 else {"dropout_p": 0.0}
         return func(*args, **named)
 
 
@@ -264,9 +264,9 @@ class Comparison:
         """The likeliest cause of a difference, in words."""
         part, batch = suspect.part, self.batch
         cache = "pass use_cache=False: beside a cache, position_ids keep no documents apart"
-        if self._uncached and self._equal(self.tried(self._uncached), suspect):
+        if self._equal(self._without_cache, suspect):
             return cache
-        if self._restarted and self._equal(self._restarted, suspect):
+        if self._equal(self._restarted, suspect):
             words = self._positions_in_words(part)
             return f"{words}; {cache}" if self._uncached and not part.whole else words
         reads = [
@@ -276,11 +276,13 @@ class Comparison:
         ]
         if reads:
             return f"it reads {' and '.join(reads)}"
-        row = batch.row(part.row) if batch.size > 1 else None
-        outputs = self.tried(row) if row else {}
-        if outputs and self._equal(outputs, suspect, first=True):
+        apart = suspect.gap.difference
+        if batch.size > 1 and (row := batch.row(part.row)) is not None:  # the row with its padding, in a batch of one
+            apart = self._apart(self.tried(row), suspect, replace(batch, size=1))
+        if apart <= self._least(suspect.gap):
             return "the other rows: how many or how long they are, not what they hold"
-        if any(len(run) < axis.length for run, axis in zip(part.columns, batch.axes, strict=True)):
+        shorter = any(len(run) < axis.length for run, axis in zip(part.columns, batch.axes, strict=True))
+        if shorter and abs(apart - suspect.gap.difference) <= self._least(suspect.gap):
             return "its place in the row or the length of the row, not what stands there (chunks, windows, positions)"
         return "not known"
 
@@ -296,12 +298,17 @@ class Comparison:
             return False
         return self._distance(gap.output, before, after).difference > self._least(gap)
 
-    def _equal(self, outputs: Outputs, suspect: Suspect, first: bool = False) -> bool:
-        """Whether other outputs of the batch, or of its `first` row alone, are in this part what they are alone."""
+    def _equal(self, outputs: Outputs, suspect: Suspect) -> bool:
+        """Whether other outputs of the batch are in this part what they are alone."""
+        return self._apart(outputs, suspect, self.batch) <= self._least(suspect.gap)
+
+    def _apart(self, outputs: Outputs, suspect: Suspect, rows: Rows) -> float:
+        """How far an output of an experiment is from the same alone; infinite where there is none."""
         part, gap, alone = suspect
-        rows = replace(self.batch, size=1) if first else self.batch
-        other = self._gap(gap.output, outputs, alone, replace(part, row=0 if first else part.row), rows)
-        return isinstance(other, Gap) and other.difference <= self._least(gap)
+        if gap.output not in outputs:
+            return torch.inf
+        other = self._gap(gap.output, outputs, alone, replace(part, row=min(part.row, rows.size - 1)), rows)
+        return other.difference if isinstance(other, Gap) else torch.inf
 
     def _least(self, gap: Gap) -> float:
         """What an experiment must move an output by, to count beside a difference."""
@@ -313,6 +320,10 @@ class Comparison:
         usual = getattr(config_of(self.model), "use_cache", True)
         makes = takes_use_cache(self.model) and self.batch.kwargs.get("use_cache", usual) is not False
         return {**self.batch.kwargs, "use_cache": False} if makes else {}
+
+    @cached_property
+    def _without_cache(self) -> Outputs:
+        return self.tried(self._uncached) if self._uncached else {}
 
     @cached_property
     def _restarted(self) -> Outputs:

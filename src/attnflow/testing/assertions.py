@@ -112,7 +112,7 @@ def assert_packing_equals_alone(
         AssertionError: a sample differs, is not in the batch, or could not be compared. The message is the report;
             documents in it are numbers of samples.
 
-    Cost: one pass of the batch and one of each sample, and six for each of the first four differences.
+    Cost: one pass of the batch and one of each sample, and up to seven for each of the first four differences.
     """
     __tracebackhide__ = True
     if len(samples) < 2:
