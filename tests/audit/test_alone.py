@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import attnflow as af
 from attnflow.audit import check_alone
 from attnflow.audit.alone import compare_alone
-from tests.models import AUDITED, tiny
+from tests.models import AUDITED, ZOO, tiny
 
 IDS = torch.arange(5, 13).repeat(2, 1) + torch.tensor([[0], [20]])
 LEFT, RIGHT = (torch.ones(2, 8, dtype=torch.long) for _ in range(2))
@@ -121,14 +121,55 @@ def test_packed_documents_differ_where_other_tokens_of_the_row_move_them(name, e
 
 @pytest.mark.parametrize("name", ["T5", "Bart", "MBart", "EncoderDecoder"])
 def test_both_halves_are_cut(name):
-    from tests.models import ZOO
-
     model = ZOO[name].make()
     mask = RIGHT.flip(0)
     call = SIDES["right"] | {"decoder_input_ids": IDS + 2, "decoder_attention_mask": mask}
     report = check_alone(model, call)
     assert report.ok, report
     assert "encoder_last_hidden_state" in report.outputs
+
+
+def pixels(rows):
+    return torch.randn(rows, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def beside_images():
+    ids = torch.tensor([[5, 7, 7, 7, 7, 6, 8, 9, 0, 0], [3, 7, 7, 7, 7, 6, 8, 9, 10, 11]])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "pixel_values": pixels(2)}
+
+
+ROWS = {
+    "an image for each row": ("Llava", beside_images(), "image_hidden_states"),
+    "images alone": ("ViT", {"pixel_values": pixels(2)}, "pooler_output"),
+    "scores of rows for rows": ("CLIP", {"input_ids": IDS, "pixel_values": pixels(2)}, "logits_per_image"),
+    "segments": ("Bert", SIDES["right"] | {"token_type_ids": (IDS > 8).long()}, "pooler_output"),
+    "vectors": ("Llama", {"inputs_embeds": torch.randn(2, 8, 32), "attention_mask": RIGHT}, "last_hidden_state"),
+    "everything a model returns": (
+        "Mixtral",
+        SIDES["right"] | {"output_router_logits": True, "output_hidden_states": True, "output_attentions": True},
+        "router_logits.1",
+    ),
+    "the last logits": ("Llama", SIDES["right"] | {"logits_to_keep": 2}, "logits"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_what_belongs_to_a_row_is_cut_along(case):
+    name, call, output = ROWS[case]
+    report = check_alone(ZOO[name].make(), call)
+    assert report.ok, report
+    assert output in report.outputs or (output == "last_hidden_state" and "logits" in report.outputs)
+
+
+def test_rows_of_scores_that_read_other_rows_are_found():
+    class Mixed(Net):
+        def forward(self, ids):
+            summary = self.mix(self.embedding(ids).mean(1), None)
+            return summary @ summary.mT
+
+    assert check_alone(Mixed().eval(), {"ids": IDS}).ok
+    differences = check_alone(Mixed(mean_of_rows).eval(), {"ids": IDS}).differences
+    assert [d.cause for d in differences] == ["it reads the other rows"] * 2
 
 
 PEFT_WARNS = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -157,13 +157,14 @@ class Rows:
 
         Axes are told by their lengths: `batch` against 1, `n` against those of the part's columns.
         """
+        other = f"has shape {list(value.shape)} in the batch and {list(single.shape)} alone"
         if value.ndim != single.ndim:
-            return f"has shape {list(value.shape)} in the batch and {list(single.shape)} alone"
+            return other
         axes = list(zip(self.axes, part.columns, strict=True))
         axes = axes if encoder else axes[::-1]
         rowed, place = self.size == 1, cast(Place, None)
         for at, (size, few) in enumerate(zip(value.shape, single.shape, strict=True)):
-            if not rowed and (size, few) == (self.size, 1):
+            if self.size > 1 and (size, few) == (self.size, 1):  # twice in scores of rows for rows
                 value, rowed = value.narrow(at, part.row, 1), True
                 continue
             for (axis, run), flat in product(axes, (False, True)):
@@ -178,8 +179,10 @@ class Rows:
                 rowed, place = rowed or flat, place or (at, run[: len(index)])
                 break
             else:
-                if size != few:
-                    return f"has shape {list(value.shape)} in the batch and {list(single.shape)} alone"
+                if not rowed and size == few * self.size:  # what else belongs to rows, flattened: parts of images
+                    value, rowed = value.narrow(at, part.row * few, few), True
+                elif size != few:
+                    return other
         if not rowed and single.shape[:1] != (1,):
             return "has no batch axis"
         if place is None and not part.whole:
