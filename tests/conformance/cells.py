@@ -25,6 +25,7 @@ import attnflow as af
 from attnflow.geometry.attribution import ScoreAttribution
 from tests.conformance import inputs as made
 from tests.conformance import oracles
+from tests.conformance.alone import rows_alone
 from tests.conformance.inputs import LENGTH, Inputs
 from tests.conformance.miniature import NotBuilt
 
@@ -438,6 +439,7 @@ FEATURES: dict[str, Callable[[PreTrainedModel], str | None]] = {
     "audit": audit_default,
     "packed": audit_packed,
     "padded": audit_padded,
+    "alone": rows_alone,
     "cached": audit_cached,
     "image": audit_image,
     "mask": mask_attached,

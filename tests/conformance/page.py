@@ -20,6 +20,7 @@ ASKED = {
     "audit": "does it find what moves against the order that it believes, and accuse nothing else",
     "packed": "two documents by position ids that restart",
     "padded": "padding on the left",
+    "alone": "rows of padded batches and packed documents against themselves alone",
     "cached": "prefill and steps, chunks, left padding against one forward pass",
     "image": "with an image in place",
     "mask": "a random mask: exactly its pairs move; state-space and convolutional mixers are silenced, and not masked",

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers import DataCollatorWithFlattening
 
 import attnflow as af
-from attnflow.testing import assert_no_leak, assert_same_mask
+from attnflow.testing import assert_batch, assert_no_leak, assert_packing_equals_alone, assert_same_mask
 from tests.audit.common import inputs, tiny, tokens, wrapped
 from tests.refused import refused
 
@@ -44,6 +45,101 @@ def test_nothing_to_test_is_no_success():
     with pytest.raises(AssertionError, match=r"nothing was tested: .* forbids nothing"):
         assert_no_leak(tiny("Bert"), tokens(batch=1))
     assert_no_leak(tiny("Bert"), tokens(batch=2))
+
+
+SAMPLES = [{"input_ids": [*range(5 + 9 * i, 5 + 9 * i + size), 2]} for i, size in enumerate((4, 6, 3))]
+
+
+def padding_on(side):
+    def collate(samples):
+        size = max(len(sample["input_ids"]) for sample in samples)
+        pads = [[0] * (size - len(sample["input_ids"])) for sample in samples]
+        rows = [
+            pad * (side == "left") + s["input_ids"] + pad * (side == "right")
+            for pad, s in zip(pads, samples, strict=True)
+        ]
+        ids = torch.tensor(rows)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+    return collate
+
+
+def flattened(late):
+    """Packs in another order; positions restart one token `late` behind the first document."""
+
+    def collate(samples):
+        rows = [sample["input_ids"] for sample in reversed(samples)]
+        sizes = [len(row) for row in rows]
+        if late and len(sizes) > 1:
+            sizes = [sizes[0] + 1, sizes[1] - 1, *sizes[2:]]
+        positions = torch.cat([torch.arange(size) for size in sizes])
+        return {"input_ids": torch.cat([torch.tensor(row) for row in rows])[None], "position_ids": positions[None]}
+
+    return collate
+
+
+def cut(samples):
+    return {"input_ids": torch.cat([torch.tensor(sample["input_ids"]) for sample in samples])[None, :9]}
+
+
+def packing_model(name="Llama"):
+    model = tiny(name, pad_token_id=0, eos_token_id=2)
+    model.config.use_cache = False  # as a Trainer sets it
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "collate", "message"),
+    [
+        ("Llama", padding_on("right"), ""),
+        ("Llama", padding_on("left"), ""),
+        ("Llama", flattened(False), ""),
+        ("Llama", DataCollatorWithFlattening(), ""),
+        ("GPT2", padding_on("right"), ""),
+        ("GPT2", padding_on("left"), "the positions count the padding"),
+        ("Llama", flattened(True), "restart one token late"),
+        (
+            "Llama",
+            lambda samples: {**flattened(False)(samples), "position_ids": None},
+            "pass position_ids that restart",
+        ),
+        (
+            "Mamba2",
+            lambda samples: {"input_ids": flattened(False)(samples)["input_ids"]},
+            "it reads the document before it",
+        ),
+        ("Llama", cut, "sample 1 is not in the batch in one piece"),
+    ],
+)
+def test_samples_in_a_batch_and_alone(name, collate, message):
+    if not message:
+        assert_packing_equals_alone(packing_model(name), collate, SAMPLES)
+        return
+    with pytest.raises(AssertionError, match=message):
+        assert_packing_equals_alone(packing_model(name), collate, SAMPLES)
+
+
+def test_one_sample_is_no_packing():
+    with refused(ValueError, "at least two samples"):
+        assert_packing_equals_alone(packing_model(), cut, SAMPLES[:1])
+
+
+def test_a_batch_whose_rows_are_as_alone():
+    assert_batch(padding_on("right")(SAMPLES), packing_model())
+    assert_batch(DataCollatorWithFlattening()(SAMPLES), packing_model())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("Llama", lambda batch: {**batch, "labels": batch["input_ids"]}, "the batch is not what the model needs"),
+        ("GPT2", lambda batch: batch, "others in the batch than alone"),
+        ("Llama", lambda batch: {**batch, "pixel_values": torch.ones(5, 2)}, "not everything could be compared"),
+    ],
+)
+def test_a_batch_with_a_mistake(name, change, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_batch(change(padding_on("left")(SAMPLES)), packing_model(name))
 
 
 @pytest.mark.parametrize(

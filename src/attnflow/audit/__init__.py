@@ -5,12 +5,14 @@ the audit runs the model: it changes inputs and watches every module.
 
 Read `audit` first (`check`), then `perturb`, which finds what moves, and `passes`, which runs and watches the model.
 `declared` says what may move, `measurement` what does, `guards` watches a training, `batches` reads one batch alone.
+`alone` compares the rows of a batch with themselves alone.
 `functions` lets `check` take any function of token ids; `scores` asks whether a score per token is a probability.
 """
 
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
+from attnflow.audit.alone import AloneReport, check_alone
 from attnflow.audit.audit import check
 from attnflow.audit.batches import check_batch, check_loss
 from attnflow.audit.declared import declared_order
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
     from attnflow.audit.hf import GuardCallback
 
 __all__ = [
+    "AloneReport",
     "AuditReport",
     "GuardCallback",
     "check",
+    "check_alone",
     "check_batch",
     "check_loss",
     "check_scores",

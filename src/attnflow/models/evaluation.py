@@ -94,7 +94,8 @@ def unchanged(model: nn.Module) -> Generator[None]:
                     part.clear()
                     part.update(content)
             for buffer, value, version in values:
-                if buffer._version != version:  # else it was not written to, and a graph of the caller may hold it
+                # else it was not written to, and a caller's graph may hold it; batch norm leaves the version as it is
+                if buffer._version != version or not torch.equal(buffer, value):
                     with torch.no_grad():
                         buffer.copy_(value)
 

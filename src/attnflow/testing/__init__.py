@@ -5,12 +5,21 @@ from typing import TYPE_CHECKING
 from attnflow._core.lazy import on_demand
 
 if TYPE_CHECKING:
-    from attnflow.testing.assertions import assert_as_accurate, assert_no_leak, assert_same_mask, tolerance
+    from attnflow.testing.assertions import (
+        assert_as_accurate,
+        assert_batch,
+        assert_no_leak,
+        assert_packing_equals_alone,
+        assert_same_mask,
+        tolerance,
+    )
     from attnflow.testing.oracles import classes, closure, covers, depth, path_exists, power, product, product_depth
 
 __all__ = [
     "assert_as_accurate",
+    "assert_batch",
     "assert_no_leak",
+    "assert_packing_equals_alone",
     "assert_same_mask",
     "classes",
     "closure",

@@ -1,4 +1,4 @@
-"""One-line asserts for your own tests: no leak, the same mask, as accurate as a plain computation."""
+"""One-line asserts for your own tests: no leak, a right batch, the same mask, as accurate as a plain computation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow import audit
+from attnflow.audit.alone import bound, compare_alone
+from attnflow.audit.cutting import rows_of
 from attnflow.audit.functions import is_function
 from attnflow.audit.guards import without_loss
 from attnflow.masks.build import computed_pairs
@@ -64,6 +66,80 @@ def assert_no_leak(
             f"nothing was tested: {report.order} forbids nothing in one sequence; pass a batch of two, to see what "
             f"crosses between sequences, or the order that you mean\n{report}"
         )
+
+
+def assert_batch(batch: Mapping[str, Any], model: nn.Module | Loaded) -> None:
+    """Assert that labels, documents, masks and positions of one batch fit together, and that rows are as alone.
+
+    This is `af.audit.check_batch` and `af.audit.check_alone`. A batch of one row without padding and documents has
+    nothing to compare, and passes the second.
+
+    Args:
+        batch: the collator's output, with labels.
+        model: the model that trains on it, or a result of `af.load_model`.
+
+    Raises:
+        AssertionError: a mistake, a row or a document that differs, or something that could not be compared. The
+            message is the report.
+
+    Cost: one `af.audit.check_batch` and one `af.audit.check_alone`.
+    """
+    __tracebackhide__ = True
+    lint = audit.check_batch(batch, model)
+    if not lint.ok:
+        raise AssertionError(f"the batch is not what the model needs\n{lint}")
+    report = audit.check_alone(model, batch)
+    if report.differences:
+        raise AssertionError(f"outputs are others in the batch than alone\n{report}")
+    if report.uncompared:
+        raise AssertionError(f"not everything could be compared\n{report}")
+
+
+def assert_packing_equals_alone(
+    model: nn.Module | Loaded, collate: Callable[[list[Any]], Mapping[str, Any]], samples: Sequence[Any]
+) -> None:
+    """Assert that every sample has the outputs in its padded or packed batch that it has alone.
+
+    The collator runs on all samples, and on each alone to see the tokens it makes of it. Samples are found in the
+    batch by their tokens, so the test needs no entry that says where documents begin.
+
+    Args:
+        model: the model that trains on the batch, or a result of `af.load_model`.
+        collate: the collator: takes a list of samples and returns the arguments of a call with `input_ids`.
+        samples: what the data set holds, at least two, each with other tokens.
+
+    Raises:
+        AssertionError: a sample differs, is not in the batch, or could not be compared. The message is the report;
+            documents in it are numbers of samples.
+
+    Cost: one pass of the batch and one of each sample, and up to seven for each of the first four differences.
+    """
+    __tracebackhide__ = True
+    if len(samples) < 2:
+        raise ValueError(
+            f"expected at least two samples, got {len(samples)}: one alone has nothing to be compared with"
+        )
+    module = split(model)[0]
+    call, losses, _ = bound(module, collate(list(samples)))
+    ids, _ = rows_of(module, call).tokens()
+    tokens: list[Tensor] = []
+    for sample in samples:
+        single, real = rows_of(module, bound(module, collate([sample]))[0]).tokens()
+        tokens.append(single[real])
+    free, places = torch.ones_like(ids, dtype=torch.bool), dict[int, tuple[int, Tensor]]()
+    for number in sorted(range(len(tokens)), key=lambda number: -len(tokens[number])):
+        size = len(tokens[number])
+        runs, unused = (grid.unfold(1, size, 1) for grid in (ids, free))
+        starts = ((runs == tokens[number]) & unused).all(-1).nonzero().tolist() if size <= ids.shape[1] else []
+        if not starts:
+            raise AssertionError(f"sample {number} is not in the batch in one piece: {tokens[number].tolist()}")
+        row, start = starts[0]
+        free[row, start : start + size] = False
+        places[number] = row, torch.arange(start, start + size)
+    report = compare_alone(module, call, losses=losses, places=[places[number] for number in range(len(tokens))])
+    if not report.ok:
+        what = "samples have other outputs in the batch than alone" if report.differences else "not all was compared"
+        raise AssertionError(f"{what}; documents are numbers of samples\n{report}")
 
 
 def assert_same_mask(actual: object, expected: object) -> None:
