@@ -6,7 +6,6 @@ same one alone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +18,10 @@ from attnflow._core.results import Result
 from attnflow.audit import loss as losses
 from attnflow.audit.batch_checks import Checks
 from attnflow.audit.batch_labels import Findings, Mistake, read_labels
-from attnflow.audit.batch_reading import ANSWERS, IGNORED, WEIGHTS, Family, Reading, family_of, read_batch
-from attnflow.audit.inputs import takes_use_cache
+from attnflow.audit.batch_reading import IGNORED, WEIGHTS, Family, Reading, family_of, read_batch
+from attnflow.audit.batch_runs import least_width, loss_of_model, matched, rows_alone, run_model
 from attnflow.audit.packing import as_tensor
-from attnflow.audit.targets import LossUnread, Targets, read_targets
-from attnflow.models.evaluation import REFUSALS, refusal
+from attnflow.audit.targets import LossUnread, read_targets
 from attnflow.models.loaded import Loaded
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]
@@ -86,8 +84,11 @@ def check_batch(
         family = replace(family, shift=0)  # transformers' losses take them as they stand
     family, seen = replace(family, **given), Findings()
     reading = read_batch(batch, family, where)
-    loss = _loss_of_model(model, batch, reading, seen) if isinstance(model, nn.Module) else None
-    return _report(batch, family, reading, loss, seen)
+    loss = separate = None
+    if isinstance(model, nn.Module):
+        loss = loss_of_model(model, batch, reading, seen)
+        separate = rows_alone(model, batch, reading, seen)
+    return _report(batch, family, reading, loss, seen, separate=separate)
 
 
 def check_loss(
@@ -139,15 +140,15 @@ def check_loss(
     seen: list[losses.SeenLoss] = []
     for part in parts:
         entries, where = _renamed(part, names, documents)
-        call = partial(_run, subject) if isinstance(subject, nn.Module) else subject
+        call = partial(run_model, subject) if isinstance(subject, nn.Module) else subject
         try:
-            targets = read_targets(call, part, _least(entries), model if isinstance(model, nn.Module) else None)
+            targets = read_targets(call, part, least_width(entries), model if isinstance(model, nn.Module) else None)
         except LossUnread as error:
             raise ValueError(f"the loss cannot be read: {error}") from error
         family = replace(family_of(targets.model if model is None else model), **_given(None, None, eos, pad))
         family = replace(family, causal=family.causal is not False)
         reading, findings = read_batch(entries, family, where), Findings()
-        loss = _matched(targets, reading, findings)
+        loss = matched(targets, reading, findings)
         seen += [] if loss is None else [loss]
         report = _report(entries, family, reading, loss, findings, equal_weights)
         reports.append(replace(report, untested=tuple(findings.untested)))
@@ -268,53 +269,6 @@ def _report(
         loss=() if loss is None else tuple(losses.terms(loss, batch)),
         trained=() if loss is None else losses.trained_runs(loss, whole.labels),
     )
-
-
-def _loss_of_model(
-    model: nn.Module, batch: Mapping[str, Any], reading: Reading, seen: Findings
-) -> losses.SeenLoss | None:
-    """Run the model's own loss and match it with the batch; what hinders it leaves the verdict open."""
-    if reading.labels is None and reading.targets is None:
-        return None
-    try:
-        targets = read_targets(partial(_run, model), batch, _least(batch), model)
-    except LossUnread as error:
-        why = f"{error}; pass the function that computes it to check_loss"
-        seen.untested.append((f"the loss of {type(model).__name__}", why))
-    except REFUSALS as error:
-        seen.untested.append(
-            (f"the loss of {type(model).__name__}", f"it does not run on this batch: {refusal(error)}")
-        )
-    else:
-        return _matched(targets, reading, seen)
-    return None
-
-
-def _matched(targets: Targets, reading: Reading, seen: Findings) -> losses.SeenLoss | None:
-    loss = losses.in_columns(targets, reading)
-    if loss is None:
-        shape = f"its logits have rows {list(targets.token.shape)}, the batch {list(reading.shape)}"
-        seen.untested.append(("which positions the loss trains", shape))
-    return loss
-
-
-def _run(model: nn.Module, batch: Mapping[str, Any]) -> object:
-    """Call a model with what its forward names, and with other entries that reach its layers or its loss."""
-    parameters = inspect.signature(model.forward).parameters
-    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    call = {n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)}
-    if hasattr(model, "config") and takes_use_cache(model):
-        call.setdefault("use_cache", False)  # as in training: a cache switches off packing by positions
-    return model(**call)
-
-
-def _least(batch: Mapping[str, Any]) -> int:
-    """The width from which a tensor may hold logits: all ids and labels of the batch are below it."""
-    largest = [1]
-    for name, value in batch.items():
-        if name.endswith(("input_ids", "labels")) and value is not None and (tensor := as_tensor(value)).numel():
-            largest.append(int(tensor.max()))
-    return max(largest) + 1
 
 
 def _given(shift: int | None, causal: bool | None, eos: int | Sequence[int] | None, pad: int | None) -> dict[str, Any]:
