@@ -39,6 +39,7 @@ class RowBatch:
     tensors: dict[str, Tensor]
     starts: tuple[int, ...]  # of packed rows: the position where each begins; () for padded rows
     notes: tuple[str, ...]  # what was made of the rows, and what was not read
+    documents: str | None  # "rows" if each padded row is one document by its form; None if that is not known
 
     def place(self, sequence: int, position: int) -> tuple[int, int]:
         """(row, position) of the data at a place of the batch."""
@@ -74,46 +75,47 @@ def as_batch(
     count = total if limit is None else min(limit, total)
     if not count:
         raise ValueError("expected at least one row of data, got none")
-    names = names or [f"row {index}" for index in range(count)]
+    places = places or [f"row {index}" for index in range(count)]
     remarks: dict[str, list[str]] = {}
     table: list[_Row] = []
-    for index, name in zip(range(count), names, strict=False):
+    for index, place in zip(range(count), places, strict=False):
         try:
             row = _Row(rows[index], tokenizer, family)
             table.append(row)
             for column in sorted(table[0].given ^ row.given):
                 has, other = ("has", "does not") if column in row.given else ("has no", "does")
-                raise ValueError(f"it {has} {column}, and {names[0]} {other}: give all rows the same columns")
+                raise ValueError(f"it {has} {column}, and {places[0]} {other}: give all rows the same columns")
             row.label(family)
             if pack:
                 row.pack(family)
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise ValueError(f"{place}: {error}") from error
         for remark in row.remarks:
-            remarks.setdefault(remark, []).append(name)
+            remarks.setdefault(remark, []).append(place)
     notes = [text if len(which) == count else f"{_few(which)}: {text}" for text, which in remarks.items()]
     notes += [f"only the first {count} of {total} rows were read"] if count < total else []
     joined = {name: [row.columns[name] for row in table] for name in table[0].columns}
     sizes = torch.tensor([len(ids) for ids in joined["input_ids"]])
     if pack:
         starts = tuple((sizes.cumsum(0) - sizes).tolist())
-        return RowBatch({name: torch.cat(values)[None] for name, values in joined.items()}, starts, tuple(notes))
+        return RowBatch({name: torch.cat(values)[None] for name, values in joined.items()}, starts, tuple(notes), None)
     padding = next((i for i in (pad, family.pad, getattr(tokenizer, "pad_token_id", None)) if i is not None), None)
     if (sizes != sizes[0]).any():
         joined.setdefault("attention_mask", [torch.ones_like(ids) for ids in joined["input_ids"]])
         notes += ["padded with token 0, as no model or tokenizer names the padding token"] if padding is None else []
     fill = {"input_ids": padding or 0, "decoder_input_ids": padding or 0, "labels": IGNORED}
     tensors = {name: pad_sequence(values, True, fill.get(name, 0)) for name, values in joined.items()}
-    return RowBatch(tensors, (), tuple(notes))
+    documents = "rows" if "input_ids" not in table[0].given else None  # messages and texts are not packed
+    return RowBatch(tensors, (), tuple(notes), documents)
 
 
 class _Row:
     """One row: its columns with a number for each token, and remarks on how they were read."""
 
-    def __init__(self, row: Any, tokenizer: Any, family: Family) -> None:
+    def __init__(self, row: Any, tokenizer: Any, family: Family, rename: Mapping[str, str]) -> None:
         if not isinstance(row, Mapping):
             raise ValueError(f"expected an object with {FORMS}, got {kind_of(row):.80}")
-        values = {str(name): value for name, value in row.items() if value is not None}
+        values = {rename.get(name, str(name)): value for name, value in row.items() if value is not None}
         self.remarks: list[str] = []
         self.learned, form = "", "input_ids"
         if form not in values:
