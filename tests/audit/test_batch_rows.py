@@ -295,6 +295,7 @@ BAD = {
         bad({"messages": USER, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, CHAT),
         "chat_template_kwargs sets chat_template, which is not for a row to set",
     ),
+    "damaged tools": (bad({"messages": USER, "tools": "[{"}, CHAT), "tools must be a list of objects"),
     "text of a list": (bad({"text": ["w5"]}, CHAT), "text must be text, got a list"),
     "a completion of messages": (
         bad({"prompt": "w5", "completion": USER}, CHAT),
@@ -319,7 +320,10 @@ BAD = {
     "no rows": (lambda: as_batch([]), "expected at least one row of data"),
     "a stream": (lambda: as_batch(iter(samples())), "of a loader or a stream pass what it gives first"),
     "a loader": (lambda: as_batch(torch.utils.data.DataLoader(samples())), "got DataLoader; of a loader"),
-    "a table": (lambda: as_batch(pandas.DataFrame(samples())), "row 0: 0"),
+    "a table": (
+        lambda: as_batch(pandas.DataFrame(samples())),
+        "expected rows[0] to be a row, but this DataFrame has none: pass a list of dicts",
+    ),
     "a name": (lambda: check_batch("data.jsonl"), "a list of rows or a dataset with len() and [i], got str"),
 }
 

@@ -48,16 +48,17 @@ class RowBatch:
 
 
 def as_batch(
-    rows: Rows,
+    rows: object,
     tokenizer: Any = None,
     family: Family | None = None,
     *,
     pad: int | None = None,
     pack: bool = False,
     limit: int | None = None,
-    names: Sequence[str] | None = None,
+    places: Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> RowBatch:
-    """Make a batch of the first `limit` rows, the only ones that are read; messages call them `names`.
+    """Make a batch of the first `limit` rows, the only ones that are read; messages call them `places`.
 
     Padded rows are as from `DataCollatorForSeq2Seq` and TRL, packed ones as from `DataCollatorWithFlattening` and TRL's
     padding-free collator. Rows without labels learn the tokens of their masks, or all, as in TRL's `SFTTrainer`.
@@ -66,7 +67,7 @@ def as_batch(
         TypeError: the rows have no length, or cannot be read by number.
         ValueError: there is no row, or a row cannot be read; the message names it.
     """
-    if isinstance(rows, str) or not isinstance(rows, Rows):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(rows, str) or not isinstance(rows, Rows):
         raise TypeError(
             "expected a batch as a mapping, a list of rows or a dataset with len() and [i], got "
             f"{type(rows).__name__}; of a loader or a stream pass what it gives first: next(iter(...))"
@@ -80,7 +81,14 @@ def as_batch(
     table: list[_Row] = []
     for index, place in zip(range(count), places, strict=False):
         try:
-            row = _Row(rows[index], tokenizer, family)
+            values = rows[index]
+        except (KeyError, IndexError, TypeError) as error:
+            kind = type(rows).__name__
+            raise TypeError(
+                f"expected rows[{index}] to be a row, but this {kind} has none: pass a list of dicts"
+            ) from error
+        try:
+            row = _Row(values, tokenizer, family, rename or {})
             table.append(row)
             for column in sorted(table[0].given ^ row.given):
                 has, other = ("has", "does not") if column in row.given else ("has no", "does")
@@ -88,7 +96,7 @@ def as_batch(
             row.label(family)
             if pack:
                 row.pack(family)
-        except (KeyError, IndexError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         for remark in row.remarks:
             remarks.setdefault(remark, []).append(place)

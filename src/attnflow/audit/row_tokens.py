@@ -99,8 +99,11 @@ class _Chat:
         taken = [name for name in more if name in inspect.signature(tokenizer.apply_chat_template).parameters]
         if taken:
             raise ValueError(f"chat_template_kwargs sets {', '.join(taken)}, which is not for a row to set")
+        try:
+            self.options = {**more, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+        except ValueError as error:
+            raise ValueError(f"tools must be a list of objects, or that as JSON, got {tools!r:.40}") from error
         self.tokenizer = tokenizer
-        self.options = {**more, "tools": json.loads(tools) if isinstance(tools, str) else tools}
 
     def render(self, messages: list[dict[str, Any]], **more: bool) -> Any:
         """Apply the template; `ValueError` says why it refuses."""
@@ -122,11 +125,10 @@ class _Chat:
 
     def answers(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int], str]:
         """(tokens, mask of what is learned, in words): the assistant's tokens, or all where these are not known."""
-        template = self.tokenizer.chat_template
-        if isinstance(template, str) and _GENERATION.search(template):
-            read = self.render(messages, return_assistant_tokens_mask=True)
-            return read["input_ids"], read["assistant_masks"], "what the chat template marks as the assistant's"
         ids = self.render(messages)["input_ids"]
+        if _GENERATION.search(self.tokenizer.get_chat_template(tools=self.options["tools"])):
+            mask = self.render(messages, return_assistant_tokens_mask=True)["assistant_masks"]
+            return ids, mask, "what the chat template marks as the assistant's"
         mask = [0] * len(ids)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import BufferedIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
@@ -67,11 +68,11 @@ def batch(
 
         spinner.stage("checking")
         try:
-            read = as_batch(lines.rows, words, family_of(loaded), pack=pack, names=lines.names)
+            read = as_batch(lines.rows, words, family_of(loaded), pack=pack, places=lines.names)
         except (TypeError, ValueError) as error:
             raise BadUsage(f"{data}, {error}") from error
         ids = {} if loaded is not None else {name: getattr(words, f"{name}_token_id", None) for name in ("eos", "pad")}
-        report = check_batch(read.tensors, loaded, **ids)
+        report = check_batch(read.tensors, loaded, documents=read.documents, **ids)
     places = _Places(read, lines, words)
     if json_output:
         found = [places.mistake(mistake) for mistake in report.mistakes]
@@ -117,7 +118,7 @@ def _read(path: Path, limit: int) -> _Lines:
         lines = _parquet(path, limit)
     elif start[:2] == b"\x1f\x8b":
         with gzip.open(path) as file:
-            lines = _jsonl(cast(BinaryIO, file), path, limit)
+            lines = _jsonl(file, path, limit)
     else:
         with path.open("rb") as file:
             lines = _jsonl(file, path, limit)
@@ -126,7 +127,7 @@ def _read(path: Path, limit: int) -> _Lines:
     return lines
 
 
-def _jsonl(file: BinaryIO, path: Path, limit: int) -> _Lines:
+def _jsonl(file: BufferedIOBase, path: Path, limit: int) -> _Lines:
     from attnflow._core.plain import parse_json
 
     lines = _Lines([], "line", [], 0)
@@ -149,7 +150,7 @@ def _jsonl(file: BinaryIO, path: Path, limit: int) -> _Lines:
     return _Lines(lines.rows, "line", lines.numbers, total)
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(file: BufferedIOBase, path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers from 1."""
     number = 0
     try:
@@ -214,10 +215,12 @@ class _Places:
 
     def of(self, text: str, sequence: int | None = None) -> str:
         """Return a line of a report, about the `sequence` that it names or the given one, with places of the file."""
-        named = re.search(r"\bsequence (\d+)", text)
+        named = re.search(r"\b(?:sequence|row) (\d+)", text)
         sequence = int(named[1]) if named else sequence
         positions = re.findall(r"\bposition (\d+)", text)
-        if sequence is None or (self.read.starts and not positions):
+        rows, columns = self.read.tensors["input_ids"].shape
+        outside = sequence is None or sequence >= rows or any(int(position) >= columns for position in positions)
+        if sequence is None or outside or (self.read.starts and not positions):
             return text
         home, _ = self.read.place(sequence, int((positions or [0])[0]))
 
