@@ -78,11 +78,19 @@ def test_places_in_the_words_of_a_report(run: Callable, tmp_path: Path, tiny_mod
         out = run("audit", "batch", path, "--model", tiny_model, *pack).out
         assert "readable: line 2, position 1 ('you'): the position before it predicts it, and can read" in out
         assert "the label's token at position 0 ('his')" in out
-    path = write(tmp_path / "e.jsonl", [{"text": "w1 w2"}, {"text": "w3 <eos> w4"}])
+    path = write(tmp_path / "e.jsonl", [{"input_ids": [5, 6, 2]}, {"input_ids": [7, 2, 8]}])
     folder = tmp_path / "words"
     tokenizer().save_pretrained(folder)
     out = run("audit", "batch", path, "--tokenizer", str(folder)).out
     assert "line 2 goes on behind the end token at position 1 ('<eos>')" in out
+
+
+def test_what_the_loss_trains_is_said_by_line(run: Callable, tmp_path: Path, tiny_model: str) -> None:
+    path = write(tmp_path / "d.jsonl", [ROW, "", {**ROW, "input_ids": [5, 9, 8, 2], "labels": [-100, 9, 8, 2]}])
+    for pack in ([], ["--pack"]):
+        out = run("audit", "batch", path, "--model", tiny_model, *pack).out
+        assert "loss: line 1, positions 0 to 2: " in out
+        assert "loss: line 3, positions 0 to 2: " in out
 
 
 def test_the_first_rows_alone_are_read(run: Callable, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnflow.audit.batch_labels import Mistake
     from attnflow.audit.batch_rows import RowBatch
 
+_POSITIONS: Final = re.compile(r"\b(positions?) (\d+)(?: to (\d+))?")
 _LONGEST: Final = 1 << 26  # bytes of one line
 
 
@@ -217,19 +218,26 @@ class _Places:
         """Return a line of a report, about the `sequence` that it names or the given one, with places of the file."""
         named = re.search(r"\b(?:sequence|row) (\d+)", text)
         sequence = int(named[1]) if named else sequence
-        positions = re.findall(r"\bposition (\d+)", text)
+        places = [int(place) for match in _POSITIONS.finditer(text) for place in match.groups()[1:] if place]
         rows, columns = self.read.tensors["input_ids"].shape
-        outside = sequence is None or sequence >= rows or any(int(position) >= columns for position in positions)
-        if sequence is None or outside or (self.read.starts and not positions):
+        if sequence is None or sequence >= rows or any(place >= columns for place in places):
             return text
-        home, _ = self.read.place(sequence, int((positions or [0])[0]))
+        if self.read.starts and not places:
+            return text
+        number = sequence  # for the function below, where it is not None
+        home, _ = self.read.place(number, (places or [0])[0])
 
-        def place(match: re.Match[str]) -> str:
-            row, position = self.read.place(sequence, int(match[1]))
+        def position(match: re.Match[str]) -> str:
+            row, first = self.read.place(number, int(match[2]))
             elsewhere = "" if row == home else f" of {self.lines.names[row]}"
-            return f"position {position}{elsewhere} ({self.token(sequence, int(match[1]))})"
+            if match[3] is None:
+                return f"{match[1]} {first}{elsewhere} ({self.token(number, int(match[2]))})"
+            other, last = self.read.place(number, int(match[3]))
+            return f"{match[1]} {first}{elsewhere} to {last}" + (
+                "" if other == row else f" of {self.lines.names[other]}"
+            )
 
-        moved = re.sub(r"\bposition (\d+)", place, text)
+        moved = _POSITIONS.sub(position, text)
         return moved if named is None else moved.replace(named[0], self.lines.names[home], 1)
 
     def token(self, sequence: int, position: int) -> str:
