@@ -174,7 +174,8 @@ ROWS = {
     "passes of a guard": (lambda: guard(Scores(), passes=0), ValueError, "passes must be at least 1"),
     "sequences of a guard": (lambda: guard(Scores(), sequences=0), ValueError, "sequences must be at least 1"),
     # batches
-    "a list": (lambda: check_batch([1, 2]), TypeError, "expected a batch as a mapping"),
+    "numbers as rows": (lambda: check_batch([1, 2]), ValueError, "row 0: expected an object with input_ids"),
+    "a stream": (lambda: check_batch(iter([])), TypeError, "expected a batch as a mapping, a list of rows or a"),
     "an empty batch": (lambda: check_batch({}), ValueError, "expected input_ids or labels"),
     "float ids": (batch(input_ids=torch.rand(1, 4)), TypeError, "input_ids must hold integers, got torch.float32"),
     "labels of another length": (batch(labels=IDS[:, :4]), ValueError, "labels are"),

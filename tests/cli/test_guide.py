@@ -45,7 +45,7 @@ def test_every_command_is_in_the_guide(run: Callable) -> None:
     from attnflow.cli import _main
 
     commands = [f"attnflow {command.name}" for command in _main.app.registered_commands]
-    for group in ("mask", "bias", "geometry", "knowledge"):
+    for group in ("mask", "audit", "bias", "geometry", "knowledge"):
         commands += [f"attnflow {group} {command.name}" for command in _main.GROUPS[group].registered_commands]
     assert [command for command in commands if command not in TEXT] == []
 

@@ -19,6 +19,7 @@ from attnflow.audit import loss as losses
 from attnflow.audit.batch_checks import Checks
 from attnflow.audit.batch_labels import Findings, Mistake, read_labels
 from attnflow.audit.batch_reading import IGNORED, WEIGHTS, Family, Reading, family_of, read_batch
+from attnflow.audit.batch_rows import Rows, as_batch
 from attnflow.audit.batch_runs import least_width, loss_of_model, matched, rows_alone, run_model
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.targets import LossUnread, read_targets
@@ -29,7 +30,7 @@ Documents = str | Sequence[Any] | Tensor | None
 
 
 def check_batch(
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Any] | Rows,
     model_or_config: Any = None,
     *,
     shift: int | None = None,
@@ -53,7 +54,9 @@ def check_batch(
     Args:
         batch: the collator's output: `input_ids`, `labels` and the model's other arguments. Labels may come from
             transformers, TRL or `af.tasks.Collator`. `completion_mask` or `assistant_masks` mark the answers.
-            Documents may be numbered (`seq_idx`, `document_ids`, `segment_ids`) or given by lengths or boundaries.
+            Documents may be numbered (`seq_idx`, `document_ids`, `segment_ids`) or given by lengths or boundaries. Rows
+            are padded on the right: a list of them is read whole, of a dataset the first 8. Rows of messages or text
+            need what `af.load_model` returned.
         model_or_config: the model, a result of `af.load_model`, or the configuration. It tells whether the loss shifts
             labels, whether attention is causal, and which ids pad and end. A model also runs. Without it, a batch that
             looks like one of a causal language model is taken as such, and the report says so.
@@ -65,8 +68,9 @@ def check_batch(
         names: {name in the batch: name that is known here}, such as {"x": "input_ids", "y": "labels"}.
 
     Raises:
-        TypeError: the batch is not a mapping, ids or labels are not integers, or `model_or_config` is neither.
-        ValueError: there are neither ids nor labels, or shapes do not fit.
+        TypeError: the batch is neither a mapping nor rows, ids or labels are not integers, or `model_or_config` is
+            neither.
+        ValueError: there are neither ids nor labels, shapes do not fit, or a row cannot be read.
 
     Cost: milliseconds; with a mask of pairs its closure, about that of `af.order.analyze`. With a model about three
     forward passes of the batch and part of a backward pass.
@@ -76,10 +80,16 @@ def check_batch(
     >>> print(check_batch({"input_ids": ids, "labels": ids.roll(1, 1)}).mistakes[0].kind)
     readable
     """
-    batch, where = _renamed(batch, names, documents)
-    model = model_or_config.model if isinstance(model_or_config, Loaded) else model_or_config
+    model, tokenizer = model_or_config if isinstance(model_or_config, Loaded) else (model_or_config, None)
     given = _given(shift, causal, eos, pad)
     family = family_of(model)
+    if not isinstance(batch, Mapping):
+        limit = None if isinstance(batch, list | tuple) else 8
+        rows = as_batch(batch, tokenizer, replace(family, **given), limit=limit, rename=names)
+        documents = rows.documents if documents is None else documents
+        report = check_batch(rows.tensors, model, shift=shift, causal=causal, documents=documents, eos=eos, pad=pad)
+        return replace(report, notes=(*rows.notes, *report.notes))
+    batch, where = _renamed(batch, names, documents)
     if batch.get("shift_labels") is not None and family.shift == 1:
         family = replace(family, shift=0)  # transformers' losses take them as they stand
     family, seen = replace(family, **given), Findings()

@@ -35,10 +35,16 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for command in (audit.audit, report.report, studio.studio, doctor.doctor):
+for command in (report.report, studio.studio, doctor.doctor):
     app.command(command.__name__)(command)
 
-GROUPS: Final = {"mask": mask.app, "bias": bias.app, "geometry": geometry.app, "knowledge": knowledge.app}
+GROUPS: Final = {
+    "mask": mask.app,
+    "audit": audit.app,
+    "bias": bias.app,
+    "geometry": geometry.app,
+    "knowledge": knowledge.app,
+}
 for name, group in GROUPS.items():
     app.add_typer(group, name=name)
 

@@ -4,14 +4,46 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Final, cast
 
 import typer
+from typer.core import TyperGroup
 
+from attnflow.cli import batch
 from attnflow.cli._arguments import describe, integers, is_file, load, mask_argument, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, print_result, say, working
 
+_MODEL: Final = "MODEL"  # the command's name stands for its argument in `attnflow audit --help`
+_DATA: Final = (".jsonl", ".jsonl.gz", ".parquet")
 
+
+class _ModelByDefault(TyperGroup):
+    """Reads `audit MODEL` as a command of its own, whose options its help shows."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        by_name = args[:1] and args[0] in ("batch", "-h", "--help")
+        data = next((word for word in args if word.endswith(_DATA)), None)
+        if data is not None and not by_name:
+            raise BadUsage(f"{data} holds rows of data: attnflow audit batch {data} --model NAME")
+        return super().parse_args(ctx, args if by_name else [_MODEL, *args])
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        self.commands[_MODEL].format_help_text(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.commands[_MODEL].format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+app = typer.Typer(
+    help="Audit a model for leaks; batch: check rows of training data.",
+    rich_markup_mode=None,
+    cls=_ModelByDefault,
+    subcommand_metavar="MODEL | batch FILE",
+)
+
+
+@app.command(_MODEL)
 def audit(
     model: Annotated[
         str,
@@ -129,3 +161,6 @@ def _golden(against: Path | None, save: Path | None, given: list[object]) -> dic
     if values.get("attnflow") != "MeasuredOrder":
         raise BadUsage(f"{against} holds no measured order: write it with `attnflow audit MODEL --save {against}`")
     return values
+
+
+app.command("batch")(batch.batch)

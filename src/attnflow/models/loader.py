@@ -88,6 +88,16 @@ def load_model(
     return Loaded(model, tokens)
 
 
+def load_tokenizer(name_or_path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, as `load_model` does, or that of a folder without a model."""
+    place = resolve(os.fspath(name_or_path))
+    with quiet():
+        if isinstance(place, str) or (place.is_dir() and not any(place.glob("*.gguf"))):
+            return _tokenizer(str(place))
+        folder, gguf = _locate(str(place))
+        return _tokenizer(folder) if gguf is None else _gguf_tokenizer(file := Path(folder) / gguf, _key(file))
+
+
 def _dtype(dtype: object) -> torch.dtype | str:
     if isinstance(dtype, torch.dtype):
         if not dtype.is_floating_point:
@@ -227,19 +237,26 @@ def _load_gguf(
     Transformers treats a GGUF model as quantised and refuses to save or train it. We copy the weights to a fresh model
     in float32, with identical logits, cached under the file's hash and the version of transformers.
     """
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
-    key = f"gguf-{digest}-transformers-{transformers.__version__}"
+    key = _key(file)
     model = _cached(f"{key}-model", AutoModelForCausalLM, lambda: _unpack(file), dtype=torch.float32)
     model.config._name_or_path = model.name_or_path = str(file.parent)
     model.config.dtype = dtype
     nn.Module.to(model, dtype)
-    if not tokenizer:
-        return model, None
+    return model, _gguf_tokenizer(file, key) if tokenizer else None
+
+
+def _gguf_tokenizer(file: Path, key: str) -> PreTrainedTokenizerBase:
     folder = str(file.parent)
     words = _cached(f"{key}-tokenizer", AutoTokenizer, lambda: _tokenizer(folder, gguf_file=file.name))
     words.name_or_path = folder
-    return model, words
+    return words
+
+
+def _key(file: Path) -> str:
+    """Name the entries of a GGUF file in the cache."""
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+    return f"gguf-{digest}-transformers-{transformers.__version__}"
 
 
 def _cached(key: str, kind: Any, unpack: Callable[[], _Entry], **options: object) -> _Entry:

@@ -1,0 +1,232 @@
+"""`as_batch`: rows of data (token ids, messages or texts) as one batch, padded or packed as collators do."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from attnflow._core.plain import kind_of
+from attnflow.audit.batch_reading import ANSWERS, IGNORED, Family
+from attnflow.audit.packing import as_tensor
+from attnflow.audit.row_tokens import FORMS, tokenized
+
+_MASKS: Final = (*ANSWERS, "loss_mask")
+_WHOLE: Final = ("input_ids", "labels", "position_ids")
+_TOKENS: Final = (*_WHOLE, "attention_mask", "token_type_ids", *_MASKS)  # columns of one number for each token
+_LENGTHS: Final = "seq_lengths"  # of documents in TRL's packed rows, which may be as many as tokens
+_DOCUMENTS: Final = re.compile("len|seq|doc|seg|bound|split", re.IGNORECASE)  # names of what separates documents
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """A list of rows, or a dataset."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Rows of data as one batch, and where its positions come from."""
+
+    tensors: dict[str, Tensor]
+    starts: tuple[int, ...]  # of packed rows: the position where each begins; () for padded rows
+    notes: tuple[str, ...]  # what was made of the rows, and what was not read
+    documents: str | None  # "rows" if each padded row is one document by its form; None if that is not known
+
+    def place(self, sequence: int, position: int) -> tuple[int, int]:
+        """(row, position) of the data at a place of the batch."""
+        row = bisect_right(self.starts, position) - 1 if self.starts else sequence
+        return row, position - self.starts[row] if self.starts else position
+
+
+def as_batch(
+    rows: object,
+    tokenizer: Any = None,
+    family: Family | None = None,
+    *,
+    pad: int | None = None,
+    pack: bool = False,
+    limit: int | None = None,
+    places: Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+) -> RowBatch:
+    """Make a batch of the first `limit` rows, the only ones that are read; messages call them `places`.
+
+    Padded rows are as from `DataCollatorForSeq2Seq` and TRL, packed ones as from `DataCollatorWithFlattening` and TRL's
+    padding-free collator. Rows without labels learn the tokens of their masks, or all, as in TRL's `SFTTrainer`.
+
+    Raises:
+        TypeError: the rows have no length, or cannot be read by number.
+        ValueError: there is no row, or a row cannot be read; the message names it.
+    """
+    if isinstance(rows, str) or not isinstance(rows, Rows):
+        raise TypeError(
+            "expected a batch as a mapping, a list of rows or a dataset with len() and [i], got "
+            f"{type(rows).__name__}; of a loader or a stream pass what it gives first: next(iter(...))"
+        )
+    family, total = family or Family(), len(rows)
+    count = total if limit is None else min(limit, total)
+    if not count:
+        raise ValueError("expected at least one row of data, got none")
+    places = places or [f"row {index}" for index in range(count)]
+    remarks: dict[str, list[str]] = {}
+    table: list[_Row] = []
+    for index, place in zip(range(count), places, strict=False):
+        try:
+            values = rows[index]
+        except (KeyError, IndexError, TypeError) as error:
+            kind = type(rows).__name__
+            raise TypeError(
+                f"expected rows[{index}] to be a row, but this {kind} has none: pass a list of dicts"
+            ) from error
+        try:
+            row = _Row(values, tokenizer, family, rename or {})
+            table.append(row)
+            for column in sorted(table[0].given ^ row.given):
+                has, other = ("has", "does not") if column in row.given else ("has no", "does")
+                raise ValueError(f"it {has} {column}, and {places[0]} {other}: give all rows the same columns")
+            row.label(family)
+            if pack:
+                row.pack(family)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        for remark in row.remarks:
+            remarks.setdefault(remark, []).append(place)
+    notes = [text if len(which) == count else f"{_few(which)}: {text}" for text, which in remarks.items()]
+    notes += [f"only the first {count} of {total} rows were read"] if count < total else []
+    joined = {name: [row.columns[name] for row in table] for name in table[0].columns}
+    sizes = torch.tensor([len(ids) for ids in joined["input_ids"]])
+    if pack:
+        starts = tuple((sizes.cumsum(0) - sizes).tolist())
+        return RowBatch({name: torch.cat(values)[None] for name, values in joined.items()}, starts, tuple(notes), None)
+    padding = next((i for i in (pad, family.pad, getattr(tokenizer, "pad_token_id", None)) if i is not None), None)
+    if (sizes != sizes[0]).any():
+        joined.setdefault("attention_mask", [torch.ones_like(ids) for ids in joined["input_ids"]])
+        notes += ["padded with token 0, as no model or tokenizer names the padding token"] if padding is None else []
+    fill = {"input_ids": padding or 0, "decoder_input_ids": padding or 0, "labels": IGNORED}
+    tensors = {name: pad_sequence(values, True, fill.get(name, 0)) for name, values in joined.items()}
+    documents = "rows" if "input_ids" not in table[0].given else None  # messages and texts are not packed
+    return RowBatch(tensors, (), tuple(notes), documents)
+
+
+class _Row:
+    """One row: its columns with a number for each token, and remarks on how they were read."""
+
+    def __init__(self, row: Any, tokenizer: Any, family: Family, rename: Mapping[str, str]) -> None:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"expected an object with {FORMS}, got {kind_of(row):.80}")
+        values = {rename.get(name, str(name)): value for name, value in row.items() if value is not None}
+        self.remarks: list[str] = []
+        self.learned, form = "", "input_ids"
+        if form not in values:
+            values, form, self.learned = tokenized(values, tokenizer, self.remarks)
+        ids = _whole("input_ids", values.pop("input_ids"))
+        size = len(tokenizer) if tokenizer is not None and family.vocabulary is None else None
+        if size is not None and ids.max() >= size:
+            raise ValueError(f"token {ids.max()} at position {ids.argmax()} is not one of the tokenizer's {size}")
+        self.columns, unread = {"input_ids": ids}, list[str]()
+        self.documents: Tensor | None = None  # their positions, each from 0
+        for name, value in values.items():
+            other_half = family.decoder and (name == "labels" or name.startswith("decoder_"))
+            numbers = _whole(name, value) if name in _TOKENS and not family.classes else _numbers(value)
+            if numbers is not None and (other_half or (len(numbers) == len(ids) and name != _LENGTHS)):
+                self.columns[name] = numbers.long() if numbers.dtype == torch.bool else numbers
+            elif numbers is not None and name in _TOKENS:
+                raise ValueError(f"{name} has {len(numbers)} entries and input_ids {len(ids)}: it needs one per token")
+            elif numbers is not None and _DOCUMENTS.search(name):
+                self.documents = _positions(name, numbers, len(ids))
+                self.remarks.append(f"documents: position_ids restart where {name} says, as in TRL's collator")
+            else:
+                unread.append(name)
+        if unread:
+            self.remarks.append(f"not read, as they hold no number for each token: {', '.join(sorted(unread))}")
+        self.given = {form, *self.columns} if form == "input_ids" else {form}
+        if self.documents is not None and not torch.equal(
+            self.columns.setdefault("position_ids", self.documents), self.documents
+        ):
+            raise ValueError("its position_ids do not restart where its lengths say that a document begins")
+
+    def label(self, family: Family) -> None:
+        """Make missing labels: the tokens that the masks of answers mark, or all."""
+        if "labels" in self.columns:
+            return
+        kept = self.columns.get("attention_mask", torch.ones_like(self.columns["input_ids"])) != 0
+        masks = {name: self.columns.pop(name) for name in _MASKS if name in self.columns}
+        if family.name and family.shift != 1:
+            self.remarks.append(f"labels: none, and {family.name} does not learn the next token of its input")
+            return
+        for mask in masks.values():
+            kept &= mask == 1
+        self.columns["labels"] = torch.where(kept, self.columns["input_ids"], IGNORED)
+        where = f"the tokens where {' and '.join(masks)} is 1" if masks else "all tokens, as no column marks answers"
+        self.remarks.append(f"labels: {self.learned or where}")
+
+    def pack(self, family: Family) -> None:
+        """Number positions from 0, ignore the labels of first tokens, and drop what collators do not pack."""
+        places = torch.arange(len(self.columns["input_ids"])) if self.documents is None else self.documents
+        given, mask = self.columns.get("position_ids", places), self.columns.get("attention_mask")
+        if family.decoder:
+            raise ValueError(f"rows of {family.name}, which has an encoder and a decoder, are not packed: pad them")
+        if mask is not None and (mask != 1).any():
+            raise ValueError("its attention_mask is not 1 everywhere: packing drops it, so that its padding is read")
+        if self.documents is None and (given.diff() <= 0).any():
+            raise ValueError(f"its position_ids restart, which packing undoes: give {_LENGTHS}, or do not pack")
+        if "labels" in self.columns:
+            self.columns["labels"] = self.columns["labels"].masked_fill(places == 0, IGNORED)
+        kept = {name: self.columns[name] for name in ("input_ids", "labels", *_MASKS) if name in self.columns}
+        left = sorted(self.columns.keys() - kept.keys() - {"position_ids", "attention_mask"})
+        self.remarks += [f"left out, as packing collators do: {', '.join(left)}"] if left else []
+        self.columns = {**kept, "position_ids": places}
+
+
+def _numbers(value: Any) -> Tensor | None:
+    """A list of numbers as a tensor [m]; None for anything else."""
+    try:
+        tensor = as_tensor(value)
+    except (TypeError, ValueError, OverflowError):  # texts, objects, lists of unequal lengths
+        return None
+    return tensor if tensor.ndim == 1 and not tensor.is_complex() else None
+
+
+def _whole(name: str, value: Any) -> Tensor:
+    """The whole numbers of a column; masks may also be bool or 0.0 and 1.0."""
+    numbers = _numbers(value)
+    items: list[Any] | None = (
+        list(value) if isinstance(value, list | tuple) else numbers if numbers is None else numbers.tolist()
+    )
+    kinds = (int,) if name in _WHOLE else (int, float, bool)
+    what = kind_of(value) if items is None else "" if items else "an empty list"
+    for position, item in enumerate(items or ()):
+        item = item.item() if hasattr(item, "item") else item
+        if type(item) not in kinds or item % 1 or not -(2**63) <= item < 2**63:
+            what = what or f"{kind_of(item)} at position {position}"
+    if what or numbers is None:
+        raise ValueError(f"{name} must be one list of whole numbers, got {what}")
+    if name in _MASKS and not ((numbers == 0) | (numbers == 1)).all():
+        raise ValueError(f"{name} must hold 0 and 1, got {numbers.max().item()}")
+    return numbers.long()
+
+
+def _positions(name: str, numbers: Tensor, tokens: int) -> Tensor:
+    """The positions of one row's documents, each from 0, by their lengths or boundaries."""
+    bounds = len(numbers) > 1 and numbers[0] == 0 and numbers[-1] == tokens
+    lengths = numbers.diff() if bounds else numbers
+    if lengths.is_floating_point() or (lengths <= 0).any() or lengths.sum() != tokens:
+        raise ValueError(
+            f"{name} holds {numbers[:6].tolist()}: expected the lengths of its documents, which add up to its {tokens} "
+            f"tokens, or boundaries that rise from 0 to {tokens}; leave the column out if it is about something else"
+        )
+    return torch.cat([torch.arange(length) for length in lengths.tolist()])
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first of several names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
