@@ -110,7 +110,9 @@ class SteppedRunner(Runner):
             self.passes += 1
             state = {name: _cache(output)}
             if state[name] is None:
-                raise UnsupportedArchitecture(f"{type(self.model).__name__} returned no cache: use cache=False")
+                raise UnsupportedArchitecture(
+                    f"{type(self.model).__name__} returned no cache: audit it with cache=False"
+                )
             if encoder:
                 hidden = _entry(output, "encoder_last_hidden_state")
                 state["encoder_outputs"] = (hidden,)
