@@ -256,7 +256,7 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
         """The readers of E, block by block."""
         return [cast(ModularBlock, block).reader for block in self.model.layers]
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (releases name the cache among kwargs differently)
         self,
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
