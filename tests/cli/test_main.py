@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from attnflow._core import version
 from attnflow.cli import _main, doctor, mask
 
 
@@ -113,13 +114,26 @@ def test_a_closed_pipe_is_no_finding() -> None:
 def test_doctor(run: Callable) -> None:
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    assert "PyTorch version" in out
+    assert out.startswith("everything needed is installed")
     assert "transformers" in out
-    assert out.rstrip().endswith("everything needed is installed")
+    assert "PyTorch version" not in out
+    assert "PyTorch version" in run("doctor", "--verbose").out
     code, out, _ = run("doctor", "--json")
     said = json.loads(out)
-    assert (code, said["ok"], said["schema"]) == (0, True, "attnflow.doctor/1")
+    assert (code, said["ok"], said["untried"], said["schema"]) == (0, True, {}, "attnflow.doctor/1")
     assert any(each["name"] == "torch" and each["version"] for each in said["packages"])
+
+
+def test_doctor_names_packages_that_are_newer_than_any_tried(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "NEWEST_TRIED", {"transformers": "4.57", "peft": "0.1", "torch": "99.0"})
+    monkeypatch.setattr(doctor, "NEWEST_TRIED", version.NEWEST_TRIED)
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    verdict, *newer = out.split("\n\n")[0].splitlines()
+    assert verdict == "everything needed is installed"
+    assert [line.split()[0] for line in newer if "newest" in line] == ["transformers", "peft"]
+    assert "'transformers==4.57.*'" in " ".join(newer)
+    assert set(json.loads(run("doctor", "--json").out)["untried"]) == {"transformers", "peft"}
 
 
 def test_a_package_that_is_missing_is_a_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,4 +141,4 @@ def test_a_package_that_is_missing_is_a_finding(run: Callable, monkeypatch: pyte
     code, out, _ = run("doctor")
     assert code == 1
     assert re.search(r"^scipy +not installed +pip install scipy", out, re.MULTILINE)
-    assert out.rstrip().endswith("missing: scipy")
+    assert out.startswith("missing: scipy\n")

@@ -19,7 +19,7 @@ from attnflow.audit.passes import Event, Recording, Runner, Tracer, Watched
 from attnflow.audit.perturb import other_precision
 from attnflow.audit.report import Violation
 from attnflow.models.evaluation import REFUSALS, precision, refusal
-from attnflow.models.loaded import takes
+from attnflow.models.loaded import CACHES, accepted
 from attnflow.models.watching import Watch
 
 
@@ -60,7 +60,7 @@ def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]
     every = [asked, DecodingPath("chunks", (part, part, n - 2 * part)), DecodingPath("drafts", (prefill, part))]
     if not getattr(model, "_is_stateful", False):  # a recurrent state cannot be taken back, and `generate` refuses to
         every.append(DecodingPath("crop", steps, drafts=part))
-    if takes(model.forward, "attention_mask") and "attention_mask" not in inputs.kwargs:
+    if accepted(model, "attention_mask") and "attention_mask" not in inputs.kwargs:
         every.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
     if "transformers" in sys.modules:
         from attnflow.audit.hf.decoding import static_cache
@@ -79,10 +79,15 @@ class SteppedRunner(Runner):
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
         """Run the prefill and then the steps, each with the cache of the one before."""
-        name = next((n for n in ("past_key_values", "cache_params") if takes(self.model.forward, n)), None)
+        name = accepted(self.model, *CACHES)
         if name is None or not takes_use_cache(self.model):
             raise UnsupportedArchitecture(f"{type(self.model).__name__} takes no cache: audit it with cache=False")
         *encoder, decoder = self.inputs.slots
+        prompted = getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False)
+        if prompted or not any(decoder.length in value.shape for value in kwargs.values() if isinstance(value, Tensor)):
+            raise UnsupportedArchitecture(
+                f"{type(self.model).__name__} adds positions of its own, in every step anew: audit it with cache=False"
+            )
         state: dict[str, Any] = {} if self._decoding.cache is None else {name: self._decoding.cache()}
         start = encoded = 0
         encodes = cast(Any, self.model).get_encoder() if encoder and hasattr(self.model, "get_encoder") else None
@@ -103,9 +108,11 @@ class SteppedRunner(Runner):
                     f"with a cache ({type(error).__name__}: {refusal(error)}); audit it with cache=False"
                 ) from error
             self.passes += 1
-            state = {name: _entry(output, name)}
+            state = {name: _cache(output)}
             if state[name] is None:
-                raise UnsupportedArchitecture(f"{type(self.model).__name__} returned no {name}: use cache=False")
+                raise UnsupportedArchitecture(
+                    f"{type(self.model).__name__} returned no cache: audit it with cache=False"
+                )
             if encoder:
                 hidden = _entry(output, "encoder_last_hidden_state")
                 state["encoder_outputs"] = (hidden,)
@@ -127,7 +134,7 @@ class SteppedRunner(Runner):
         part = fresh(sliced(self.inputs, {**kwargs, **wrong}, start, start + self._decoding.drafts)) | state
         if hasattr(state[name], "activate_past_recording"):  # sliding layers forget, unless they are told
             state[name].activate_past_recording()
-        cache = _entry(self.model(**part, use_cache=True), name)
+        cache = _cache(self.model(**part, use_cache=True))
         self.passes += 1
         if not hasattr(cache, "crop"):
             raise UnsupportedArchitecture(f"{type(cache).__name__} cannot be cropped")
@@ -154,6 +161,13 @@ def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> d
                 value = value[..., start:end]
         part[name] = value
     return part
+
+
+def _cache(output: Any) -> Any:
+    """The cache that a model returns, whose name may differ from the argument's; None without."""
+    mapping = dict(cast(Mapping[str, Any], output)) if isinstance(output, Mapping) else None
+    found = (getattr(output, name, None) if mapping is None else mapping.get(name) for name in CACHES)
+    return next((cache for cache in found if cache is not None), None)
 
 
 def _entry(output: Any, name: str) -> Any:
@@ -268,7 +282,7 @@ def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
     real = torch.ones(inputs.batch, slot.length + pads, dtype=torch.int64, device=values.device)
     real[:, :pads] = 0
     kwargs: dict[str, Any] = {**inputs.kwargs, slot.name: torch.cat([front, values], 1), "attention_mask": real}
-    if takes(model.forward, "position_ids"):
+    if accepted(model, "position_ids"):
         positions = inputs.kwargs.get("position_ids", torch.arange(slot.length, device=values.device))
         positions = positions.expand(inputs.batch, -1)
         kwargs["position_ids"] = torch.cat([positions.new_zeros(inputs.batch, pads), positions], 1)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow.models.loaded import embedding_table, special_ids, takes, tokenized
+from attnflow.models.loaded import accepted, embedding_table, special_ids, takes, tokenized
 from attnflow.models.offload import without_numbers
 
 _WRITTEN = ("past", "cache", "state")  # words in the names of arguments that a forward writes into
@@ -212,7 +212,7 @@ def takes_use_cache(model: nn.Module) -> bool:
     """Whether a call takes `use_cache`, also through the keywords that heads of transformers hand on."""
     named = inspect.signature(model.forward).parameters.values()
     passes_on = hasattr(model, "config") and any(each.kind is each.VAR_KEYWORD for each in named)
-    return takes(model.forward, "use_cache") or passes_on
+    return accepted(model, "use_cache") is not None or passes_on
 
 
 def _ids(inputs: Sequence[Any]) -> Tensor:

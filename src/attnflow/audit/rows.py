@@ -201,7 +201,7 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 
 # Caches of keys, values and states among outputs, as transformers names them.
-_CACHES: Final = re.compile(r"(.*_)?past_\w+|cache_params|padding_cache|shared_kv_states|state")
+_CACHES: Final = re.compile(r"(.*_)?(past_\w+|cache)|cache_params|shared_kv_states|state")
 
 
 def leaves(root: object, other: Callable[[str, object], None] | None = None) -> list[tuple[str, Tensor]]:

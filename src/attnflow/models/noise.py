@@ -223,11 +223,15 @@ def _vectors(module: nn.Module, value: Tensor) -> _Vectors | None:
 
 
 def _no_rotation(value: object) -> object:
-    """Replace a pair of cosines and sines, or each pair of a mapping, by ones and zeros."""
+    """Replace a pair of cosines and sines, or each pair of a mapping, by ones and zeros.
+
+    At position 0 sines are 0, which tells pairs of (sin, cos) from the usual ones.
+    """
     if isinstance(value, Mapping):
         return {name: _no_rotation(one) for name, one in cast(Mapping[str, object], value).items()}
     if isinstance(value, tuple) and len(cast(tuple[object, ...], value)) == 2:
-        cos, sin = cast(tuple[object, object], value)
-        if isinstance(cos, Tensor) and isinstance(sin, Tensor) and not cos.is_complex():
-            return torch.ones_like(cos), torch.zeros_like(sin)
+        first, second = cast(tuple[object, object], value)
+        if isinstance(first, Tensor) and isinstance(second, Tensor) and not first.is_complex():
+            swapped = not first.any() and bool(second.any())
+            return torch.full_like(first, float(not swapped)), torch.full_like(second, float(swapped))
     return value

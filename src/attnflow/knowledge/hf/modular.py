@@ -7,7 +7,7 @@ from typing import Any, cast, no_type_check
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -30,6 +30,7 @@ from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.layered import SharedReader
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.source import EntrySource
+from attnflow.models.loaded import CACHES
 
 Entries = Float[Tensor, "entries entry_dim"] | EntrySource
 
@@ -65,7 +66,7 @@ class ModularConfig(PreTrainedConfig):
     """
 
     model_type = "attnflow_modular"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a list)
+    keys_to_ignore_at_inference = [*CACHES]  # noqa: RUF012  (transformers reads a list)
 
     vocab_size: int = 32000
     hidden_size: int = 512
@@ -255,12 +256,12 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
         """The readers of E, block by block."""
         return [cast(ModularBlock, block).reader for block in self.model.layers]
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (releases name the cache among kwargs differently)
         self,
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        *,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -270,8 +271,8 @@ class ModularForCausalLM(ModularPreTrainedModel, LlamaForCausalLM):
     ) -> Any:
         """Run like `LlamaForCausalLM`; this call reads `entries` (a tensor or a source) in place of E."""
         kwargs.update(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
-        kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels)
-        kwargs.update(use_cache=use_cache, logits_to_keep=logits_to_keep, entries=entries)
+        kwargs.update(inputs_embeds=inputs_embeds, labels=labels, use_cache=use_cache)
+        kwargs.update(logits_to_keep=logits_to_keep, entries=entries)
         return super().forward(**kwargs)
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:

@@ -122,7 +122,7 @@ class Positions:
                 query = rows.start + int(early.argmax())
                 raise ValueError(
                     f"{mask!r} lets query {query} attend to key {first[query]}, but the model's cache has kept only "
-                    f"keys from {span.first_key - left} on; pass past_key_values=DynamicCache(), which keeps all"
+                    f"keys from {span.first_key - left} on; pass the model a DynamicCache(), which keeps all"
                 )
             cut |= bool(late.any())
         return cut
@@ -138,7 +138,7 @@ class Positions:
         if span.first_key:
             raise ValueError(
                 f"a compiled model needs all keys in its cache, which has kept those from {span.first_key} on; pass "
-                "past_key_values=DynamicCache(), which keeps all of them, or do not compile"
+                "the model a DynamicCache(), which keeps all of them, or do not compile"
             )
         if forms.looks_ahead and not crop:
             raise ValueError(

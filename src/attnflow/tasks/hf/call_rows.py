@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.audit.packing import BOUNDARIES
+from attnflow.models.loaded import CACHES
 from attnflow.tasks.prefixes import Batch, Plan
 
 CACHE: Final = "a cache was in use or requested (pass use_cache=False)"
@@ -41,7 +42,7 @@ def other_arguments(named: Mapping[str, Any]) -> list[str]:
 
 def read_batch(named: Mapping[str, Any], model: nn.Module, by_column: bool, counted: bool = False) -> Batch:
     """The sequences of a call (`counted`: pads take no position); raises `NotShared` if none can be shared."""
-    if named.get("past_key_values") is not None or flag(named, model, "use_cache"):
+    if any(named.get(name) is not None for name in CACHES) or flag(named, model, "use_cache"):
         raise NotShared(CACHE)
     ids, mask, positions = (named.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():

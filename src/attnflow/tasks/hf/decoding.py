@@ -19,7 +19,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.results import Result
 from attnflow.masks.hf.selfcheck import check_stack
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, accepts, split
+from attnflow.models.loaded import CACHES, Loaded, accepted, accepts, split
 from attnflow.models.sites import find_sites, mixers_beside
 from attnflow.tasks.embedding import additive, require_runnable
 from attnflow.tasks.families import mask_id
@@ -253,7 +253,7 @@ class _CachedPasses:
         self.past = 0
         weight = next(self.model.get_input_embeddings().parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self._cache = DynamicCache()
+        self._cache, self._argument = DynamicCache(), cast(str, accepted(self.model, *CACHES))
         self._keeps = accepts(self.model, "logits_to_keep")
         for what, rows in ((name, texts), ("mask_token", [[mask_token]])):
             wrong = next((token for row in rows for token in row if not 0 <= token < len(weight)), None)
@@ -277,7 +277,7 @@ class _CachedPasses:
             "input_ids": ids.to(self._device),
             "position_ids": positions.to(self._device),
             "attention_mask": additive(allow.to(self._device), self._dtype)[:, None],
-            "past_key_values": self._cache,
+            self._argument: self._cache,
             "use_cache": True,
         }
         if self._keeps:
@@ -334,7 +334,7 @@ def _decodable(model: nn.Module, positions: int) -> PreTrainedModel:
     require_runnable(model)
     name = type(model).__name__
     sites = find_sites(model)
-    if not isinstance(model, PreTrainedModel) or not accepts(model, "past_key_values"):
+    if not isinstance(model, PreTrainedModel) or accepted(model, *CACHES) is None:
         raise UnsupportedArchitecture(f"decoding needs a cache of keys and values, which {name} does not take")
     mixers = mixers_beside(model, sites)
     moved = next((site for site in sites if check_stack(model, site.owner, sites).moved), None)
