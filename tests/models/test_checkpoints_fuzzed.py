@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from attnflow._core.errors import AttnflowError
-from attnflow.geometry import score
+from attnflow.geometry.score import layers_of
 from attnflow.masks.spec import mask_from_dict
 from attnflow.models.checkpoints import BadCheckpoint, open_weights
 from attnflow.tasks.task import Task
@@ -96,12 +96,12 @@ def test_a_config_with_a_strange_value_is_read_or_refused_by_name(tmp_path):
     for word, value in itertools.product([*plain, "head_dim", "text_config", "num_heads"], STRANGE):
         file.write_text(json.dumps(plain | {word: value}))
         try:
-            scored += len(score(tmp_path, per_head=False)) == 2
+            scored += len(layers_of(tmp_path)[1]) == 2
         except AttnflowError as error:
             refused.append(str(error))
     file.write_text(json.dumps([plain]))
     with pytest.raises(BadCheckpoint, match=r"config\.json holds no JSON object"):
-        score(tmp_path)
+        layers_of(tmp_path)
     assert scored
     assert refused
     assert all(str(tmp_path) in message for message in refused)
