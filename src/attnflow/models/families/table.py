@@ -129,7 +129,7 @@ def with_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, ob
 def misstated(config: Mapping[str, object]) -> str | None:
     """Say which number of heads, or width of one, is not a number in a config or a part of it; None if all are.
 
-    Lists have one number for each layer, which is 0 for a layer without attention.
+    Lists have one number for each layer, which is 0 for a layer without attention; a width of 0 says nothing.
     """
 
     def is_count(value: object, least: int) -> bool:
@@ -141,7 +141,7 @@ def misstated(config: Mapping[str, object]) -> str | None:
         part = misstated(cast(Mapping[str, object], value)) if isinstance(value, Mapping) else None
         if part is not None:
             return f"{word}: {part}"
-        if word in (*_QUERY, *_KEY, *_DIM) and not is_count(value, 1):
+        if word in (*_QUERY, *_KEY, *_DIM) and not is_count(value, int(word not in _DIM)):
             return f"{word} must be a whole number above 0, or a list of one for each layer, got {value!r:.60}"
     return None
 
