@@ -140,6 +140,8 @@ def _sizes(config: Mapping[Any, object]) -> Iterator[tuple[str, int]]:
         if isinstance(value, Mapping):
             yield from _sizes(cast(Mapping[Any, object], value))
         elif isinstance(name, str) and any(word in name for word in ("layer", "depth", "expert")):
+            if name.endswith("_size"):  # a width, as of the shared expert of Nemotron-H
+                continue
             if isinstance(value, int):
                 yield name, value
             elif isinstance(value, list | tuple):
