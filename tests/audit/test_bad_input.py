@@ -135,7 +135,13 @@ ROWS = {
     "a tensor": (
         llama(order=ALLOWED),
         TypeError,
-        r"wrap a bool tensor with af\.masks\.from_dense",
+        r"make one with af\.masks\.from_dense",
+        llama(order=af.masks.from_dense(ALLOWED)),
+    ),
+    "an array": (
+        llama(order=ALLOWED.numpy()),
+        TypeError,
+        r"make one with af\.masks\.from_dense",
         llama(order=af.masks.from_dense(ALLOWED)),
     ),
     "a word": (llama(order="causal"), TypeError, "order must be"),

@@ -8,14 +8,22 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
+import attnflow as af
+from attnflow.audit import scripts
 from attnflow.cli import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
+import os
+import sys
 import torch
 from torch import nn
 from helper import VOCABULARY
+import attnflow as af
+
+assert sys.argv == [__file__] and sys.path[0] == os.path.dirname(__file__), (sys.argv, sys.path)
 
 table = nn.Embedding(VOCABULARY, VOCABULARY)
 steps = 5
@@ -32,6 +40,34 @@ def model():
 def breaks(ids):
     return score(ids + 100)
 
+def with_inputs():
+    return model(), torch.arange(14).reshape(2, 7), af.masks.causal(7)
+
+def without_order():
+    return score, torch.arange(14).reshape(2, 7)
+
+def leaks_in_order():
+    layer = nn.Linear(8, 8)
+    class Ahead(nn.Module):
+        def forward(self, hidden):
+            return layer(hidden.flip(1))
+    return Ahead(), torch.randn(2, 5, 8), af.masks.causal(5)
+
+def two():
+    return 1, 2
+
+def leaves(ids):
+    os._exit(0)
+
+def quits(ids):
+    sys.exit(0)
+
+def forks(ids):
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+    return score(ids)
+
 if __name__ == "__main__":
     raise SystemExit("the main part is not run")
 """
@@ -43,8 +79,11 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "helper.py").write_text("VOCABULARY = 50\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "torn.py").write_text("def score(ids:\n")
+    (tmp_path / "gone.py").write_text("import os\nos._exit(0)\n")
+    (tmp_path / "bye.py").write_text("try:\n    raise SystemExit(0)\nfinally:\n    pass\n")
+    (tmp_path / "none.py").write_text("import math\nfrom torch.nn.functional import relu\nvalue = 1\n")
     yield str(tmp_path / "train.py")
-    for name in ("helper", "train", "script_train", "torn"):
+    for name in ("helper", "train", "script_train", "torn", "gone", "bye", "none"):
         sys.modules.pop(name, None)
 
 
@@ -56,17 +95,35 @@ def test_the_command(script, capsys):
     assert main(["audit", f"{script}:leaky", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["ok"], report["violations"][0]["module"]) == (False, "leaky")
+    assert main(["audit", f"{script}:with_inputs"]) == 0
+    assert "14" not in capsys.readouterr().out
+    assert main(["audit", f"{script}:without_order"]) == 0
+    assert main(["audit", f"{script}:leaks_in_order"]) == 1
+    assert main(["audit", f"{script}:leaks_in_order", "--order", "full"]) == 1  # it forbids what crosses sequences
+    assert main(["audit", f"{script}:forks"]) == 0
+    assert os._exit.__module__ == "posix"
 
 
 REFUSED = {
-    "train.py:breaks": "IndexError: index out of range in self (line 10)",
+    "train.py:breaks": "IndexError: index out of range in self (line 15)",
+    "train.py:leaves": "raised SystemExit: os._exit(0) (line 43)",
+    "train.py:quits": "raised SystemExit: 0 (line 46)",
+    "gone.py:score": "raised SystemExit: os._exit(0) (line 2)",
+    "bye.py:score": "raised SystemExit: 0 (line 2)",
+    "gone.py": "raised SystemExit: os._exit(0) (line 2)",
+    "train.py": "train.py defines table, score, leaky, model, breaks",
+    "none.py": "none.py defines no function and no module",
+    "nowhere.py": "no script",
+    "train.py:two": "is a tuple: name a function",
+    "train.py:with_inputs --tokens 5": "the script gives its own inputs",
+    "train.py:model": "Pass --order causal, --order full, or a JSON file with a mask",
     "train.py:scor": "did you mean score?",
     "train.py:steps": "is a int: name a function",
     "train.py:nn.Linear": "is a class: name a function",
     "torn.py:score": "SyntaxError",
     "nowhere.py:score": "no script",
     "train.py:score --text words": "give --ids",
-    "train.py:score --cache": "leave out cache=",
+    "train.py:score --cache": "leave out --cache",
 }
 
 
@@ -78,6 +135,14 @@ def test_what_cannot_be_run_is_one_sentence(words, script, capsys):
     assert "defect" not in said
 
 
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_the_tokens_of_an_example_are_no_width(width):
+    model = nn.Sequential(nn.Embedding(50, width), nn.Linear(width, width))
+    assert scripts.example(scripts.Audited(model)).shape[1] not in (width, 2 * width)
+    report = af.audit.check(model, scripts.example(scripts.Audited(model)), af.masks.causal(scripts.LENGTH))
+    assert report.ok
+
+
 def run(command, folder, **environment):
     path = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
     return subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, check=False)
@@ -87,8 +152,10 @@ def run(command, folder, **environment):
 def test_pytest_and_the_workflow(script, tmp_path):
     (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "attnflow.testing.plugin", "-p", "no:cacheprovider"]
-    done = run([*command, "--attnflow", "train.py:score", "--attnflow", "train.py:leaky"], tmp_path)
-    assert "1 failed, 2 passed" in done.stdout
+    names = ("score", "leaky", "with_inputs", "leaks_in_order", "leaves")
+    done = run([*command, *(word for name in names for word in ("--attnflow", f"train.py:{name}"))], tmp_path)
+    assert "3 failed, 3 passed" in done.stdout
+    assert "os._exit(0)" in done.stdout
     assert "position 1 is" in done.stdout
     (tmp_path / "pytest.ini").write_text("[pytest]\nattnflow =\n    train.py:model\n")
     assert "1 failed, 1 passed" in run(command, tmp_path).stdout, "a model has no order of its own"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnflow._core import version
+from attnflow._core.errors import AttnflowError
 from attnflow.cli import _main, doctor, mask
 
 
@@ -61,9 +62,32 @@ def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.Mo
     assert "Traceback" in run("mask", "list", "--json").err
 
 
+def turned(error: Exception, first: BaseException, hidden: bool = False) -> Exception:
+    """An error raised while another one was handled, as by an import; `hidden` as by `raise ... from None`."""
+    try:
+        try:
+            raise first
+        except BaseException as caught:
+            raise error from (None if hidden else caught)
+    except Exception as raised:
+        return raised
+
+
+INTERRUPTED = "attnflow: interrupted\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
-    [(MemoryError("728. TiB"), 2, "attnflow: not enough memory: 728. TiB\n"), (KeyboardInterrupt(), 130, "")],
+    [
+        (MemoryError("728. TiB"), 2, "attnflow: not enough memory: 728. TiB\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (turned(ImportError("numpy._core failed"), KeyboardInterrupt()), 130, INTERRUPTED),
+        (turned(SystemError("returned a result"), KeyboardInterrupt(), hidden=True), 130, INTERRUPTED),
+        (turned(AttnflowError("x"), turned(ImportError("y"), KeyboardInterrupt())), 130, INTERRUPTED),
+        (turned(AttnflowError("no torch"), ImportError("y")), 2, "attnflow: no torch\n"),
+        (PermissionError(13, "Permission denied", "x.json"), 2, "attnflow: x.json: Permission denied\n"),
+    ],
+    ids=str,
 )
 def test_what_stops_a_command_is_no_finding(
     run: Callable, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str

@@ -20,6 +20,12 @@ def mod(function):
     return masks.from_mask_mod(function, 3)
 
 
+def test_lengths_that_are_no_ids():
+    """Empty documents are lengths, and so is what could be an id from 1, of which nothing says otherwise."""
+    for lengths in ([0], [0, 0], [0, 5, 2], [3, 0, 2], [0, 1, 0], [1, 1, 2, 2, 2]):
+        assert masks.document(lengths).num_queries == sum(lengths)
+
+
 PARAMETERS = [
     (lambda: masks.causal(-1), "n must be at least 0, got -1"),
     (lambda: masks.sliding_window(4, 0), "window must be at least 1, got 0"),
@@ -184,9 +190,10 @@ ADVISED = {
 )
 def test_the_advice_of_an_error_makes_the_mask(value, advice):
     """What the message says is run as it stands."""
-    with pytest.raises(TypeError, match=r"expected a Mask, got .*af\.masks\.") as caught:
-        unchecked(masks.Mask.__and__)(WINDOW, value)
-    assert advice in str(caught.value)
+    for verb in (lambda mask: unchecked(masks.Mask.__and__)(WINDOW, mask), unchecked(order.analyze)):
+        with pytest.raises(TypeError, match=r"expected a Mask, got .*af\.masks\.") as caught:
+            verb(value)
+        assert advice in str(caught.value)
     names = {**ADVISED, "tensor": value, "torch": torch, "num_queries": 3}
     assert eval(advice, {**names, **{name: getattr(masks, name) for name in masks.__all__}}) == WINDOW
 

@@ -49,10 +49,58 @@ def test_what_looks_wrong():
     leaky = causal | masks.from_edges([(3, 9)], n)
     [finding] = diagnose(leaky).findings
     assert (finding.kind, finding.pairs) == ("nearly", ((3, 9),))
-    assert finding.message == "1 pairs away from causal(n=64): allows query 3, key 9"
+    assert finding.message == "1 pair away from causal(n=64): allows query 3, key 9"
     assert kinds(causal & ~masks.from_edges([(5, k) for k in range(6)], n))[0] == "empty"
     assert kinds(causal & ~masks.from_edges([(5, 5)], n)) == ["diagonal", "nearly"]
     assert kinds(masks.longformer(n, 5)) == []
+
+
+def off(n, *pairs):
+    return masks.from_edges(list(pairs), n)
+
+
+NEARLY = {
+    "documents, one pair leaks": (
+        masks.document([4, 4]) | off(8, (4, 3)),
+        "1 pair away from document(lengths=[4, 4], in",
+    ),
+    "the first sees the last": (
+        masks.document([5, 7, 4]) | off(16, (0, 15)),
+        "document(lengths=[5, 7, 4], inner='causal')",
+    ),
+    "full documents": (
+        masks.document([6, 9], "full") | off(15, (14, 3)),
+        "document(lengths=[6, 9], inner='full'): allows",
+    ),
+    "one pair is missing": (masks.document([5, 7, 4]) & ~off(16, (14, 12)), "forbids query 14, key 12"),
+    "many": (masks.document([99] * 9) | off(891, (99, 98), (500, 3)), "2 pairs away from document(lengths=[99, 99, "),
+    "causal, missing": (masks.causal(12) & ~off(12, (6, 2)), "1 pair away from causal(n=12): forbids query 6, key 2"),
+    "causal, future": (masks.causal(12) | off(12, (6, 8)), "1 pair away from causal(n=12): allows query 6, key 8"),
+    "window, middle": (masks.sliding_window(16, 4) | off(16, (8, 2)), "window=4, causal=True): allows query 8, key 2"),
+    "window, last": (masks.sliding_window(16, 4) | off(16, (15, 2)), "window=4, causal=True): allows query 15, key 2"),
+    "prefix": (
+        masks.prefix_lm(16, 5) & ~off(16, (0, 4)),
+        "1 pair away from prefix_lm(n=16, prefix=5): forbids query 0",
+    ),
+    "prefix, more": (masks.prefix_lm(16, 5) | off(16, (4, 5)), "prefix_lm(n=16, prefix=5): allows query 4, key 5"),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_a_mask_a_few_pairs_off_is_named_with_the_pairs(name):
+    mask, message = NEARLY[name]
+    [finding] = diagnose(masks.from_dense(mask.dense())).findings
+    assert finding.kind == "nearly"
+    assert message in finding.message
+
+
+def test_unusual_masks_are_near_nothing():
+    """What the catalogue makes and random sparse masks; a random mask that allows nearly all is nearly full."""
+    generator = torch.Generator().manual_seed(0)
+    random = [torch.rand(n, n, generator=generator) < share for n in range(6, 24) for share in (0.1, 0.3, 0.5, 0.8)]
+    own = [mask for mask in MASKS if mask.num_queries == mask.num_keys and mask.num_keys]
+    for mask in [*own, *(masks.from_dense(table | torch.eye(len(table)).bool()) for table in random)]:
+        assert "nearly" not in kinds(mask), mask
 
 
 def test_files(tmp_path):

@@ -26,7 +26,7 @@ def repack(folder, change):
     """Rewrite the safetensors file of a folder with what `change` makes of its tensors."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    save_file(change(tensors) or tensors, file)
+    save_file(change(tensors) or tensors, file, {"format": "pt"})
 
 
 def write_gguf(path, architecture, tensors, heads=4, kv_heads=2, kind=gguf.GGMLQuantizationType.F32, **stated):
@@ -49,7 +49,7 @@ def write_gguf(path, architecture, tensors, heads=4, kv_heads=2, kind=gguf.GGMLQ
     return path
 
 
-def write_llama(path, seed=0):
+def write_llama(path, seed=0, without=()):
     """A whole Llama of one layer, width 32 and 16 tokens, as llama.cpp's converter writes it."""
     generator = torch.Generator().manual_seed(seed)
     maps = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 32, "ffn_up": 32, "ffn_down": 32}
@@ -57,5 +57,6 @@ def write_llama(path, seed=0):
     shapes |= {f"blk.0.{name}": (rows, 32) for name, rows in maps.items()}
     shapes |= {"blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
     tensors = {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors = {name: value for name, value in tensors.items() if not without or without not in name}
     sizes = {"context_length": 64, "embedding_length": 32, "feed_forward_length": 32, "vocab_size": 16}
     return write_gguf(path, "llama", tensors, block_count=1, layer_norm_rms_eps=1e-5, **sizes)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -17,9 +18,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from attnflow._core.errors import AttnflowError
+from attnflow.geometry.score import layers_of
 from attnflow.masks.spec import mask_from_dict
 from attnflow.models.checkpoints import BadCheckpoint, open_weights
 from attnflow.tasks.task import Task
+from tests.models import ZOO
 from tests.models.checkpoints import write_gguf
 
 COUNT = int(os.environ.get("ATTNFLOW_FUZZ", "200"))
@@ -80,6 +84,27 @@ def _config(folder):
     config = {"num_attention_heads": 4, "quantization_config": {"weight_block_size": [128, 128]}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder / "config.json"
+
+
+STRANGE = ["8", -8, 0, None, [], [4, 4], {}, float("nan"), 1e30, 2**70, True, [{"num_heads": "4"}]]
+
+
+def test_a_config_with_a_strange_value_is_read_or_refused_by_name(tmp_path):
+    ZOO["Llama"].build().save_pretrained(tmp_path)
+    file, scored, refused = tmp_path / "config.json", 0, list[str]()
+    plain = json.loads(file.read_text())
+    for word, value in itertools.product([*plain, "head_dim", "text_config", "num_heads"], STRANGE):
+        file.write_text(json.dumps(plain | {word: value}))
+        try:
+            scored += len(layers_of(tmp_path)[1]) == 2
+        except AttnflowError as error:
+            refused.append(str(error))
+    file.write_text(json.dumps([plain]))
+    with pytest.raises(BadCheckpoint, match=r"config\.json holds no JSON object"):
+        layers_of(tmp_path)
+    assert scored
+    assert refused
+    assert all(str(tmp_path) in message for message in refused)
 
 
 def _index(folder):

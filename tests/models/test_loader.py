@@ -13,9 +13,12 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import attnflow as af
+from attnflow import geometry
 from attnflow.models import loader, names
+from attnflow.models.checkpoints import BadCheckpoint
 from attnflow.models.names import MissingPackage, Packaged
 from tests.models import modular, outputs, tiny, tokens
+from tests.models.checkpoints import repack, write_llama
 
 ABSENT = Packaged("no-such-model==1.0", "no_such_module_of_attnflow", "model.gguf", "A model")
 
@@ -103,6 +106,143 @@ def test_folders_that_lack_a_part(folder):
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ValueError, match=r"the weights in .* are damaged"):
         af.models.load_model(folder)
+
+
+def drop(word):
+    return lambda tensors: {name: value for name, value in tensors.items() if word not in name}
+
+
+def adapted(tensors):
+    return tensors | {f"model.layers.0.self_attn.q_proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
+
+
+def wrapped(tensors):
+    return {f"base_model.model.{name}": value for name, value in tensors.items()}
+
+
+def biased(tensors):
+    return tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+
+
+INCOMPLETE = {
+    "gate": (drop("gate_proj"), {}, r"lacks 2 of 21 tensors .*layers\.0\.mlp\.gate_proj.*partial=True"),
+    "layer": (drop("layers.1."), {}, r"lacks 9 of 21 tensors .*layers\.1\.input_layernorm"),
+    "deeper": (dict, {"num_hidden_layers": 3}, r"lacks 9 of 30 tensors .*layers\.2"),
+    "head": (drop("lm_head"), {}, r'lacks 1 of 21 .*\[lm_head.weight\]\. To load it without .*"LlamaModel"'),
+    "tied": (
+        drop("embed_tokens"),
+        {"tie_word_embeddings": True},
+        r"lacks 2 of 21 .*\[lm_head.weight, model.embed_tokens.weight\]",
+    ),
+    "shallower": (dict, {"num_hidden_layers": 1}, r"holds 9 tensors for which its config has no place: .*layers\.1"),
+    "bias": (biased, {}, r"holds 1 tensors for which its config has no place: .*q_proj\.bias"),
+    "adapter": (adapted, {}, r"an adapter that is not merged .*lora_A.*merge_and_unload"),
+    "peft": (wrapped, {}, "an adapter that is not merged .*base_model.model"),
+    "code": (dict, {"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}, "Own, a class of its own code"),
+}
+
+
+@pytest.mark.parametrize("kind", INCOMPLETE)
+def test_an_incomplete_checkpoint_is_refused_with_the_names(kind, folder):
+    change, config, message = INCOMPLETE[kind]
+    if kind == "tied":
+        tiny("Llama", torch.float32, tie_word_embeddings=True).save_pretrained(folder)
+    altered(folder, change, **config)
+    with pytest.raises(af.AttnflowError, match=message):
+        af.load_model(folder, tokenizer=False)
+    if kind not in ("adapter", "peft", "code"):
+        with pytest.warns(UserWarning, match=message.removesuffix(".*partial=True")):
+            af.load_model(folder, tokenizer=False, partial=True)
+
+
+def altered(folder, change, **config):
+    repack(folder, change)
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | config))
+
+
+def test_weights_that_a_complete_checkpoint_leaves_out(folder, tmp_path):
+    tiny("Llama", torch.float32, tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = af.load_model(tmp_path, tokenizer=False).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    altered(
+        tmp_path, lambda tensors: {name.replace("model.embed_tokens", "lm_head"): tensors[name] for name in tensors}
+    )
+    af.load_model(tmp_path, tokenizer=False)
+    altered(tmp_path, lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    af.load_model(tmp_path, tokenizer=False)  # as releases of 2023 have it
+
+
+def test_an_encoder_without_its_pooler_is_loaded_with_a_warning(tmp_path):
+    model = BertForMaskedLM(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    model.save_pretrained(tmp_path)
+    altered(tmp_path, dict, architectures=["BertModel"])
+    with pytest.warns(UserWarning, match="only its pooler_output depends"):
+        af.load_model(tmp_path, tokenizer=False)
+    altered(tmp_path, dict, architectures=["BertForSequenceClassification"])
+    with pytest.raises(BadCheckpoint, match=r"classifier\.bias"):
+        af.load_model(tmp_path, tokenizer=False)
+
+
+def test_folders_of_adapters_say_so(folder, tmp_path):
+    only = tmp_path / "only"
+    only.mkdir()
+    for place in (only, folder):  # without a model, and beside it
+        (place / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/model"}')
+        for read in (af.load_model, geometry.score):
+            with pytest.raises(BadCheckpoint, match=r"holds a PEFT adapter.*merge_and_unload"):
+                read(place)
+
+
+def test_a_partial_gguf_file_is_refused_and_never_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNFLOW_CACHE", str(tmp_path / "cache"))
+    file = write_llama(tmp_path / "model.gguf", without="ffn_gate")
+    with pytest.raises(BadCheckpoint, match=r"lacks 1 of 12 tensors .*layers\.0\.mlp\.gate_proj"):
+        af.load_model(file, tokenizer=False)
+    with pytest.warns(UserWarning, match="gate_proj"):
+        af.load_model(file, tokenizer=False, partial=True)
+    with pytest.raises(BadCheckpoint, match="gate_proj"):
+        af.load_model(file, tokenizer=False)
+
+
+SCORED = {
+    "query": (drop("layers.1.self_attn.q_proj"), {}, r"model\.layers\.1\.self_attn has \[k_proj, o_proj, v_proj\]"),
+    "both": (
+        lambda tensors: drop("layers.1.self_attn.k_proj")(drop("layers.1.self_attn.q_proj")(tensors)),
+        {},
+        "layers.1",
+    ),
+    "key": (drop("layers.1.self_attn.k_proj"), {}, "layers.1.self_attn.q_proj.weight has no key beside it"),
+    "last": (drop("layers.1."), {}, "model.layers has 1 layers, and the config asks for 2"),
+    "first": (drop("layers.0."), {}, "nothing of model.layers.0, but of model.layers.1"),
+    "adapter": (adapted, {}, "adapters at queries or keys"),
+    **{
+        str(value): (dict, {"num_attention_heads": value}, "config of .*num_attention_heads must be a whole number")
+        for value in ("8", -8, 0, 4.0, float("nan"), {}, True, ["4"])
+    },
+    "text": (dict, {"text_config": {"head_dim": "8"}}, "text_config: head_dim must be a whole number"),
+    "keys": (dict, {"num_key_value_heads": "2"}, "num_key_value_heads must be a whole number"),
+}
+
+
+@pytest.mark.parametrize("kind", SCORED)
+def test_scores_of_an_incomplete_folder_are_refused(kind, folder):
+    assert len(geometry.score(folder, per_head=False)) == 2
+    change, config, message = SCORED[kind]
+    altered(folder, change, **config)
+    with pytest.raises(af.AttnflowError, match=message) as caught:
+        geometry.score(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_an_index_that_names_more_than_its_shards_hold(folder, tmp_path):
+    tiny("Llama", torch.float32).save_pretrained(tmp_path / "parts", max_shard_size="10KB")
+    index = tmp_path / "parts" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.layers.0.self_attn.q_proj.bias"] = next(iter(content["weight_map"].values()))
+    index.write_text(json.dumps(content))
+    with pytest.raises(BadCheckpoint, match=r"lacks 1 of 22 tensors that its index names .*q_proj\.bias"):
+        geometry.score(tmp_path / "parts")
 
 
 class Trap:

@@ -197,6 +197,16 @@ def test_what_is_no_message_ends_the_page(server, text):
         assert closed(page.socket)[0] == 4400
 
 
+@pytest.mark.parametrize("operation", [{}, [], [[]], {"a": []}, None, True, 1 << 70, 1.5, "", "x" * 500])
+def test_an_operation_that_is_none_is_answered_and_the_page_goes_on(server, operation):
+    with server.page() as page:
+        reply = page.ask(operation)
+        assert not reply["ok"]
+        assert "unknown operation" in reply["error"] or "integers are at most" in reply["error"]
+        assert len(reply["error"]) < 100
+        assert page.ask("state")["ok"]
+
+
 LARGE = [
     ({"name": "../../etc/passwd", "text": "a b"}, "unknown family"),
     ({"name": "butterfly", "text": "/etc/passwd " * 40}, "1 to 32 words"),

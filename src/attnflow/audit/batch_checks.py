@@ -197,8 +197,8 @@ class Checks(Findings):
             for row in range(len(there)):
                 real, documents = reading.real[row], reading.documents[row]
                 number = int(documents.max()) + 1
-                has = torch.zeros(number).index_add_(0, documents, there[row].float())
-                size = torch.zeros(number).index_add_(0, documents, real.float())
+                has = torch.zeros(number, dtype=torch.int64).index_add_(0, documents, there[row].long())
+                size = torch.zeros(number, dtype=torch.int64).index_add_(0, documents, real.long())
                 for document in ((has == 0) & (size > 1)).nonzero().flatten().tolist():
                     silent[row, int(((documents == document) & real).nonzero()[0])] = True
             what = "document" if reading.starts else "sequence"

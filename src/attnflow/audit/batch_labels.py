@@ -192,7 +192,10 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         labels.add("shift", supervised(reading, shift) & reading.real, message)
         return
     ahead = offset + shift  # from the position that predicts to the token that it predicts
-    equal, _ = _equal(reading, offset)
+    equal, there = _equal(reading, offset)
+    if other := int((there & ~equal & supervised(reading, shift)).sum()):
+        why = f"of {int(there.sum())} they are not the token that the others are; whether they can be read is not known"
+        labels.untested.append((plural(other, "label"), why))
     if ahead > 1:
         twice = "labels are shifted already, and the loss shifts them once more: " if offset else ""
         what = "the token after next" if ahead == 2 else f"the token {ahead} places ahead"

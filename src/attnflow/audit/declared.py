@@ -24,7 +24,7 @@ from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
 from attnflow.masks.diagnosis import equal_to
-from attnflow.masks.mask import Mask
+from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.evaluation import evaluating, unchanged
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.mixing import moves_between_positions
@@ -73,7 +73,7 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
     inputs = seen.inputs
     if order is None:
         return declared(model, seen)
-    if order == "mask":
+    if isinstance(order, str) and order == "mask":
         slot = inputs.slots[-1]
         allow = pairs_passed(inputs, slot)
         if allow is None or len(inputs.slots) > 1:
@@ -107,8 +107,7 @@ def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
             return False, cast(tuple[Mask | MaskGrid, ...], masks)
     raise TypeError(
         "order must be a Mask, a batch of masks, a list with one of them per layer, a Flow, or 'mask' for the pairs of "
-        f"attention_mask, got {order!r}"[:200]
-        + "; wrap a bool tensor with af.masks.from_dense"
+        f"attention_mask; {not_a_mask(order)}"
     )
 
 

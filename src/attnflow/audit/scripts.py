@@ -4,29 +4,50 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 import types
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnflow._core.plain import close_to
 from attnflow.audit.functions import is_function
-from attnflow.models.loaded import embedding_table
+from attnflow.models.loaded import Loaded, embedding_table
 
+LENGTH: Final = 31  # tokens of an example
 _VOCABULARY: Final = 50  # ids that any vocabulary has, where the size of it is not known
+
+
+class Audited(NamedTuple):
+    """What a name in a script stands for, with the inputs and the order that its function returned beside it."""
+
+    subject: nn.Module | Loaded | Callable[..., object]
+    inputs: Any = None
+    order: Any = None
 
 
 @contextmanager
 def blaming(target: str) -> Generator[None]:
-    """What the script raises becomes one sentence that names its line."""
-    path = str(Path(target.rpartition(":")[0]).resolve())
+    """Run parts of a script as `python SCRIPT.py`; what it raises becomes one sentence that names its line.
+
+    A script that ends the process would pass for a clean audit, as `os._exit(0)` does: here it raises.
+    """
+    path = str(_parts(target)[0].resolve())
+    process, leave, arguments = os.getpid(), os._exit, sys.argv
+
+    def ended(code: int) -> NoReturn:
+        if os.getpid() != process:  # a forked child ends so
+            leave(code)
+        raise SystemExit(f"os._exit({code})")
+
     try:
+        os._exit, sys.argv = ended, [path]
         yield
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -35,21 +56,25 @@ def blaming(target: str) -> Generator[None]:
             raise
         said = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
         raise ValueError(f"{target} raised {said} (line {lines[-1]})") from error
+    finally:
+        os._exit, sys.argv = leave, arguments
 
 
-def load(target: str) -> nn.Module | Callable[..., object]:
+def load(target: str) -> Audited:
     """Import the script, and return the module or function that the name means.
 
-    A function without arguments is called, and makes what is audited. The script's folder is searched for what it
-    imports, and its `__name__` is not "__main__".
+    A function without arguments is called. It makes what is audited: a module or a function, or a tuple of one with its
+    inputs and, if wanted, its order. The script's folder is searched for what it imports, and its `__name__` is not
+    "__main__".
 
     Raises:
         ValueError: the file or name does not exist, importing raises, or the name is neither a module nor a function.
+            Without a name, the message lists those that the script defines.
     """
-    file, _, name = target.rpartition(":")
-    path = Path(file).resolve()
+    file, name = _parts(target)
+    path = file.resolve()
     if not path.is_file():
-        raise ValueError(f"no script {file!r}: name one as in train.py:score")
+        raise ValueError(f"no script {str(file)!r}: name one as in train.py:score")
     sys.path.insert(0, str(path.parent))
     with blaming(target):
         title = path.stem if path.stem not in sys.modules else f"script_{path.stem}"
@@ -59,24 +84,57 @@ def load(target: str) -> nn.Module | Callable[..., object]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[title] = module  # dataclasses and pickles look for it there
         spec.loader.exec_module(module)
-        found: Any = module
+        if not name:
+            raise ValueError(_contents(str(file), module))
+        value: Any = module
         for part in name.split("."):
-            if not hasattr(found, part):
-                near = close_to(part, [each for each in dir(found) if not each.startswith("_")])
+            if not hasattr(value, part):
+                near = close_to(part, [each for each in dir(value) if not each.startswith("_")])
                 raise ValueError(f"{file} has no {name!r}{near}")
-            found = getattr(found, part)
-        if isinstance(found, types.FunctionType) and not inspect.signature(found).parameters:
-            found = found()
-    if isinstance(found, nn.Module) or is_function(found):
-        return found
-    what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
-    raise ValueError(f"{target} is {what}: name a function of token ids, a module, or a function that makes one")
+            value = getattr(value, part)
+        if isinstance(value, types.FunctionType) and not inspect.signature(value).parameters:
+            value = value()
+    parts: Any = value if type(value) is tuple and len(cast(Sequence[object], value)) in (2, 3) else (value,)
+    audited = Audited(*parts)
+    if isinstance(audited.subject, nn.Module | Loaded) or is_function(audited.subject):
+        return audited
+    what = "a class" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise ValueError(
+        f"{target} is {what}: name a function of token ids, a module, or a function that makes one, alone or as "
+        "(module, inputs, order)"
+    )
 
 
-def example(found: object, tokens: int, ids: Sequence[int] | None = None) -> Tensor:
-    """Ids to call it with: [1, n] of those given, or two random sequences below the size of its vocabulary, else 50."""
+def _parts(target: str) -> tuple[Path, str]:
+    """Split SCRIPT.py:NAME; the name may be missing."""
+    file, _, name = (f"{target}:" if target.endswith(".py") else target).rpartition(":")
+    return Path(file), name
+
+
+def _contents(file: str, module: types.ModuleType) -> str:
+    """List what a script defines that could be audited."""
+    names = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (isinstance(value, nn.Module) or (is_function(value) and value.__module__ == module.__name__))
+    ]
+    if not names:
+        return f"{file} defines no function and no module that could be audited"
+    return f"{file} defines {', '.join(names)}: name one, as in {file}:{names[0]}"
+
+
+def example(audited: Audited, tokens: int | None = None, ids: Sequence[int] | None = None) -> Any:
+    """The inputs to call it with: the ids given, its own, or two random sequences of ids below 50 or its vocabulary.
+
+    Their length is a prime, since a width of the same size could be taken for the tokens.
+    """
     if ids is not None:
         return torch.tensor([ids])
-    table = embedding_table(found) if isinstance(found, nn.Module) else None
+    if audited.inputs is not None:
+        if tokens is not None:
+            raise ValueError("the script gives its own inputs, which set the number of tokens")
+        return audited.inputs
+    table = embedding_table(audited.subject) if isinstance(audited.subject, nn.Module) else None
     size = _VOCABULARY if table is None else table.num_embeddings
-    return torch.randint(size, (2, tokens), generator=torch.Generator().manual_seed(0))
+    return torch.randint(size, (2, tokens or LENGTH), generator=torch.Generator().manual_seed(0))

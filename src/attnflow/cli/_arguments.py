@@ -153,7 +153,8 @@ def load(name: str, tokenizer: bool = True, without: str = "this command reads t
     except FileNotFoundError as error:
         raise BadUsage(str(error)) from error
     except ValueError as error:
-        raise BadUsage(str(error).replace("pass tokenizer=False", without)) from error
+        advice = str(error).replace("pass tokenizer=False", without).replace(", or pass partial=True", "")
+        raise BadUsage(advice) from error
 
 
 def describe(name: str, loaded: Loaded) -> str:

@@ -85,25 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="attnflow", standalone_mode=False)
         sys.stdout.flush()
-    except _ClickException as error:
-        context = getattr(error, "ctx", None)
-        path = "attnflow" if context is None else context.command_path
-        message = str(getattr(error, "format_message", error.__str__)()).replace("Value error, ", "")
-        return _fail(f"{message}\nSee `{path} --help`.")
     except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
     except (BrokenPipeError, SystemExit):  # `... | head` has read what it wanted; typer turns the former to the latter
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell reports a program that SIGPIPE ended
-    except (BadUsage, AttnflowError) as error:
-        return _fail(str(error))
-    except MemoryError as error:
-        return _fail(f"not enough memory: {error}")
-    except OSError as error:
-        where = "" if error.filename is None else f"{error.filename}: "
-        return _fail(f"{where}{error.strerror or error}")
     except Exception as error:  # a traceback would exit with 1, which means "a finding"
-        return _fail(_message(error))
+        return _fail("interrupted", 130) if _is_interrupt(error) else _fail(_message(error))
     return code if isinstance(code, int) else 0
 
 
@@ -112,8 +100,27 @@ def _fail(message: str, code: int = 2) -> int:
     return code
 
 
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is what happened first: an import that it hits raises an ImportError or SystemError of its own."""
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__cause__) or _is_interrupt(error.__context__)
+    )
+
+
 def _message(error: Exception) -> str:
     """Returns the error's text if the package raised it about an argument; otherwise says that this is a defect."""
+    if isinstance(error, _ClickException):
+        context = getattr(error, "ctx", None)
+        path = "attnflow" if context is None else context.command_path
+        text = str(getattr(error, "format_message", error.__str__)()).replace("Value error, ", "")
+        return f"{text}\nSee `{path} --help`."
+    if isinstance(error, BadUsage | AttnflowError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}"
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror or error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     on_purpose = Path(place.filename).is_relative_to(_PACKAGE) and (place.line or "").startswith("raise ")
     if on_purpose and isinstance(error, ValueError | TypeError):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
 import typer
 from typer.core import TyperGroup
 
+from attnflow._core.errors import AttnflowError
 from attnflow.cli import batch
 from attnflow.cli._arguments import describe, integers, is_file, load, mask_argument, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, print_result, say, working
@@ -80,11 +83,12 @@ def audit(
     order forbids nothing, or if the measured order differs from the saved one.
 
     SCRIPT.py:NAME is a function of token ids (a loss or an evaluation), a module, or a function without arguments that
-    makes one. The script is run as `python SCRIPT.py` would run it, except its main part. The function gets ids of
-    shape [2, 32] below 50, or --ids; its value for a token must not depend on later tokens.
+    makes one, alone or as (module, inputs, order). SCRIPT.py alone lists its names. The script is run as `python
+    SCRIPT.py` would run it, except its main part. The function gets ids of shape [2, 31] below 50, or --ids; its value
+    for a token must not depend on later tokens.
     """
     golden = _golden(against, save, [text, ids, tokens])
-    scripted = ".py:" in model
+    scripted = ".py:" in model or model.endswith(".py")
     if scripted and (text is not None or save is not None or golden is not None):
         raise BadUsage("a script's function reads token ids: give --ids, and leave out --text, --save and --against")
     target = None if save is None else output_path(save, (".json",))
@@ -110,9 +114,10 @@ def audit(
         from attnflow.models.loaded import text_inputs
 
         if scripted:
-            audited = scripts.load(model)
-            inputs = scripts.example(audited, tokens or 32, token_ids)
-            title, size = model, inputs.shape[1]
+            script = scripts.load(model)
+            audited, inputs, title = script.subject, scripts.example(script, tokens, token_ids), model
+            declared = script.order if order is None else declared
+            size = _positions(inputs) if order in ("causal", "full") else 0
         else:
             audited = load(model, tokenizer=ids is None and golden is None, without="give token ids, as in --ids 5,6,7")
             if golden is None:
@@ -126,7 +131,7 @@ def audit(
         if order in ("causal", "full"):
             declared = masks.causal(size) if order == "causal" else masks.full(size)
         dtype = torch.float64 if double else None
-        with scripts.blaming(model) if scripted else nullcontext():
+        with scripts.blaming(model) if scripted else nullcontext(), _naming_flags():
             report = check(audited, inputs, declared, cache=cache, passes=passes, dtype=dtype, progress=spinner)
         measured = None if save is None and golden is None else record(cast(Any, audited), inputs, progress=spinner)
     if target is not None and measured is not None:
@@ -139,12 +144,48 @@ def audit(
     else:
         screen = console()
         say(screen, title, "bold")
-        say(screen, report.text(screen.width) if screen.is_terminal else str(report))
+        say(screen, _with_flags(report.text(screen.width) if screen.is_terminal else str(report)))
         if difference is not None:
             say(screen, f"{against}: {difference}")
         elif measured is not None:
             say(screen, f"{save}: {measured}")
     raise typer.Exit(0 if report.ok and (difference is None or difference.ok) else 1)
+
+
+def _positions(inputs: object) -> int:
+    """Counts the tokens that a script's inputs have in each sequence."""
+    for value in inputs.values() if isinstance(inputs, Mapping) else (inputs,):
+        if len(shape := getattr(value, "shape", ())) > 1:
+            return int(shape[1])
+    raise BadUsage("--order needs the number of tokens: let the script return tensors, or the order itself")
+
+
+# What the library says of its arguments, and the same of the flags.
+_FLAGS: Final = {
+    r"leave out cache=, both_sides= and mode='quick'": "leave out --cache",
+    r"(?:audit it with|use) cache=False": "leave out --cache",
+    r"Pass order=, e\.g\..*": "Pass --order causal, --order full, or a JSON file with a mask",
+    r"(?:with )?\border=(?!')": "--order",
+    r"\(dtype=\)": "(--float64)",
+    r" \(both_sides=True makes it a finding\)": "",
+}
+
+
+def _with_flags(text: str) -> str:
+    for argument, flag in _FLAGS.items():
+        text = re.sub(argument, flag, text)
+    return text
+
+
+@contextmanager
+def _naming_flags() -> Generator[None]:
+    """Names the flags in errors of the library that name its arguments."""
+    try:
+        yield
+    except (ValueError, TypeError, AttnflowError) as error:
+        if error.args:
+            error.args = (_with_flags(str(error)), *error.args[1:])
+        raise
 
 
 def _golden(against: Path | None, save: Path | None, given: list[object]) -> dict[str, object] | None:

@@ -31,12 +31,11 @@ def build(
     from attnflow.knowledge.hf.convert import from_ffn, save_entries
     from attnflow.knowledge.store import Store
     from attnflow.knowledge.store.table import check_uri
-    from attnflow.models.loader import load_model
 
     _refuse_memory(store)
     check_uri(store)
     with working(f"reading {model}") as spinner:
-        converted = from_ffn(load_model(model, tokenizer=False))
+        converted = from_ffn(load(model, tokenizer=False))
         base = cast(Any, converted).knowledge
         with Store.open(store, dim=base.entry_dim, num_thresholds=base.num_layers) as held:
             if len(held):

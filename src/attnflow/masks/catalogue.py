@@ -6,7 +6,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from attnflow._core.checks import Indices, IntArray, boolean, index_array, integer, size
+from attnflow._core.checks import Indices, IntArray, boolean, index_array, integer, preview, size
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import LARGEST, too_many
@@ -89,8 +89,12 @@ def document(lengths: Indices, inner: Literal["causal", "full"] = "causal") -> M
     """Packed sequences: q and k lie in the same document, and k <= q if `inner` is "causal".
 
     Args:
-        lengths: tokens of each document; the mask is over their sum. Empty documents are allowed.
+        lengths: tokens of each document; the mask is over their sum. Empty documents are allowed. From a document id
+            for each token: `torch.unique_consecutive(ids, return_counts=True)[1]`.
         inner: what holds inside a document.
+
+    Raises:
+        ValueError: a length is negative, or the numbers count up from 0, as ids of tokens do.
 
     >>> document([2, 1]).dense().int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
@@ -100,6 +104,12 @@ def document(lengths: Indices, inner: Literal["causal", "full"] = "causal") -> M
     sizes = index_array("lengths", lengths)
     if len(sizes) and sizes.min() < 0:
         raise ValueError(f"lengths must not be negative, got {int(sizes.min())}")
+    if len(sizes) > 1 and sizes[0] == 0 and sizes.max() > 0 and np.isin(np.diff(sizes), (0, 1)).all():
+        counts = np.unique(sizes, return_counts=True)[1]
+        raise ValueError(
+            f"lengths {preview(sizes.tolist())} are like the ids of documents, one for each token: pass the tokens of "
+            f"each document, document({preview(counts.tolist())}), or leave out the empty ones"
+        )
     n = size("the sum of lengths", sum(sizes.tolist()))
     q, ends = np.arange(n), np.cumsum(sizes)
     last = q + 1 if inner == "causal" else np.repeat(ends, sizes)

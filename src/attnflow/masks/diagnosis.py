@@ -28,6 +28,8 @@ _CLOSE: Final = 0.02  # share of all pairs up to which a mask is taken for anoth
 _MASKED: Final = -1e4  # additive values from here down forbid; what lies between them and 0 is a bias
 _PAIRS: Final = 1 << 28  # of a tensor in a file: 4 GB while its values are checked
 _SHOWN: Final = 3
+_DOCUMENTED: Final = 1 << 11  # positions of a mask in which documents with mistakes are looked for
+_PER_MISTAKE: Final = 6  # pairs of two tokens that a mask must have for each pair that is off
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,21 @@ def _mistaken(mask: Mask) -> Iterator[Finding]:
         yield Finding("transposed", f"its transpose is {other!r}: rows are queries here, columns keys")
         return
     size = mask.num_queries * mask.num_keys
-    close = (((mask & ~other).nnz + (other & ~mask).nnz, other) for other in _candidates(mask))
-    distance, other = min(close, key=lambda pair: pair[0], default=(size, mask))
-    if 0 < distance <= max(1, int(_CLOSE * size)) and distance < mask.nnz:
+    near: list[tuple[int, Mask]] = []
+    # Between documents nearly everything is forbidden, so that their share is one of the allowed pairs.
+    candidates = [
+        *((other, size) for other in _candidates(mask)),
+        *((docs, docs.nnz) for docs in _near_documents(mask)),
+    ]
+    for other, pairs in candidates:
+        distance = (mask & ~other).nnz + (other & ~mask).nnz
+        between = other.nnz - min(mask.shape)  # pairs of two tokens; a sparse mask would resemble many others
+        if 0 < distance <= max(1, int(_CLOSE * pairs)) and _PER_MISTAKE * distance <= between:
+            near.append((distance, other))
+    if near:
+        distance, other = min(near, key=lambda pair: pair[0])
         pairs = mask.difference(other, limit=_SHOWN)
-        message = f"{distance:,} pairs away from {other!r}: {_said(mask, pairs)}"
+        message = f"{plural(distance, 'pair')} away from {other!r}: {_said(mask, pairs)}"
         yield Finding("nearly", message, tuple(pairs))
 
 
@@ -185,14 +197,45 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
     yield catalogue.causal(n)
     counts = mask.row_counts()
     middle = int(counts[n // 2])
-    yield catalogue.sliding_window(n, max(1, middle))
-    yield catalogue.sliding_window(n, max(1, (middle + 1) // 2), causal=False)
-    yield catalogue.prefix_lm(n, min(n, int(counts[0])))
+    for usual in dict.fromkeys((middle, int(np.median(counts)), int(counts[-1]))):  # one of them may have the mistake
+        yield catalogue.sliding_window(n, max(1, usual))
+        yield catalogue.sliding_window(n, max(1, (usual + 1) // 2), causal=False)
+    for usual in dict.fromkeys((int(counts[0]), int(counts[min(1, n - 1)]))):
+        yield catalogue.prefix_lm(n, min(n, usual))
     if counts[0] and n % int(counts[0]) == 0:
         yield catalogue.block_causal(n, int(counts[0]))
     last = mask.intervals().row(n - 1)
     if len(last) == 2 and last[0][0] == 0:
         yield catalogue.attention_sink(n, last[0][1], n - last[1][0])
+
+
+def _near_documents(mask: Mask) -> Iterator[Mask]:
+    """Find the documents from which a square mask differs in the fewest pairs.
+
+    A document of tokens i to j adds to the agreement its allowed pairs less its forbidden ones. The best agreement up
+    to each token follows from those before it.
+    """
+    n = mask.num_queries
+    if n != mask.num_keys or not 1 < n <= _DOCUMENTED:
+        return
+    table = mask.dense().numpy()
+    for inner in ("causal", "full"):
+        allowed = np.tril(table) if inner == "causal" else table
+        sums = np.zeros((n + 1, n + 1), np.int64)
+        sums[1:, 1:] = allowed.cumsum(0, np.int64).cumsum(1)
+        best, start = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)
+        for end in range(1, n + 1):
+            first = np.arange(end)
+            length = end - first
+            pairs = sums[end, end] - sums[first, end] - sums[end, first] + sums[first, first]
+            total = best[:end] + 2 * pairs - (length * (length + 1) // 2 if inner == "causal" else length**2)
+            start[end] = total.argmax()
+            best[end] = total[start[end]]
+        lengths, end = list[int](), n
+        while end:
+            lengths.insert(0, end - int(start[end]))
+            end = int(start[end])
+        yield catalogue.document(lengths, inner)
 
 
 def _tensor(path: Path) -> Tensor:

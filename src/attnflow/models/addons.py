@@ -200,11 +200,11 @@ def add_tensor(digest: Any, label: str, tensor: Tensor) -> None:
 def same_weights(here: object, saved: object) -> bool:
     """Compare samples of weights with those of a file; False if the file holds something else."""
     try:
-        ours, theirs = torch.tensor(cast(Any, here)), torch.tensor(cast(Any, saved))
+        ours, theirs = (torch.tensor(cast(Any, sample), dtype=torch.float64, device="cpu") for sample in (here, saved))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
     scale = float(ours.abs().max()) if ours.numel() else 0.0
-    return ours.shape == theirs.shape and torch.allclose(ours, theirs.float(), rtol=0.01, atol=2e-3 * scale)
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0.01, atol=2e-3 * scale)
 
 
 def _nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.checkpoints import Weights, config_of
-from attnflow.models.families.find import Config, Pairs, Place, Shapes, Stem, inside, ordered, registered
+from attnflow.models.checkpoints import BadCheckpoint, Weights, config_of
+from attnflow.models.families.find import Config, Pairs, Place, Shapes, Stem, inside, lacking, ordered, registered
 from attnflow.models.families.rows import Composed, Read, Selected
-from attnflow.models.families.table import UnknownHeads, is_query_or_key
+from attnflow.models.families.table import UnknownHeads, is_query_or_key, misstated
 from attnflow.models.offload import parameter_of, without_numbers
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projection
 def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
     """List the attention modules of a checkpoint, in order; weights are read on demand.
 
-    `config` overrides entries of config.json. `UnsupportedArchitecture` where queries and keys are unknown, do not fit
+    `config` overrides entries of config.json. `BadCheckpoint` where layers lack tensors or head counts are no numbers;
+    `UnsupportedArchitecture` where queries and keys are unknown, do not fit
     the config, or have an unread quantisation.
     """
     packed = sorted(name for name in weights.packed if is_query_or_key(name))
@@ -132,11 +133,15 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
             places = _places(weights.module, weights.shapes, config or {})
         else:
             shapes, whole = weights.shapes, {**weights.config, **(config or {})}
+            if wrong := misstated(whole):
+                raise BadCheckpoint(f"the config of {weights.name} is damaged: {wrong}")
             try:
                 places = ordered(registered(shapes, whole), shapes, whole)
             except UnknownHeads:
                 whole = _with_defaults(whole)
                 places = ordered(registered(shapes, whole), shapes, whole)
+            if gap := lacking(places, shapes, whole):
+                raise BadCheckpoint(f"{weights.name} is incomplete: {gap}; download or save it again")
     except UnsupportedArchitecture as error:
         raise UnsupportedArchitecture(f"{weights.name}: {error}") from error
     return [AttentionLayer(**vars(place), read=weights.read, parameters={}) for place in places]
@@ -152,7 +157,7 @@ def _with_defaults(config: Config) -> Config:
 
         family = cast(Any, CONFIG_MAPPING)[config["model_type"]]
         return cast(Config, family.from_dict(dict(config)).to_dict())
-    except (ImportError, TypeError, ValueError, KeyError, AttributeError):  # entries that this family has never had
+    except Exception:  # every config checks its values in its own way, and refuses entries that it has never had
         return config
 
 

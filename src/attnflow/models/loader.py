@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +29,17 @@ from attnflow._core.errors import AttnflowError, MissingExtra, UnsupportedArchit
 from attnflow._core.files import write_folder
 from attnflow._core.version import warn_of_untried
 from attnflow.models.checkpoints import open_weights
-from attnflow.models.checkpoints.files import BadCheckpoint, Folder, check_sizes, first_line, not_reached, shards
+from attnflow.models.checkpoints.files import (
+    BadCheckpoint,
+    Folder,
+    check_sizes,
+    first_line,
+    not_reached,
+    refuse_adapter,
+    shards,
+)
 from attnflow.models.loaded import Loaded
+from attnflow.models.missing import missing_tensors
 from attnflow.models.names import REGISTRATIONS, resolve
 
 _LOG: Final = logging.getLogger("attnflow.models")
@@ -46,6 +55,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     tokenizer: bool = True,
     device: torch.device | str = "cpu",
+    partial: bool = False,
 ) -> Loaded:
     """Load a model in evaluation mode, ready for training, saving and `masks.attach`.
 
@@ -56,13 +66,16 @@ def load_model(
     - a GGUF file, or a folder with one, whose weights are unpacked and kept in the cache (`cache_folder`);
     - a model of the hub: "owner/name", or "hub:gpt2" for an id of one word. Only this uses the network.
 
-    It runs no code from the model's repository and opens no pickle: weights come only from safetensors or GGUF.
+    It runs no code from the model's repository and opens no pickle: weights come only from safetensors or GGUF. Every
+    tensor of the model must come from the checkpoint, since transformers draws missing ones at random.
 
     Args:
         name_or_path: the model to load.
         dtype: a floating-point dtype, its name, or "auto": that of the checkpoint (float32 for GGUF).
         tokenizer: whether to load the tokenizer.
         device: where to put the model.
+        partial: load a checkpoint that lacks tensors of the model, or holds tensors that the model has no place for. A
+            warning then names them.
 
     Returns:
         `(model, tokenizer)`. The model's class is the one that the checkpoint names, such as `LlamaForCausalLM`.
@@ -72,20 +85,25 @@ def load_model(
         MissingExtra: the packages that read a GGUF file are not installed.
         FileNotFoundError: the file, folder or model does not exist, or the hub cannot be reached.
         ValueError: the file or folder is not a model or has no safetensors weights, or the dtype is unknown.
-        BadCheckpoint: a file of the model is damaged or hostile; the message names it and the place.
+        BadCheckpoint: a file of the model is damaged or hostile, tensors are missing, or the folder holds an adapter.
+            The message names the file, the tensors and the place.
         UnsupportedArchitecture: the model needs code from its repository.
 
     Cost: the time and memory of the weights. A GGUF file is unpacked once, in some 20 s and a little over twice the
     memory for 135 million parameters; from the cache it takes about 2 s.
     """
-    kind, tokenizer = _dtype(dtype), boolean("tokenizer", tokenizer)
+    kind, tokenizer, partial = _dtype(dtype), boolean("tokenizer", tokenizer), boolean("partial", partial)
     folder, gguf = _locate(os.fspath(name_or_path))
+    gaps: list[str] = []
     with quiet():
         if gguf is None:
-            model = _from_safetensors(folder, kind)
+            model = _from_safetensors(folder, kind, partial, gaps)
             tokens = _tokenizer(folder) if tokenizer else None
         else:
-            model, tokens = _load_gguf(Path(folder) / gguf, torch.float32 if isinstance(kind, str) else kind, tokenizer)
+            single = torch.float32 if isinstance(kind, str) else kind
+            model, tokens = _load_gguf(Path(folder) / gguf, single, tokenizer, partial, gaps)
+    for gap in gaps:
+        warnings.warn(gap, stacklevel=2)
     nn.Module.to(model.eval(), device)  # the method of transformers is typed for its own decorator alone
     return Loaded(model, tokens)
 
@@ -116,6 +134,7 @@ def _locate(name: str) -> tuple[str, str | None]:
     if isinstance(place, str):
         return place, None
     if place.is_dir():
+        refuse_adapter(place)
         if (place / "config.json").is_file():
             return str(place), None
         files = sorted(place.glob("*.gguf"))
@@ -144,8 +163,9 @@ def _config(folder: str) -> Config:
     except Exception as error:  # every config checks its values in its own way
         if "trust_remote_code" in str(error):
             raise UnsupportedArchitecture(
-                f"{folder} brings its own code, which is not run here; models that transformers "
-                f"{transformers.__version__} knows can be loaded"
+                f"{folder} brings its own code, which is not run here, and transformers {transformers.__version__} "
+                "does not know its model_type: load it with trust_remote_code=True where you trust it, and pass the "
+                "model itself"
             ) from error
         raise BadCheckpoint(
             f"{folder} has no config of a model that transformers knows: {first_line(error)}"
@@ -161,13 +181,13 @@ def _config(folder: str) -> Config:
     return config
 
 
-def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
+def _from_safetensors(folder: str, dtype: torch.dtype | str, partial: bool, gaps: list[str]) -> PreTrainedModel:
     config = _config(folder)
     if (Path(folder) / _INDEX).is_file():
         shards(Folder(Path(folder)), _INDEX)
     make = _class_of(config, folder)
     try:
-        model, report = make.from_pretrained(
+        made: Any = make.from_pretrained(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except OSError as error:
@@ -187,15 +207,11 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str) -> PreTrainedModel:
         why = first_line(error)
         if "ignore_mismatched_sizes" in why:  # which no caller of this function can set
             why = "tensors of its weights have other shapes than its config asks for"
+        elif "CONVERSION" in why:  # a report that is silenced here
+            why = "tensors that are stored in parts, such as the experts of a layer, lack some of these"
         raise BadCheckpoint(f"{folder} holds no model that can be built: {why}") from error
-    model = cast(PreTrainedModel, model)
-    missing, theirs = (len(cast(Mapping[str, Any], report)[f"{kind}_keys"]) for kind in ("missing", "unexpected"))
-    own = len(model.state_dict())
-    if 2 * missing > own or theirs > own - missing:  # of another model: what is missing was drawn at random
-        raise BadCheckpoint(
-            f"{folder} holds the weights of another model than its config describes: {missing} of {own} tensors of a "
-            f"{type(model).__name__} are missing, and {theirs} do not belong to it"
-        )
+    model, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", made)
+    gaps += missing_tensors(model, report, folder, partial)
     return model
 
 
@@ -216,6 +232,11 @@ def _class_of(config: Config, folder: str) -> Any:
     made = getattr(transformers, name, None) if name else None
     if isinstance(made, type) and issubclass(made, PreTrainedModel):
         return made
+    if name and getattr(config, "auto_map", None):
+        raise UnsupportedArchitecture(
+            f"{folder} is a {name}, a class of its own code, which is not run here: load it with transformers and "
+            "trust_remote_code=True where you trust it, and pass the model itself"
+        )
     # For classes that are not transformers' own.
     return AutoModelForCausalLM if name.endswith("ForCausalLM") else AutoModel
 
@@ -232,7 +253,7 @@ def _tokenizer(folder: str, **gguf_file: str) -> PreTrainedTokenizerBase:
 
 
 def _load_gguf(
-    file: Path, dtype: torch.dtype, tokenizer: bool
+    file: Path, dtype: torch.dtype, tokenizer: bool, partial: bool, gaps: list[str]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a GGUF file's model and, on request, its tokenizer, unpacked once into the cache.
 
@@ -240,7 +261,9 @@ def _load_gguf(
     in float32, with identical logits, cached under the file's hash and the version of transformers.
     """
     key = _key(file)
-    model = _cached(f"{key}-model", AutoModelForCausalLM, lambda: _unpack(file), dtype=torch.float32)
+    model = _cached(
+        f"{key}-model", AutoModelForCausalLM, lambda: _unpack(file, partial, gaps), gaps, dtype=torch.float32
+    )
     model.config._name_or_path = model.name_or_path = str(file.parent)
     model.config.dtype = dtype
     nn.Module.to(model, dtype)
@@ -249,7 +272,7 @@ def _load_gguf(
 
 def _gguf_tokenizer(file: Path, key: str) -> PreTrainedTokenizerBase:
     folder = str(file.parent)
-    words = _cached(f"{key}-tokenizer", AutoTokenizer, lambda: _tokenizer(folder, gguf_file=file.name))
+    words = _cached(f"{key}-tokenizer", AutoTokenizer, lambda: _tokenizer(folder, gguf_file=file.name), ())
     words.name_or_path = folder
     return words
 
@@ -261,7 +284,7 @@ def _key(file: Path) -> str:
     return f"gguf-{digest}-transformers-{transformers.__version__}"
 
 
-def _cached(key: str, kind: Any, unpack: Callable[[], _Entry], **options: object) -> _Entry:
+def _cached(key: str, kind: Any, unpack: Callable[[], _Entry], gaps: Sequence[str], **options: object) -> _Entry:
     """Load an entry of the cache by transformers' class `kind`; unpack and store it if missing or damaged."""
     entry = cache_folder() / key
     if entry.is_dir():
@@ -270,6 +293,8 @@ def _cached(key: str, kind: Any, unpack: Callable[[], _Entry], **options: object
         except Exception as error:  # whatever a damaged file makes transformers raise
             _LOG.warning("%s cannot be loaded and is made again: %s", entry, first_line(error))
     value = unpack()
+    if gaps:  # the next caller may not know that it is partial
+        return value
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with write_folder(entry) as part:
@@ -279,7 +304,7 @@ def _cached(key: str, kind: Any, unpack: Callable[[], _Entry], **options: object
     return value
 
 
-def _unpack(file: Path) -> PreTrainedModel:
+def _unpack(file: Path, partial: bool, gaps: list[str]) -> PreTrainedModel:
     for module in ("gguf", "accelerate"):
         if find_spec(module) is None:
             raise MissingExtra(module, "hf", "reading a GGUF file")
@@ -287,16 +312,20 @@ def _unpack(file: Path) -> PreTrainedModel:
     check_sizes(str(file), weights.config, len(weights.shapes))
     try:
         with redirect_stderr(io.StringIO()):  # the one bar of transformers that asks nobody whether it may show
-            packed = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+            made: Any = AutoModelForCausalLM.from_pretrained(
+                str(file.parent), gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+            )
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # a truncated or unknown file fails anywhere in the parser
         raise BadCheckpoint(f"transformers cannot read a model from {file}: {first_line(error)}") from error
+    packed, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", made)
+    gaps += missing_tensors(packed, report, str(file), partial)
     config = copy.deepcopy(packed.config)
     config.__dict__.pop("quantization_config", None)
     config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):  # its initial values are drawn, then overwritten
-        model = cast(PreTrainedModel, type(packed)(config))
+        model = type(packed)(config)
     model.load_state_dict(packed.state_dict())
     model.generation_config = packed.generation_config
     return model

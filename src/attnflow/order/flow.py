@@ -51,7 +51,7 @@ def analyze(masks: Mask | Sequence[Mask]) -> Flow:
     (3, False, [0, 1, 3, 5])
     """
     if not isinstance(masks, Mask | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"expected a Mask or a sequence with one per layer, got {type(masks).__name__}")
+        raise not_a_mask(masks)
     per_layer = None if isinstance(masks, Mask) else tuple(masks)
     chosen = (cast(Mask, masks),) if per_layer is None else per_layer
     if not chosen:

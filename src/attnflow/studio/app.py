@@ -163,12 +163,15 @@ class Studio:
                 if message is None:
                     await _close(socket, MALFORMED, "expected a JSON object")
                     return
-                about_model = message.get("op") in MODEL_OPERATIONS or message.get("what") == "model"
+                operation = message.get("op")  # anything that JSON can say
+                about_model = message.get("what") == "model" or (
+                    isinstance(operation, str) and operation in MODEL_OPERATIONS
+                )
                 if about_model and model is None:
                     await socket.send_text(_without_model(message))
                     continue
                 line = lines[about_model]
-                if message.get("op") == _STOP:
+                if operation == _STOP:
                     await line.worker.stop()
                 elif line.waiting.full():
                     await _close(socket, TOO_MANY, f"{self.limits.queued} messages wait already")

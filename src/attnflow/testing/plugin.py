@@ -54,7 +54,10 @@ def guard_leaks() -> Generator[Callable[..., Guard]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option `--attnflow` and the setting `attnflow`, one name a line."""
-    about = "audit SCRIPT.py:NAME, a function of token ids, a module, or a function that makes one, as one more test"
+    about = (
+        "audit SCRIPT.py:NAME as one more test: a function of token ids, a module, or a function that makes one, alone "
+        "or as (module, inputs, order)"
+    )
     parser.getgroup("attnflow").addoption("--attnflow", action="append", default=[], metavar="NAME", help=about)
     parser.addini("attnflow", about, type="linelist", default=[])
 
@@ -73,9 +76,9 @@ class Audit(pytest.Item):
         from attnflow.audit.scripts import blaming, example, load
         from attnflow.testing.assertions import assert_no_leak
 
-        found = load(self.name)
+        audited = load(self.name)
         with blaming(self.name):
-            assert_no_leak(found, example(found, 32))
+            assert_no_leak(audited.subject, example(audited), audited.order)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
         """Return the report, or the reason why an audit was impossible, without a traceback."""

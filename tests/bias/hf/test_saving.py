@@ -27,6 +27,7 @@ from tests.bias.hf.common import (
     tokens,
     untouched,
 )
+from tests.models import ZOO, tiny
 
 WEIGHTS, CONFIG = "bias.safetensors", "bias_config.json"
 
@@ -58,7 +59,7 @@ def check_round_trip(biases, folder, custom=()):
     assert str(handle_of(model)).startswith(f"{handle}; ")  # for inference it announces nothing to train
     assert handle.layers == handle_of(model).layers
     with torch.no_grad():
-        assert torch.equal(outputs(fresh, input_ids=ids), outputs(model, input_ids=ids))
+        assert torch.equal(outputs(fresh, input_ids=ids), model(ids))
     held = load_file(folder / WEIGHTS)
     assert all(name.startswith("layers.") for name in held)  # only ours
     return model, fresh
@@ -88,6 +89,25 @@ def test_a_bias_can_be_saved_over_an_older_one_and_from_another_precision(tmp_pa
     af.bias.load(narrow, tmp_path)
     for ours, theirs in zip(handle_of(narrow).parameters(), handle_of(model).parameters(), strict=True):
         assert torch.equal(ours, theirs.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_another_default_dtype_changes_nothing(dtype, tmp_path):
+    ids = tokens(1, 6)
+    torch.set_default_dtype(dtype)
+    try:
+        for model in (tiny("Llama", torch.float32), ZOO["Llama"].make()):  # of its own precision, and of the default's
+            with af.bias.attach(model):
+                af.bias.save(model, tmp_path / "bias")
+            with af.bias.load(model, tmp_path / "bias"):
+                model(ids)
+            with af.masks.attach(model, af.masks.causal(6)):
+                model(ids)
+            af.knowledge.from_ffn(model)
+            assert len(af.geometry.score(model, per_head=False)) == 2
+            assert af.audit.check_batch({"input_ids": ids, "labels": ids}, model).labels > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("change", [{"reference": "rotated"}, {"layers": [1]}, {"name": "other"}], ids=str)

@@ -42,6 +42,54 @@ def test_everything_is_there_when_it_is_opened_again(directory):
         assert [entry.text for entry in store.get(store.ids())] == list("abcd")
 
 
+@pytest.mark.parametrize("begun", ["data", "_versions", "_transactions", ""])
+def test_a_table_whose_creation_was_killed_is_absent(directory, begun):
+    with Store.open(directory, dim=4) as store:
+        store.insert(embeddings=EYE)
+    (directory / "retired.lance" / begun).mkdir(parents=True)
+    with Store.open(directory, read_only=True) as reader:
+        assert reader.ids().tolist() == [0, 1, 2, 3]
+    with Store.open(directory) as store:
+        store.delete([3])
+        assert store.insert(embeddings=EYE[:1]).tolist() == [4]
+    with Store.open(directory, read_only=True) as reader:
+        assert reader.ids().tolist() == [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize("begun", ["data", "_versions"])
+def test_a_store_whose_creation_was_killed_is_made_again(directory, begun):
+    (directory / "entries.lance" / begun).mkdir(parents=True)
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(StoreError, match="there is no store at"):
+            Store.open(directory, **options)
+    with Store.open(directory, dim=4) as store:
+        assert store.insert(embeddings=EYE).tolist() == [0, 1, 2, 3]
+
+
+def test_a_reader_whose_version_was_compacted_away_is_told_to_refresh(directory):
+    with Store.open(directory, dim=4) as store:
+        store.insert(embeddings=EYE)
+        with Store.open(directory, read_only=True) as reader:
+            store.delete([0])
+            store.compact()
+            for read in (lambda: reader.get([1]), reader.stats):
+                with pytest.raises(StoreError, match=r"are gone, as after `compact`: call refresh\(\)"):
+                    read()
+            reader.refresh()
+            assert reader.get([1])[0].id == 1
+
+
+@pytest.mark.parametrize("uri", ["gs://bucket/facts", "az://container/facts", "hf://datasets/a/b", "file:///tmp/facts"])
+def test_places_that_are_not_supported_are_refused_without_a_connection(uri, monkeypatch):
+    def connected(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("lancedb.connect", connected)  # its sockets are not Python's
+    for options in ({"dim": 4}, {"read_only": True}):
+        with pytest.raises(ValueError, match="uri must be a directory"):
+            Store.open(uri, **options)
+
+
 def test_one_writes_and_any_number_read(directory):
     with Store.open(directory, dim=4) as store:
         store.insert(embeddings=EYE)

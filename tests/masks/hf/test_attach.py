@@ -194,6 +194,7 @@ def test_a_mask_on_some_layers_leaves_the_others_their_own(model):
         ({"mask": None}, TypeError, r"attach takes either one mask or per_layer="),
         ({"mask": {"decoder": CAUSAL}}, ValueError, "only an encoder-decoder model takes a dict"),
         ({"mask": "batch", "layers": [0]}, ValueError, "layers= goes with"),
+        ({"mask": CAUSAL.dense().numpy()}, TypeError, r"make one with af\.masks\.from_dense"),
         ({"per_layer": [CAUSAL.dense(), CAUSAL.dense()]}, TypeError, "expected a Mask, got Tensor"),
         ({"per_layer": [CAUSAL]}, ValueError, "one mask per attention module, 2, got 1"),
         ({"per_layer": [CAUSAL] * 3}, ValueError, "one mask per attention module, 2, got 3"),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final, TypeVar, cast
+from typing import Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from attnflow.models.offload import refuse_offloaded
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
+_SAVE: Final = "save_pretrained"
 _OTHER_LAYER: Final = -1e9  # finite, since GELU and SiLU of an infinite score are NaN
 _BATCH: Final = 4096  # entries that are written to a store at once
 
@@ -74,7 +75,8 @@ def from_ffn(
             once the values of all entries are negated. Pass named inputs to use those instead; False skips the check.
 
     Returns:
-        The converted copy; its `model.knowledge`, a `LayeredKnowledge`, can be searched and edited.
+        The converted copy; its `model.knowledge`, a `LayeredKnowledge`, can be searched and edited. Save it as
+        `to_ffn(model).save_pretrained(folder)`; its own `save_pretrained` raises `ValueError`.
 
     Raises:
         TypeError: the argument is not a model.
@@ -114,6 +116,8 @@ def from_ffn(
         form.open(opened, base, layer)
     opened.add_module(KNOWLEDGE, base)
     setattr(opened, _SITES, forms)
+    if hasattr(opened, _SAVE):
+        setattr(opened, _SAVE, _refuse_saving)
     opened.train(model.training)
     if check is not False:
         verify(model, opened, base, [form.site.name for form in forms], None if check is True else check)
@@ -142,6 +146,7 @@ def to_ffn(model: Model | Loaded) -> Model:
         form.close(plain, base, layer)
     delattr(plain, KNOWLEDGE)
     delattr(plain, _SITES)
+    vars(plain).pop(_SAVE, None)
     config = getattr(plain, "config", None)
     parts = [one for one in (config, *getattr(config, "__dict__", {}).values()) if isinstance(one, PreTrainedConfig)]
     for part, name in product(parts, _SIZES if any(old != new for old, new in widths.items()) else ()):
@@ -171,6 +176,14 @@ def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progres
         store.insert(ids=batch, embeddings=rows, sources=sources, thresholds=thresholds, encoder=f"from_ffn:{name}")
         if progress is not None:
             progress(len(store), base.num_entries, "entries")
+
+
+def _refuse_saving(*_: object, **__: object) -> NoReturn:
+    """Stand in for `save_pretrained`, whose folder transformers would load with random feed-forward weights."""
+    raise ValueError(
+        "a model converted by from_ffn has no feed-forward weights that from_pretrained could find: save "
+        "to_ffn(model).save_pretrained(folder), a plain model with the present entries, or keep model.state_dict()"
+    )
 
 
 def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> None:

@@ -22,7 +22,7 @@ MEMORY: Final = "memory"
 _TABLE: Final = "entries"
 _RETIRED: Final = "retired"  # a second table: ids that were the highest when their entries went
 _FORMAT: Final = b"attnflow.store"
-_SCHEMES: Final = ("s3://", "gs://", "az://")
+_REMOTE: Final = "s3://"
 _FILES: Final = (".jsonl", ".ndjson", ".json", ".txt", ".md", ".csv", ".tsv", ".db")
 _LOCK: Final = "writer.lock"
 _COMPACT: Final = 100  # commits after which files are written together
@@ -37,8 +37,11 @@ class StoreError(AttnflowError):
 
 def check_uri(uri: str) -> None:
     """Raise a ValueError for a uri that cannot name a store, before anything is read or written."""
-    if not uri or ("://" in uri and not uri.startswith(_SCHEMES)):
-        raise ValueError(f'uri must be a directory, "memory" or "s3://bucket/path", got {uri!r}')
+    if not uri or ("://" in uri and not uri.startswith(_REMOTE)):
+        raise ValueError(
+            f'uri must be a directory, "memory" or "s3://bucket/path", got {uri!r}; give another '
+            'object storage by its S3 interface: storage_options={"endpoint": ...}'
+        )
     if is_directory(uri) and Path(uri).suffix.lower() in _FILES and not Path(uri).is_dir():
         raise ValueError(f"a store is a folder, and {uri} is named like a file: give the name of a folder")
 
@@ -82,9 +85,8 @@ class EntryTable:
                 place = "memory://" if uri == MEMORY else uri if here is None else str(here)
                 options = None if storage_options is None else dict(storage_options)
                 self._database = lancedb.connect(place, storage_options=options)
-                if _TABLE not in self._names():
-                    self._create(dim, num_thresholds, read_only)
-                self._table: Any = self._database.open_table(_TABLE)
+                table = self._open(_TABLE)
+                self._table: Any = self._create(dim, num_thresholds, read_only) if table is None else table
             self._describe(dim, num_thresholds)
         except BaseException:
             self.close()
@@ -106,7 +108,8 @@ class EntryTable:
                 ids[place] = batch["id"].to_numpy()
                 vectors[place] = batch["vector"].flatten().to_numpy().reshape(len(batch), -1)
                 done += len(batch)
-            retired = self._database.open_table(_RETIRED).to_arrow()["id"] if _RETIRED in self._names() else ()
+            gone = self._open(_RETIRED)
+            retired = () if gone is None else gone.to_arrow()["id"]
         order = np.argsort(ids)
         self._retired = max((row.as_py() for row in retired), default=-1)
         self.highest = max(int(ids.max(initial=-1)), self._retired)
@@ -206,8 +209,8 @@ class EntryTable:
         """Record the highest id before its entry is deleted, so that it is never given out again."""
         if self.highest > self._retired:
             row = self._arrow.table({"id": [self.highest]})
-            if _RETIRED in self._names():
-                self._database.open_table(_RETIRED).add(row)
+            if (table := self._open(_RETIRED)) is not None:
+                table.add(row)
             else:
                 self._database.create_table(_RETIRED, row)
             self._retired = self.highest
@@ -216,10 +219,16 @@ class EntryTable:
         if name not in (taken := self.snapshots()):
             raise KeyError(f"no snapshot {name!r}; there are {taken}")
 
-    def _names(self) -> set[str]:
-        return set(self._database.list_tables().tables)
+    def _open(self, name: str) -> Any | None:
+        """Open a table; None if there is none, or only the folder of one whose creation was killed."""
+        try:
+            return self._database.open_table(name)
+        except ValueError as error:
+            if "was not found" in str(error):
+                return None
+            raise
 
-    def _create(self, dim: int | None, num_thresholds: int | None, read_only: bool) -> None:
+    def _create(self, dim: int | None, num_thresholds: int | None, read_only: bool) -> Any:
         if read_only or dim is None:
             raise _nothing(self.uri, read_only)
         a, columns = self._arrow, num_thresholds or 0
@@ -227,7 +236,7 @@ class EntryTable:
         fields = [("id", a.int64()), *((name, a.string()) for name in _TEXTS), ("version", a.int64())]
         fields += [("created", time), ("updated", time), ("vector", a.list_(a.float32(), dim + columns))]
         said = {_FORMAT: b"1", b"num_thresholds": str(columns).encode()}
-        self._database.create_table(_TABLE, schema=a.schema(fields, metadata=said))
+        return self._database.create_table(_TABLE, schema=a.schema(fields, metadata=said))
 
     def _describe(self, dim: int | None, num_thresholds: int | None) -> None:
         schema = self._table.schema
@@ -253,6 +262,8 @@ def failures(what: str) -> Generator[None]:
         raise
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
+        if "Not found" in reason and ".lance/" in reason:
+            reason = "files of the version that was opened are gone, as after `compact`: call refresh()"
         raise StoreError(f"{what}: {reason}") from error
 
 

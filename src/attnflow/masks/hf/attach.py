@@ -150,7 +150,7 @@ def attach(
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     sites = find_sites(model)
-    by_batch = mask == "batch" and per_layer is None
+    by_batch = isinstance(mask, str) and mask == "batch" and per_layer is None
     masks = {} if by_batch else _assign(sites, mask, per_layer, layers)
     if by_batch and layers is not None:
         raise ValueError("layers= goes with a mask; the masks of a batch are for all layers")

@@ -10,6 +10,7 @@ from typing import Final, cast
 
 from torch import Tensor, nn
 
+from attnflow._core.checks import preview
 from attnflow._core.errors import MissingExtra
 from attnflow.models.checkpoints.files import (
     GGUF,
@@ -18,10 +19,13 @@ from attnflow.models.checkpoints.files import (
     Folder,
     Weights,
     as_float,
+    index_of,
     model_files,
     not_reached,
     read_json,
+    refuse_adapter,
     safetensors_weights,
+    shards,
 )
 from attnflow.models.checkpoints.gguf import gguf_weights
 from attnflow.models.names import resolve
@@ -47,6 +51,8 @@ def open_weights(source: nn.Module | str | os.PathLike[str]) -> Weights:
     if isinstance(place, str):
         place = _downloaded(place)
     alone = None if place.is_dir() else place.name
+    if alone is None:
+        refuse_adapter(place)
     return _from_folder(Folder(place if alone is None else place.parent, only=alone), alone)
 
 
@@ -74,9 +80,14 @@ def _from_folder(folder: Folder, only: str | None = None) -> Weights:
                 "their index (GGUF: merge them with llama-gguf-split)"
             )
         if files:
-            return opened(folder, files, config)
-    if "adapter_config.json" in folder.sizes:
-        raise BadCheckpoint(f"{folder.name} holds an adapter: merge it into its model and save that")
+            weights = opened(folder, files, config)
+            names = {} if only or (index := index_of(folder, suffix)) is None else shards(folder, index)
+            if lost := [name for name in names if name not in weights.shapes]:
+                raise BadCheckpoint(
+                    f"{folder.name} lacks {len(lost)} of {len(names)} tensors that its index names "
+                    f"({preview(lost, 3)}); download it again"
+                )
+            return weights
     if pickled := [name for name in folder.sizes if name.endswith(_PICKLED)]:
         raise BadCheckpoint(
             f"{folder.name} has its weights in {pickled[0]}; a pickle can run any code and is not opened: convert it "

@@ -24,6 +24,9 @@ _LARGEST_JSON: Final = 100_000_000
 _MOST_LAYERS: Final = 2048  # that are made without asking whether there are weights for them: a second or two
 
 
+MERGE: Final = "merge it with PEFT (merge_and_unload) and save the model that results"
+
+
 class BadCheckpoint(AttnflowError, ValueError):
     """A checkpoint is damaged, incomplete, or in a form that is not opened; the message names the file."""
 
@@ -59,19 +62,38 @@ def model_files(folder: Folder, suffix: str) -> list[str]:
 
     A missing shard, or several candidate files, raise `BadCheckpoint`.
     """
-    there = [name for name in folder.sizes if name.endswith(suffix) and not name.startswith("adapter_")]
-    indices = [name for name in folder.sizes if name.endswith(f"{suffix}.index.json")]
-    usual = f"model{SAFETENSORS}"
-    if indices and there != [usual]:
-        preferred = f"model{suffix}.index.json"
-        return shards(folder, preferred if preferred in indices else indices[0])
-    if usual in there:
+    if (index := index_of(folder, suffix)) is not None:
+        return sorted(set(shards(folder, index).values()))
+    there = _files(folder, suffix)
+    if (usual := f"model{SAFETENSORS}") in there:
         return [usual]
     if len(there) > 1:
         raise BadCheckpoint(
             f"{folder.name} holds {len(there)} {suffix} files and no index ({', '.join(there[:3])}); pass one of them"
         )
     return there
+
+
+def index_of(folder: Folder, suffix: str) -> str | None:
+    """Return the file that says in which shard each tensor is; None if the model is one file."""
+    indices = [name for name in folder.sizes if name.endswith(f"{suffix}.index.json")]
+    preferred = f"model{suffix}.index.json"
+    if not indices or _files(folder, suffix) == [f"model{SAFETENSORS}"]:
+        return None
+    return preferred if preferred in indices else indices[0]
+
+
+def _files(folder: Folder, suffix: str) -> list[str]:
+    return [name for name in folder.sizes if name.endswith(suffix) and not name.startswith("adapter_")]
+
+
+def refuse_adapter(path: Path) -> None:
+    """Refuse, with `BadCheckpoint`, a folder that holds a PEFT adapter, with or without a model beside it."""
+    if (path / "adapter_config.json").is_file():
+        raise BadCheckpoint(
+            f"{path} holds a PEFT adapter, which changes a model: load both with peft.AutoPeftModel.from_pretrained "
+            f"and pass the model, or {MERGE}"
+        )
 
 
 def read_json(folder: Folder, file: str) -> Mapping[str, object]:
@@ -88,8 +110,8 @@ def read_json(folder: Folder, file: str) -> Mapping[str, object]:
     return cast(Mapping[str, object], content)
 
 
-def shards(folder: Folder, index: str) -> list[str]:
-    """List the files that an index names; all must exist."""
+def shards(folder: Folder, index: str) -> Mapping[str, str]:
+    """Return the file of each tensor that an index names; all must exist."""
     names = read_json(folder, index).get("weight_map")
     if not isinstance(names, dict):
         raise BadCheckpoint(f"{folder.name}/{index} has no weight_map")
@@ -102,7 +124,7 @@ def shards(folder: Folder, index: str) -> list[str]:
         raise BadCheckpoint(
             f"{folder.name} lacks {len(missing)} of {len(files)} shards ({', '.join(missing[:3])}); download it again"
         )
-    return files
+    return {tensor: str(name) for tensor, name in cast(dict[str, object], names).items()}
 
 
 def check_sizes(name: str, config: Mapping[str, object], tensors: int) -> None:
@@ -118,6 +140,8 @@ def _sizes(config: Mapping[Any, object]) -> Iterator[tuple[str, int]]:
         if isinstance(value, Mapping):
             yield from _sizes(cast(Mapping[Any, object], value))
         elif isinstance(name, str) and any(word in name for word in ("layer", "depth", "expert")):
+            if name.endswith("_size"):  # a width, as of the shared expert of Nemotron-H
+                continue
             if isinstance(value, int):
                 yield name, value
             elif isinstance(value, list | tuple):

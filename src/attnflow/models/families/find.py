@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, Literal, cast
@@ -123,7 +123,8 @@ def registered(shapes: Shapes, config: Config, stated: Callable[[str], Config] =
     linear attention. `stated` gives a module's own head counts if there is no config. Refuses adapters on queries or
     keys.
     """
-    adapted = [name for name in shapes if ".base_layer." in name and is_query_or_key(name.partition(".base_layer.")[0])]
+    parts = {name: re.split(r"\.(?:base_layer|lora_\w+)\.", name) for name in shapes}
+    adapted = [name for name, (path, *rest) in parts.items() if rest and is_query_or_key(path)]
     if adapted:
         raise UnsupportedArchitecture(f"it has adapters at queries or keys ({adapted[0]}): merge them into the model")
     stems = [stem for stem in _stems(shapes) if not stem.beside]
@@ -299,6 +300,38 @@ def ordered(pairs: Pairs, shapes: Shapes, config: Config) -> tuple[Place, ...]:
             places = [replace(place, layer=index) for index, place in enumerate(places)]
         result += places
     return tuple(result)
+
+
+def lacking(places: Sequence[Place], shapes: Shapes, config: Config) -> str | None:
+    """Say which queries and keys a checkpoint lacks that its other tensors and its config ask for; None if none.
+
+    Layers may differ, as in hybrids, so that a module of attention counts only where tensors of it are left.
+    """
+    modules: dict[str, dict[str, set[str]]] = {}  # of each pattern of paths: its paths, with their tensors
+    for name in shapes:
+        path, _, leaf = name.removesuffix(".weight").rpartition(".")
+        modules.setdefault(re.sub(r"\b\d+\b", "*", path), {}).setdefault(path, set()).add(leaf)
+    lists: dict[str, set[int]] = {}
+    for name in shapes:
+        for part in re.finditer(r"(?:^|\.)(\d+)(?=\.)", name):
+            lists.setdefault(name[: part.start()], set()).add(int(part[1]))
+    deepest: dict[int, tuple[int, str, list[int]]] = {}
+    for place in places:
+        kin = modules.get(re.sub(r"\b\d+\b", "*", place.name), {})
+        leaves = {tensor.removesuffix(".weight").removeprefix(f"{place.name}.") for tensor in place.tensors}
+        leaves |= set() if place.name.rpartition(".")[2].isdigit() else kin.get(place.name, set())
+        torn = [path for path in kin if path not in {other.name for other in places} and kin[path] & leaves]
+        if torn:
+            return f"{torn[0]} has {preview(sorted(kin[torn[0]]), 3)} without the queries or keys beside them"
+        numbers = list(re.finditer(r"(?:^|\.)(\d+)(?=\.|$)", place.name))
+        if len(numbers) == 1 and (held := lists.get(prefix := place.name[: numbers[0].start()])):
+            if gone := sorted(set(range(max(held))) - held):
+                return f"there is nothing of {prefix}.{gone[0]}, but of {prefix}.{max(held)}"
+            part = _config_of(config, Stem(place.name, "", ""))
+            depths = Stated(part, "").values(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 0)
+            deepest[id(part)] = max(deepest.get(id(part), (0, "", [])), (len(held), prefix, depths))
+    short = next(((n, path, depths) for n, path, depths in deepest.values() if depths and n < depths[0]), None)
+    return None if short is None else f"{short[1]} has {short[0]} layers, and the config asks for {short[2][0]}"
 
 
 def _natural(stem: Stem) -> list[tuple[bool, int, str]]:

@@ -126,6 +126,26 @@ def with_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, ob
     return {**config, "num_kv_heads": 1 if config.get("multi_query", True) else heads}
 
 
+def misstated(config: Mapping[str, object]) -> str | None:
+    """Say which number of heads, or width of one, is not a number in a config or a part of it; None if all are.
+
+    Lists have one number for each layer, which is 0 for a layer without attention; a width of 0 says nothing.
+    """
+
+    def is_count(value: object, least: int) -> bool:
+        if isinstance(value, list | tuple):
+            return all(is_count(item, 0) for item in cast(Sequence[object], value))
+        return value is None or (type(value) is int and value >= least)
+
+    for word, value in config.items():
+        part = misstated(cast(Mapping[str, object], value)) if isinstance(value, Mapping) else None
+        if part is not None:
+            return f"{word}: {part}"
+        if word in (*_QUERY, *_KEY, *_DIM) and not is_count(value, int(word not in _DIM)):
+            return f"{word} must be a whole number above 0, or a list of one for each layer, got {value!r:.60}"
+    return None
+
+
 _SEPARATE_TYPES: Final = _words("""
     albert attnflow_modular audio-spectrogram-transformer bart beit bert blenderbot clip clip_text_model
     clip_vision_model cohere cohere2 convbert cpmant deberta-v2 deepseek_v2 deepseek_v3 deit detr dinov2
