@@ -365,3 +365,17 @@ def test_the_padding_token():
 
 def test_the_room_is_documented():
     assert "rows" in af.audit.check_batch.__doc__
+
+
+def test_columns_by_other_names():
+    rows = [{"x": row["input_ids"], "y": row["labels"]} for row in completions()]
+    report = check_batch(rows, CAUSAL, names={"x": "input_ids", "y": "labels"})
+    assert (report.mistakes, report.labels) == ((), check_batch(completions(), CAUSAL).labels)
+
+
+def test_rows_of_text_are_documents_and_rows_of_ids_may_be_packed():
+    """An end token inside: of a chat it closes a turn, of ids perhaps a document."""
+    words = tokenizer(chat_template=MARKED)
+    assert as_batch(chats(), words).documents == "rows"
+    assert as_batch(chats(), words, pack=True).documents is None
+    assert as_batch(samples()).documents is None

@@ -77,16 +77,15 @@ def as_batch(
     if not count:
         raise ValueError("expected at least one row of data, got none")
     places = places or [f"row {index}" for index in range(count)]
-    remarks: dict[str, list[str]] = {}
-    table: list[_Row] = []
+    remarks, table = dict[str, list[str]](), list[_Row]()
     for index, place in zip(range(count), places, strict=False):
         try:
             values = rows[index]
         except (KeyError, IndexError, TypeError) as error:
-            kind = type(rows).__name__
-            raise TypeError(
-                f"expected rows[{index}] to be a row, but this {kind} has none: pass a list of dicts"
-            ) from error
+            message = (
+                f"expected rows[{index}] to be a row, but this {type(rows).__name__} has none: pass a list of dicts"
+            )
+            raise TypeError(message) from error
         try:
             row = _Row(values, tokenizer, family, rename or {})
             table.append(row)
@@ -102,13 +101,18 @@ def as_batch(
             remarks.setdefault(remark, []).append(place)
     notes = [text if len(which) == count else f"{_few(which)}: {text}" for text, which in remarks.items()]
     notes += [f"only the first {count} of {total} rows were read"] if count < total else []
+    if not pack:
+        pads = (pad, family.pad, getattr(tokenizer, "pad_token_id", None))
+        return _padded(table, next((i for i in pads if i is not None), None), notes)
+    sizes = torch.tensor([len(row.columns["input_ids"]) for row in table])
+    tensors = {name: torch.cat([row.columns[name] for row in table])[None] for name in table[0].columns}
+    return RowBatch(tensors, tuple((sizes.cumsum(0) - sizes).tolist()), tuple(notes), None)
+
+
+def _padded(table: Sequence[_Row], padding: int | None, notes: list[str]) -> RowBatch:
+    """Pad rows on the right; a mask is made where they have none and some are longer than others."""
     joined = {name: [row.columns[name] for row in table] for name in table[0].columns}
-    sizes = torch.tensor([len(ids) for ids in joined["input_ids"]])
-    if pack:
-        starts = tuple((sizes.cumsum(0) - sizes).tolist())
-        return RowBatch({name: torch.cat(values)[None] for name, values in joined.items()}, starts, tuple(notes), None)
-    padding = next((i for i in (pad, family.pad, getattr(tokenizer, "pad_token_id", None)) if i is not None), None)
-    if (sizes != sizes[0]).any():
+    if len({len(ids) for ids in joined["input_ids"]}) > 1:
         joined.setdefault("attention_mask", [torch.ones_like(ids) for ids in joined["input_ids"]])
         notes += ["padded with token 0, as no model or tokenizer names the padding token"] if padding is None else []
     fill = {"input_ids": padding or 0, "decoder_input_ids": padding or 0, "labels": IGNORED}

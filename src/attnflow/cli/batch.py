@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BufferedIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -21,6 +21,7 @@ from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, s
 if TYPE_CHECKING:
     from attnflow.audit.batch_labels import Mistake
     from attnflow.audit.batch_rows import RowBatch
+    from attnflow.audit.batches import BatchReport
 
 _POSITIONS: Final = re.compile(r"\b(positions?) (\d+)(?: to (\d+))?")
 _LONGEST: Final = 1 << 26  # bytes of one line
@@ -49,9 +50,8 @@ def batch(
     """Check rows of training data as one batch: labels, documents, masks, positions.
 
     A row holds input_ids (with labels, attention_mask, position_ids, completion_mask, ...), messages, a prompt with its
-    completion, or text; the latter three are made to tokens as TRL makes them. Findings name lines of the file (rows
-    from 0 of a Parquet file) and positions in the row's tokens. Exits with 1 if there is a finding or nothing was
-    tested.
+    completion, or text, which becomes tokens as in TRL. Findings name lines of the file (rows from 0 of a Parquet file)
+    and positions in the row's tokens. Exits with 1 if there is a finding or nothing was tested.
     """
     with working(f"reading {data}") as spinner:
         lines = _read(data, rows)
@@ -82,15 +82,19 @@ def batch(
             "attnflow.audit.batch/1", {**head, "mistakes": found, "notes": read.notes, "report": report.to_dict()}
         )
     else:
-        screen = console()
-        count = f"{len(lines.rows):,} of {plural(lines.total, 'row')}, {'packed' if pack else 'padded'}"
-        say(screen, f"{data}: {count}" + ("" if loaded is None else f"; {describe(cast(str, model), loaded)}"), "bold")
-        verdict, *rest = [places.of(line) for line in str(report).split("\n")]
-        say(screen, verdict, style(report.ok))
-        say(screen, "\n".join([*rest, *(f"note: {note}" for note in read.notes)]))
-        if len(lines.rows) < lines.total:
-            say(screen, f"{plural(lines.total - len(lines.rows), 'row')} not looked at: --rows {lines.total} reads all")
+        title = f"{data}: {len(lines.rows):,} of {plural(lines.total, 'row')}, {'packed' if pack else 'padded'}"
+        _print(report, places, title if loaded is None else f"{title}; {describe(str(model), loaded)}")
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _print(report: BatchReport, places: _Places, title: str) -> None:
+    screen, lines = console(), places.lines
+    say(screen, title, "bold")
+    verdict, *rest = [places.of(line) for line in str(report).split("\n")]
+    say(screen, verdict, style(report.ok))
+    say(screen, "\n".join([*rest, *(f"note: {note}" for note in places.read.notes)]))
+    if len(lines.rows) < lines.total:
+        say(screen, f"{plural(lines.total - len(lines.rows), 'row')} not looked at: --rows {lines.total} reads all")
 
 
 @dataclass(frozen=True)
