@@ -26,6 +26,7 @@ from attnflow.geometry.attribution import ScoreAttribution
 from tests.conformance import inputs as made
 from tests.conformance import oracles
 from tests.conformance.inputs import LENGTH, Inputs
+from tests.conformance.loss import loss_read
 from tests.conformance.miniature import NotBuilt
 
 Code = Literal["works", "refused", "unclear", "wrong", "none"]
@@ -440,6 +441,7 @@ FEATURES: dict[str, Callable[[PreTrainedModel], str | None]] = {
     "padded": audit_padded,
     "cached": audit_cached,
     "image": audit_image,
+    "loss": loss_read,
     "mask": mask_attached,
     "bias": bias_attached,
     "geometry": geometry_scored,

@@ -131,8 +131,10 @@ def read_labels(reading: Reading, family: Family) -> Labels:
         labels.untested.append((_READ, why))
         return labels
     shares = {offset: _share(reading, offset) for offset in (0, 1, -1)}
-    best = max(shares, key=lambda offset: (shares[offset], -abs(offset)))
+    right = None if family.shift is None else 1 - family.shift
+    best = max(shares, key=lambda offset: (shares[offset], offset == right, -abs(offset)))
     labels.offset = best if shares[best] >= 0.5 else None
+    repeats = labels.offset is not None and list(shares.values()).count(shares[best]) > 1
     if not family.name:  # infer it
         hidden = reading.ids[..., 0][supervised(reading, 0)]
         if labels.offset == 1:
@@ -149,10 +151,13 @@ def read_labels(reading: Reading, family: Family) -> Labels:
         labels.words += f"{', by its class' if not family.seen else ''}: {_TAKEN[family.seen, bool(labels.shift)]}"
         if family.seen and labels.shift not in (0, 1):
             labels.words = f"{family.name}: its loss trains position i on the label at i + {labels.shift}"
-    hides = family.causal is False if family.name else labels.offset != 1
-    labels.masked = labels.shift == 0 and not family.decoder and hides
+    hides = family.causal is False if family.name else labels.shift == 0 and labels.offset != 1
+    labels.masked = labels.shift in (0, 1) and not family.decoder and hides  # diffusion models may shift, too
     labels.count = int(supervised(reading, labels.shift or 0).sum())
-    if labels.count and labels.shift is not None:
+    if repeats:
+        why = "the text repeats itself, so that each label is the token in its place and one beside it"
+        labels.untested.append((_READ, why))
+    elif labels.count and labels.shift is not None:
         _readable(labels, reading, family)
     return labels
 
@@ -185,6 +190,11 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
     assert shift is not None
     if labels.masked:
         _open(labels, reading)
+        return
+    if offset is None and family.causal is None and family.name and reading.allow is None:
+        labels.untested.append(
+            (_READ, f"whether {family.name} is causal is not known, nor where its labels' tokens are")
+        )
         return
     if offset is None:
         message = "labels are not the tokens of the batch, neither in place nor one position before or after"

@@ -38,6 +38,7 @@ _UNSHIFTED: Final = frozenset(
     | {"musicgen_decoder", "musicgen_melody", "musicgen_melody_decoder", "mvp", "pegasus", "plbart", "trocr"}
     | {"whisper", "xlm"}
 )
+_ALWAYS_CAUSAL: Final = frozenset({"gpt_neox", "gpt_neox_japanese", "evolla"})  # whatever their is_decoder says
 _IMAGE_BLOCKS: Final = frozenset({"gemma3", "gemma3_text", "gemma4", "gemma4_text", "t5gemma2"})
 _CLASSES: Final = re.compile(r"For(Sequence|Token|Image|Audio|Video)\w*Classification|ForQuestionAnswering|ForMultiple")
 _CAUSAL: Final = re.compile(r"ForCausalLM|LMHead|ForConditionalGeneration|DoubleHeads|ModelWithLMHead")
@@ -110,9 +111,9 @@ def _family(name: str, config: Any) -> Family:
     causal: bool | None = False if masked else True if generates else None
     if decoder or kind == "paligemma":
         causal = True
-    elif both_ways or getattr(text, "is_causal", True) is False:
+    elif both_ways or getattr(text, "is_causal", True) is False or getattr(text, "attn_type", None) == "bi":
         causal = False
-    elif is_decoder is not None:
+    elif is_decoder is not None and kind not in _ALWAYS_CAUSAL:
         causal = bool(is_decoder)
     return Family(
         name=name or f"{kind} configuration",

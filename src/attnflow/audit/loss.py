@@ -70,24 +70,23 @@ def in_columns(targets: Targets, reading: Reading) -> SeenLoss | None:
     """Match the rows of logits with the batch's columns; None if their number does not allow it.
 
     Virtual tokens and images stand before the batch's tokens. A model that was called with a part of the ids has logits
-    for that part, and one that keeps the last logits has them for the last columns.
+    for that part. Fewer logits, whose places `targets` does not know, may be those of any columns.
     """
     batch, n = reading.shape
     width = start = None
     if reading.ids is not None:
         for given in targets.inputs:
             k = given.shape[-1] if given.ndim == 2 else 0
-            parts = [(k, at) for at in {0, n - k} if 0 < k <= n and given.shape[0] == batch]
+            parts = [(k, at) for at in (0, n - k) if 0 < k <= n and given.shape[0] == batch]
             fits = [part for part in parts if torch.equal(given.cpu(), reading.ids[:, part[1] : part[1] + k, 0])]
             width, start = fits[0] if fits and width is None else (width, start)
     width, start = width or n, start or 0
 
     def columns(values: Tensor, empty: float | bool) -> Tensor | None:
         flat = values.numel()
-        if values.ndim != 2 or values.shape[0] != batch:
-            if flat % batch or not (values.ndim == 1 or 1 in values.shape):
-                return None
-            values = values.reshape(batch, -1)
+        if flat % batch or flat < batch * width or not (values.ndim == 1 or 1 in values.shape or len(values) == batch):
+            return None
+        values = values.reshape(batch, -1)
         values = values[:, -width:]  # what stands before has no column
         ahead = start + width - values.shape[1]
         return F.pad(values, (ahead, n - ahead - values.shape[1]), value=empty)
@@ -148,7 +147,7 @@ def _against_labels(
         message = f"the loss trains the token before an answer, whose label is {IGNORED}: a prompt, or padding"
         findings.add("untrained", prompt, message)
         findings.add("untrained", extra & ~prompt, f"the loss trains a token whose label is {IGNORED}")
-        lost = ~trained & (wanted != IGNORED) & ~loss.certain
+        lost = ~trained & (wanted != IGNORED) & ~loss.certain & (loss.targets.calls == 1)
         reason = _explained(lost, trained & (wanted != IGNORED), batch, loss.shift) if lost.any() else None
         if reason is not None:
             findings.notes.append(f"the loss is taken where {reason} says, at {int(trained.sum())} positions")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -24,8 +24,10 @@ from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import examining, unchanged
 
 NOTHING, UNKNOWN = -1, -2  # in place of a token: the position is not trained; its gradient is none of one token
-_KEPT: Final = 8  # of the tensors that modules return, the last ones
+_KEPT: Final = 64  # of the tensors that modules return, the last ones
+_TRIED: Final = 8  # of them, as logits
 _NUMBERS: Final = 1 << 24  # that are worked on at once
+_COLUMNS: Final = ("token", "weight", "smoothing", "penalty", "temperature", "value", "certain")  # of Targets
 _UNDERSTOOD: Final = 0.9  # share of the trained positions from which a tensor is taken as the logits
 
 
@@ -65,6 +67,7 @@ class Returned:
 
     tensor: Tensor
     call: int  # number of the outermost call in which it was returned
+    source: Tensor | None = None  # what its module made it of, row by row
     gradient: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
@@ -78,6 +81,7 @@ class Pass:
 
     logits: deque[Returned]  # what may be logits, the last tensors
     states: deque[Returned]  # what may be the hidden states of the last layer
+    wide: deque[Tensor]  # what modules returned of [batch, positions, width]
     model: nn.Module | None = None  # the outermost module that was called
     heads: list[Tensor] = field(default_factory=list[Tensor])  # [vocabulary, width], of its output layer
     calls: int = 0  # of outermost modules
@@ -136,7 +140,7 @@ def _loss_of(returned: object) -> Tensor | None:
 @contextmanager
 def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
     """Keep what modules return in this thread; models, generators and gradients are as before afterwards."""
-    shown, here, depth = Pass(deque(maxlen=_KEPT), deque(maxlen=_KEPT)), get_ident(), [0]
+    shown, here, depth = Pass(*(deque(maxlen=_KEPT) for _ in range(3))), get_ident(), [0]
     shown.heads = [] if model is None else _heads(model)
     restored: list[nn.Module] = []
 
@@ -163,12 +167,15 @@ def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
         for _, tensor in leaves(output):
             if not tensor.requires_grad or not tensor.is_floating_point() or tensor.ndim < 2:
                 continue
+            if tensor.ndim == 3:
+                shown.wide.append(tensor)
             size, sizes = tensor.shape[-1], [tuple(head.shape) for head in shown.heads]
             state = any(size == width != vocabulary for vocabulary, width in sizes)
             whole = size >= least and (not sizes or depth[0] == 0 or any(size == head[0] for head in sizes))
             kept = shown.states if state else shown.logits
             if (state or whole) and all(tensor is not part.tensor for part in kept):
-                kept.append(Returned(tensor, shown.calls))
+                given = next((x for _, x in leaves(args) if x.shape[:-1] == tensor.shape[:-1]), None)
+                kept.append(Returned(tensor, shown.calls, given))
                 tensor.register_hook(kept[-1].add)
         if depth[0] == 0 and module is shown.model:
             shown.output = output
@@ -217,21 +224,16 @@ def _targets(shown: Pass) -> Targets:
     """What the last tensor of logits says that the loss is made of; else the last hidden states."""
     best: Targets | None = None
     parts = [*shown.logits, *shown.states]
-    if any(part.gradient is not None for part in parts) and not any(
-        part.gradient.any() for part in parts if part.gradient is not None
-    ):
+    if any(part.gradient is not None for part in parts) and not any(map(_matters, parts)):
         raise LossUnread("its gradient by the logits is zero everywhere: it trains nothing")
-    for part in (*reversed(shown.logits), *reversed(shown.states)):
-        if part.gradient is None or not part.gradient.any():
-            continue
+    logits = [part for part in reversed(shown.logits) if _matters(part)][:_TRIED]
+    for part in (*logits, *filter(_matters, reversed(shown.states))):
         if any(part is state for state in shown.states):
             if best is not None:
                 break
-            targets = _from_states(part.tensor, part.gradient, shown.heads[0])
+            targets = _from_states(part, shown.heads[0])
         else:
-            targets = _decomposed(part.tensor, part.gradient)
-        calls = {other.call for other in shown.logits if other.gradient is not None and other.gradient.any()}
-        targets = replace(targets, calls=max(1, len(calls)))
+            targets = _joined(part, shown)
         if _share(targets) >= _UNDERSTOOD:
             return targets
         best = targets if best is None or _share(targets) > _share(best) else best
@@ -240,17 +242,80 @@ def _targets(shown: Pass) -> Targets:
     return best
 
 
+def _matters(part: Returned) -> bool:
+    return part.gradient is not None and bool(part.gradient.any())
+
+
+def _joined(part: Returned, shown: Pass) -> Targets:
+    """What the logits show, where they were made of a part of the hidden states at its positions, with other parts."""
+    targets, places = _decomposed(part), _places(part, shown.wide)
+    size = part.tensor.shape[-1]
+    others = [o for o in shown.logits if o.call != part.call and o.tensor.shape[-1] == size and _matters(o)]
+    calls = {other.call for other in others}
+    if places is not None:
+        states, _ = places
+        targets = _scattered(targets, *places)
+        for other in others:
+            where = _places(other, [states])
+            joined = None if where is None else _scattered(_decomposed(other), *where)
+            if joined is not None and not (joined.trained & targets.trained).any():
+                targets = _union(targets, joined)
+                calls.discard(other.call)
+    return replace(targets, calls=1 + len(calls))
+
+
+def _places(part: Returned, wide: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """(hidden states, which of their rows each row of the logits was made of); None if that cannot be told."""
+    if part.source is None:
+        return None
+    rows = part.source.detach().flatten(0, -2)
+    for states in reversed(wide):
+        there = states.detach().flatten(0, 1)
+        if states is part.tensor or there.shape[-1] != rows.shape[-1] or len(there) < len(rows):
+            continue
+        if torch.equal(there, rows):
+            return states, torch.arange(len(there))
+        number = torch.cat([there, rows.to(there)]).unique(dim=0, return_inverse=True)[1].cpu()
+        known, sought = number[: len(there)], number[len(there) :]
+        if torch.isin(sought, known).all():
+            alike = (known.bincount(minlength=len(number))[sought] > 1).any()
+            place = torch.zeros(len(number), dtype=torch.int64).scatter(0, known, torch.arange(len(known)))
+            return None if alike or len(sought.unique()) < len(sought) else (states, place[sought])
+    return None
+
+
+def _scattered(targets: Targets, states: Tensor, places: Tensor) -> Targets:
+    """The targets at these rows of the hidden states, and nothing at the others."""
+    untrained = {"token": NOTHING, "temperature": 1.0}
+
+    def at(name: str) -> Tensor:
+        values = cast(Tensor, getattr(targets, name))
+        whole = torch.full((states.shape[0] * states.shape[1],), untrained.get(name, 0), dtype=values.dtype)
+        return whole.scatter(0, places, values.flatten()).reshape(states.shape[:2])
+
+    return replace(targets, **{name: at(name) for name in _COLUMNS})
+
+
+def _union(first: Targets, second: Targets) -> Targets:
+    """Both, where they train other positions."""
+    here = first.trained | first.certain
+    parts = {name: getattr(first, name).where(here, getattr(second, name)) for name in _COLUMNS}
+    return replace(first, **parts, precision=max(first.precision, second.precision))
+
+
 def _share(targets: Targets) -> float:
     trained = targets.trained
     return float((targets.token[trained] >= 0).double().mean()) if trained.any() else 0.0
 
 
-def _decomposed(logits: Tensor, gradient: Tensor) -> Targets:
+def _decomposed(part: Returned) -> Targets:
+    logits, gradient = part.tensor, cast(Tensor, part.gradient)
     eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(logits.dtype).eps)
     return _rowwise(logits, gradient, eps, lambda z, g: _fit(z, g, eps), "logits")
 
 
-def _from_states(states: Tensor, gradient: Tensor, head: Tensor) -> Targets:
+def _from_states(part: Returned, head: Tensor) -> Targets:
+    states, gradient = part.tensor, cast(Tensor, part.gradient)
     eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(states.dtype).eps)
     table = head.detach().double()
 
@@ -305,7 +370,7 @@ def _rowwise(
         numbers = z[rows].double() if head is None else z[rows].double() @ head.T
         certain[rows.cpu()] = (numbers.softmax(-1).amax(-1) > 1 - 16 * eps).cpu()
     parts = {name: values.reshape(shape) for name, values in columns.items()}
-    precision = max(1e-3, 16 * eps)
+    precision = max(1e-3, 2 * eps)
     return Targets(
         **cast(Any, parts),
         certain=certain.reshape(shape),
