@@ -85,13 +85,13 @@ def _right(model: PreTrainedModel) -> Inputs:
         labels[1, 6:] = IGNORED
         return inputs | {"labels": labels}
     ids = inputs["input_ids"]
-    where = _trained(model, inputs | {"labels": _only(ids, [(0, 6)])})
-    shift = 1 if where[0].position is None else 6 - where[0].position
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     try:
         both = bool((oracles.moves(model, inputs) & later).any())
     except Exception as error:
         raise NotBuilt(f"no order to compare with: {type(error).__name__}: {error}") from error
+    where = _trained(model, inputs | {"labels": _only(ids, [(0, 6)])})
+    shift = 1 if where[0].position is None else 6 - where[0].position
     if both:
         hidden = (torch.arange(LENGTH) % 3 == 1).expand(2, -1).clone()
         hidden[1, 9:] = False
@@ -121,15 +121,17 @@ def _trained(model: PreTrainedModel, batch: Inputs) -> list[Trained]:
     before = logits.shape[1] - n  # images and virtual tokens stand before
     found: list[Trained] = []
     for row, column in (labels != IGNORED).nonzero().tolist():
-        alone, single = _gradient(model, batch | {"labels": _only(labels, [(row, column)])})
+        other = batch | {"labels": _only(labels, [(row, column)])}
+        alone, single = _gradient(model, {name: value[row : row + 1] for name, value in other.items()})
         moved = (single.abs().amax(-1) > 1e-6 * single.abs().amax()).nonzero()
         position = None
         weight = 0.0
-        if len(moved) == 1 and int(moved[0, 0]) == row:
+        if len(moved) == 1:
             at = int(moved[0, 1])
-            away = [z[row, at].softmax(-1) - one_hot(labels[row, column], z.shape[-1]) for z in (alone, logits)]
-            shares = [float(g[row, at] @ d / d.square().sum()) for g, d in zip((single, whole), away, strict=True)]
-            if (single[row, at] - shares[0] * away[0]).abs().amax() < _CLOSE * single.abs().amax():
+            away = [z[at].softmax(-1) - one_hot(labels[row, column], z.shape[-1]) for z in (alone[0], logits[row])]
+            pairs = zip((single[0], whole[row]), away, strict=True)
+            shares = [float(g[at] @ d / d.square().sum()) for g, d in pairs]
+            if (single[0, at] - shares[0] * away[0]).abs().amax() < _CLOSE * single.abs().amax():
                 position, weight = at - before, shares[1]
         found.append(Trained(row, column, position, weight))
     return found

@@ -22,7 +22,7 @@ ASKED = {
     "padded": "padding on the left",
     "cached": "prefill and steps, chunks, left padding against one forward pass",
     "image": "with an image in place",
-    "loss": "each label trains the position, with the weight, that autograd of one label at a time shows; mistakes are found",
+    "loss": "each label trains the position that autograd shows, with its weight; mistakes are found",
     "mask": "a random mask: exactly its pairs move; state-space and convolutional mixers are silenced, and not masked",
     "bias": "the identity at the start, then an effect; causality and caches as before; gone when removed",
     "geometry": "S and D of every layer",

@@ -136,12 +136,12 @@ def read_labels(reading: Reading, family: Family) -> Labels:
     labels.offset = best if shares[best] >= 0.5 else None
     repeats = labels.offset is not None and list(shares.values()).count(shares[best]) > 1
     if not family.name:  # infer it
-        hidden = reading.ids[..., 0][supervised(reading, 0)]
+        inputs = reading.ids[..., 0][supervised(reading, 0)]
         if labels.offset == 1:
             labels.shift, words = 0, "taken where they stand, since they are the next tokens"
         elif labels.offset is not None:
             labels.shift, words = 1, "taken one position before their own, as a causal language model does"
-        elif len(hidden) and (hidden == hidden.mode().values).double().mean() >= 0.5:
+        elif _hidden(inputs):
             labels.shift, words = 0, "taken where they stand, since one token hides most of them"
         else:
             words = ""
@@ -160,6 +160,11 @@ def read_labels(reading: Reading, family: Family) -> Labels:
     elif labels.count and labels.shift is not None:
         _readable(labels, reading, family)
     return labels
+
+
+def _hidden(inputs: Tensor) -> bool:
+    """Whether one token stands for half of several, twice at least."""
+    return len(inputs) > 1 and int((inputs == inputs.mode().values).sum()) >= max(2, len(inputs) / 2)
 
 
 def _share(reading: Reading, offset: int) -> float:
@@ -201,7 +206,12 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         labels.add("shift", supervised(reading, shift) & reading.real, message)
         return
     ahead = offset + shift  # from the position that predicts to the token that it predicts
-    equal, _ = _equal(reading, offset)
+    equal, there = _equal(reading, offset)
+    other = there & ~equal & supervised(reading, shift) & reading.real
+    inputs = moved(reading.ids, offset, IGNORED)[..., 0][other] if reading.ids is not None else other
+    if not _hidden(inputs):  # else tokens were dropped from the inputs, and are to be predicted
+        where = "in its place" if offset == 0 else f"{offset:+d} of it"
+        labels.add("shift", other, f"a label is not the token {where}, as most labels are")
     if ahead > 1:
         twice = "labels are shifted already, and the loss shifts them once more: " if offset else ""
         what = "the token after next" if ahead == 2 else f"the token {ahead} places ahead"

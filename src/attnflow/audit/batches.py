@@ -148,10 +148,11 @@ def check_loss(
         if not isinstance(subject, nn.Module):
             family = replace(family, shift=None)  # the function's, whatever the model's own loss does
         reading, findings = read_batch(entries, family, where), Findings()
-        loss = _matched(targets, reading, findings)
+        if family.classes:
+            findings.untested.append(("the loss", "its labels are classes, not tokens"))
+        loss = None if family.classes else _matched(targets, reading, findings)
         seen += [] if loss is None else [loss]
-        report = _report(entries, family, reading, loss, findings, equal_weights)
-        reports.append(replace(report, untested=tuple(findings.untested)))
+        reports.append(_report(entries, family, reading, loss, findings, equal_weights))
     whole = reports[0] if len(reports) == 1 else _together(reports)
     message = losses.between_batches(seen) if len(seen) > 1 and equal_weights else None
     return (
@@ -248,7 +249,7 @@ def _report(
             loss = losses.in_columns(loss.targets, reading) or loss
         seen.extend(losses.compare(reading, loss, batch, given, equal))
         family = replace(family, shift=loss.shift, seen=True)  # None where it is not known, whatever the class says
-        if loss.shift is not None:
+        if loss.shift is not None and loss.targets.calls == 1:
             reading = losses.really_trained(reading, loss)
     elif reading.counts is not None and reading.labels is not None and not family.transformers:
         reading = replace(reading, labels=reading.labels.where(reading.counts[1], IGNORED))

@@ -25,7 +25,7 @@ from attnflow.models.evaluation import examining, unchanged
 
 NOTHING, UNKNOWN = -1, -2  # in place of a token: the position is not trained; its gradient is none of one token
 _KEPT: Final = 64  # of the tensors that modules return, the last ones
-_TRIED: Final = 8  # of them, as logits
+_TRIED: Final = 8  # of them, as logits or as hidden states of the last layer
 _NUMBERS: Final = 1 << 24  # that are worked on at once
 _COLUMNS: Final = ("token", "weight", "smoothing", "penalty", "temperature", "value", "certain")  # of Targets
 _UNDERSTOOD: Final = 0.9  # share of the trained positions from which a tensor is taken as the logits
@@ -103,12 +103,10 @@ def read_targets(
         if all(part.gradient is None for part in returned):  # else the step has called backward
             if loss is None or not loss.requires_grad:
                 raise LossUnread("no loss with gradients was returned")
-            tensors = [part.tensor for part in returned]
-            scale = 1024.0 if any(t.dtype == torch.float16 for t in tensors) else 1.0  # small gradients would be lost
-            whole = torch.full_like(loss, scale)
-            gradients: Any = torch.autograd.grad(loss, tensors, whole, allow_unused=True) if tensors else ()
-            for part, gradient in zip(returned, gradients, strict=True):
-                part.gradient = None if gradient is None else gradient / scale
+            for parts in (shown.logits, shown.states):  # hidden states only where no logits are part of the loss
+                _differentiate(loss, list(parts))
+                if any(map(_matters, parts)):
+                    break
     with torch.no_grad():
         numbers = [(path.strip("."), t) for path, t in leaves(shown.output) if t.numel() == 1 and t.is_floating_point()]
         value = torch.nan if loss is None else float(loss)
@@ -122,6 +120,18 @@ def read_targets(
             inputs=shown.inputs,
             model=shown.model,
         )
+
+
+def _differentiate(loss: Tensor, parts: Sequence[Returned]) -> None:
+    """Keep the gradient of the loss by each part."""
+    tensors = [part.tensor for part in parts]
+    scale = 1024.0 if any(t.dtype == torch.float16 for t in tensors) else 1.0  # small gradients would be lost
+    whole = torch.full_like(loss, scale)
+    gradients: Any = ()
+    if tensors:
+        gradients = torch.autograd.grad(loss, tensors, whole, retain_graph=True, allow_unused=True)
+    for part, gradient in zip(parts, gradients, strict=True):
+        part.gradient = None if gradient is None else gradient / scale
 
 
 def _loss_of(returned: object) -> Tensor | None:
@@ -140,7 +150,7 @@ def _loss_of(returned: object) -> Tensor | None:
 @contextmanager
 def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
     """Keep what modules return in this thread; models, generators and gradients are as before afterwards."""
-    shown, here, depth = Pass(*(deque(maxlen=_KEPT) for _ in range(3))), get_ident(), [0]
+    shown, here, depth = Pass(deque(maxlen=_KEPT), deque(maxlen=_TRIED), deque(maxlen=_KEPT)), get_ident(), [0]
     shown.heads = [] if model is None else _heads(model)
     restored: list[nn.Module] = []
 
@@ -278,10 +288,24 @@ def _places(part: Returned, wide: Sequence[Tensor]) -> tuple[Tensor, Tensor] | N
         number = torch.cat([there, rows.to(there)]).unique(dim=0, return_inverse=True)[1].cpu()
         known, sought = number[: len(there)], number[len(there) :]
         if torch.isin(sought, known).all():
-            alike = (known.bincount(minlength=len(number))[sought] > 1).any()
-            place = torch.zeros(len(number), dtype=torch.int64).scatter(0, known, torch.arange(len(known)))
-            return None if alike or len(sought.unique()) < len(sought) else (states, place[sought])
+            ways = [_in_order(sought.tolist(), known.tolist(), last=last) for last in (False, True)]
+            first, last = map(torch.tensor, ways)
+            trained = (cast(Tensor, part.gradient) != 0).any(-1).flatten().cpu()
+            told = (
+                first.amin() >= 0 and len(first.unique()) == len(first) and torch.equal(first[trained], last[trained])
+            )
+            return (states, first) if told else None
     return None
+
+
+def _in_order(sought: list[int], known: list[int], last: bool) -> list[int]:
+    """Where rows stand among others; equal ones in the first or last places that keep the order, -1 where there are none."""
+    if len(set(known)) == len(known):
+        at = {number: index for index, number in enumerate(known)}
+        return [at[number] for number in sought]
+    step = -1 if last else 1
+    left = iter(list(enumerate(known))[::step])
+    return [next((index for index, other in left if other == number), -1) for number in sought[::step]][::step]
 
 
 def _scattered(targets: Targets, states: Tensor, places: Tensor) -> Targets:
