@@ -161,7 +161,10 @@ CASES = {
         (of(lambda batch: batch["labels"].where(batch["labels"] != 2, -100)), BATCH),
         (PLAIN, BATCH),
     ),
-    "the last chunk is dropped": ((lambda batch: in_chunks(batch, 4), BATCH), (lambda batch: in_chunks(batch, N), BATCH)),
+    "the last chunk is dropped": (
+        (lambda batch: in_chunks(batch, 4), BATCH),
+        (lambda batch: in_chunks(batch, N), BATCH),
+    ),
     "half of the positions": (
         (lambda batch: headed(batch, (torch.arange(N - 1) % 2 == 0).expand(2, -1)), BATCH),
         (lambda batch: headed(batch, LABELS[:, 1:] != -100), BATCH),

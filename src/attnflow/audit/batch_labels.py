@@ -207,9 +207,10 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         return
     ahead = offset + shift  # from the position that predicts to the token that it predicts
     equal, there = _equal(reading, offset)
-    other = there & ~equal & supervised(reading, shift) & reading.real
-    inputs = moved(reading.ids, offset, IGNORED)[..., 0][other] if reading.ids is not None else other
-    if not _hidden(inputs):  # else tokens were dropped from the inputs, and are to be predicted
+    assert reading.labels is not None
+    assert reading.ids is not None
+    other = there & ~equal & supervised(reading, shift) & reading.real & (reading.labels >= 0)
+    if not _hidden(moved(reading.ids[..., 0], offset, IGNORED)[other]):  # else tokens were dropped from the inputs
         where = "in its place" if offset == 0 else f"{offset:+d} of it"
         labels.add("shift", other, f"a label is not the token {where}, as most labels are")
     if ahead > 1:

@@ -20,8 +20,9 @@ from attnflow.audit import loss as losses
 from attnflow.audit.batch_checks import Checks
 from attnflow.audit.batch_labels import Findings, Mistake, read_labels
 from attnflow.audit.batch_reading import ANSWERS, IGNORED, WEIGHTS, Family, Reading, family_of, read_batch
+from attnflow.audit.gradients import Targets
 from attnflow.audit.packing import as_tensor
-from attnflow.audit.targets import LossUnread, Targets, read_targets
+from attnflow.audit.targets import LossUnread, read_targets
 from attnflow.models.evaluation import REFUSALS, refusal
 from attnflow.models.loaded import Loaded
 

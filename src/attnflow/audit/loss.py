@@ -14,8 +14,8 @@ from torch import Tensor
 from attnflow._core.markup import plural
 from attnflow.audit.batch_labels import Findings, moved
 from attnflow.audit.batch_reading import IGNORED, WEIGHTS, Reading
+from attnflow.audit.gradients import NOTHING, UNKNOWN, Targets
 from attnflow.audit.packing import as_tensor
-from attnflow.audit.targets import NOTHING, UNKNOWN, Targets
 
 SHIFTS: Final = (1, 0, 2, -1, 3, -2)  # label i + shift may be what position i is trained on; the likeliest first
 _AGREE: Final = 0.5  # share of the trained positions that decides a shift

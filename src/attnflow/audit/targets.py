@@ -1,8 +1,7 @@
-"""Reads off a loss which token each position is trained on, with what weight, from its gradient by the logits.
+"""Runs a loss once, and reads off its gradient which token each position is trained on, and with what weight.
 
-For cross-entropy that gradient is weight x (softmax - target), whatever code computes it. Label smoothing subtracts a
-constant, a penalty on the log of the partition function adds to the multiple of softmax, and a temperature shows in
-the slope of the gradient's logarithm. A loss that forms no logits is read from the hidden states of the last layer.
+Logits are looked for among what modules return. A loss that forms none is read from the last hidden states.
+Logits that a step makes of a part of the hidden states are placed by comparing those.
 """
 
 from __future__ import annotations
@@ -20,45 +19,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from attnflow.audit.gradients import NOTHING, UNKNOWN, Targets, of_logits, of_states
 from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import examining, unchanged
 
-NOTHING, UNKNOWN = -1, -2  # in place of a token: the position is not trained; its gradient is none of one token
 _KEPT: Final = 64  # of the tensors that modules return, the last ones
 _TRIED: Final = 8  # of them, as logits or as hidden states of the last layer
-_NUMBERS: Final = 1 << 24  # that are worked on at once
 _COLUMNS: Final = ("token", "weight", "smoothing", "penalty", "temperature", "value", "certain")  # of Targets
 _UNDERSTOOD: Final = 0.9  # share of the trained positions from which a tensor is taken as the logits
 
 
 class LossUnread(Exception):
     """The loss could not be read; the message says why."""
-
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """What a loss trains, for each row of the logits; all tensors are [batch, positions] on the CPU."""
-
-    token: Tensor  # int64: the token that the position is trained on, NOTHING or UNKNOWN
-    weight: Tensor  # float64: its weight in the loss, negative where the loss drives the position away from the token
-    smoothing: Tensor  # float64: share of the target that is spread over all tokens
-    penalty: Tensor  # float64: c where the loss adds c x log(partition function)^2
-    temperature: Tensor  # float64: logits are divided by it
-    value: Tensor  # float64: what the position adds to the loss, if the loss is a weighted sum
-    certain: Tensor  # bool: the gradient is zero as one token has all the probability, which hides the target
-    loss: float
-    rest: float  # of the loss, beyond what the positions add up to; NaN if some of them are unknown
-    precision: float  # to which weights are known
-    source: str  # "logits" or "hidden states"
-    calls: int = 1  # of the model, that have a part in the loss; only one was read
-    scalars: Mapping[str, float] = field(default_factory=dict[str, float])  # numbers that the model returned
-    inputs: tuple[Tensor, ...] = ()  # integers that it was called with
-    model: nn.Module | None = None  # the outermost module that was called
-
-    @property
-    def trained(self) -> Tensor:
-        """Which positions are trained, bool [batch, positions]."""
-        return self.token != NOTHING
 
 
 @dataclass(eq=False)
@@ -241,7 +213,7 @@ def _targets(shown: Pass) -> Targets:
         if any(part is state for state in shown.states):
             if best is not None:
                 break
-            targets = _from_states(part, shown.heads[0])
+            targets = of_states(part.tensor, cast(Tensor, part.gradient), shown.heads[0])
         else:
             targets = _joined(part, shown)
         if _share(targets) >= _UNDERSTOOD:
@@ -258,7 +230,7 @@ def _matters(part: Returned) -> bool:
 
 def _joined(part: Returned, shown: Pass) -> Targets:
     """What the logits show, where they were made of a part of the hidden states at its positions, with other parts."""
-    targets, places = _decomposed(part), _places(part, shown.wide)
+    targets, places = of_logits(part.tensor, cast(Tensor, part.gradient)), _places(part, shown.wide)
     size = part.tensor.shape[-1]
     others = [o for o in shown.logits if o.call != part.call and o.tensor.shape[-1] == size and _matters(o)]
     calls = {other.call for other in others}
@@ -267,7 +239,9 @@ def _joined(part: Returned, shown: Pass) -> Targets:
         targets = _scattered(targets, *places)
         for other in others:
             where = _places(other, [states])
-            joined = None if where is None else _scattered(_decomposed(other), *where)
+            joined = (
+                None if where is None else _scattered(of_logits(other.tensor, cast(Tensor, other.gradient)), *where)
+            )
             if joined is not None and not (joined.trained & targets.trained).any():
                 targets = _union(targets, joined)
                 calls.discard(other.call)
@@ -299,7 +273,7 @@ def _places(part: Returned, wide: Sequence[Tensor]) -> tuple[Tensor, Tensor] | N
 
 
 def _in_order(sought: list[int], known: list[int], last: bool) -> list[int]:
-    """Where rows stand among others; equal ones in the first or last places that keep the order, -1 where there are none."""
+    """Where rows stand among others, equal ones in the first or last places that keep the order; -1: not at all."""
     if len(set(known)) == len(known):
         at = {number: index for index, number in enumerate(known)}
         return [at[number] for number in sought]
@@ -330,149 +304,3 @@ def _union(first: Targets, second: Targets) -> Targets:
 def _share(targets: Targets) -> float:
     trained = targets.trained
     return float((targets.token[trained] >= 0).double().mean()) if trained.any() else 0.0
-
-
-def _decomposed(part: Returned) -> Targets:
-    logits, gradient = part.tensor, cast(Tensor, part.gradient)
-    eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(logits.dtype).eps)
-    return _rowwise(logits, gradient, eps, lambda z, g: _fit(z, g, eps), "logits")
-
-
-def _from_states(part: Returned, head: Tensor) -> Targets:
-    states, gradient = part.tensor, cast(Tensor, part.gradient)
-    eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(states.dtype).eps)
-    table = head.detach().double()
-
-    def fit(h: Tensor, g: Tensor) -> dict[str, Tensor]:
-        """The target is the column of the head that the gradient w (softmax @ head - head[target]) points away from."""
-        logits = h @ table.T
-        mean = logits.softmax(-1) @ table
-        along = (g * mean).sum(-1, keepdim=True) - g @ table.T
-        size = mean.square().sum(-1, keepdim=True) - 2 * mean @ table.T + table.square().sum(-1)
-        token = (along.square() / size.clamp(min=1e-300)).argmax(-1)
-        weight, alike = along.gather(1, token[:, None])[:, 0], size.gather(1, token[:, None])[:, 0]
-        cosine = weight.square() / (alike * g.square().sum(-1)).clamp(min=1e-300)
-        weight = weight / alike.clamp(min=1e-300)
-        nll = logits.logsumexp(-1) - logits.gather(1, token[:, None])[:, 0]
-        zero = torch.zeros_like(weight)
-        return {
-            "token": torch.where(1 - cosine < max(1e-3, 8 * eps), token, UNKNOWN),
-            "weight": weight,
-            "smoothing": zero,
-            "penalty": zero,
-            "temperature": zero + 1,
-            "value": weight * nll,
-        }
-
-    return _rowwise(states, gradient, eps, fit, "hidden states", table)
-
-
-def _rowwise(
-    logits: Tensor,
-    gradient: Tensor,
-    eps: float,
-    fit: Callable[[Tensor, Tensor], dict[str, Tensor]],
-    source: str,
-    head: Tensor | None = None,
-) -> Targets:
-    """Fit the rows whose gradient is not zero, a few at a time."""
-    shape, width = logits.shape[:-1], logits.shape[-1]
-    z, g = logits.detach().reshape(-1, width), gradient.detach().reshape(-1, width)
-    trained = (g != 0).any(-1)
-    defaults = {"token": NOTHING, "weight": 0.0, "smoothing": 0.0, "penalty": 0.0, "temperature": 1.0, "value": 0.0}
-    columns = {
-        name: torch.full((len(z),), start, dtype=torch.int64 if name == "token" else torch.float64)
-        for name, start in defaults.items()
-    }
-    vocabulary = width if head is None else len(head)
-    places = trained.nonzero()[:, 0]
-    for rows in places.split(max(1, _NUMBERS // vocabulary)):
-        for name, values in fit(z[rows].double(), g[rows].double()).items():
-            columns[name][rows.cpu()] = values.cpu()
-    certain = torch.zeros(len(z), dtype=torch.bool)
-    for rows in (~trained).nonzero()[:, 0].split(max(1, _NUMBERS // vocabulary)):
-        numbers = z[rows].double() if head is None else z[rows].double() @ head.T
-        certain[rows.cpu()] = (numbers.softmax(-1).amax(-1) > 1 - 16 * eps).cpu()
-    parts = {name: values.reshape(shape) for name, values in columns.items()}
-    precision = max(1e-3, 2 * eps)
-    return Targets(
-        **cast(Any, parts),
-        certain=certain.reshape(shape),
-        loss=torch.nan,
-        rest=torch.nan,
-        precision=precision,
-        source=source,
-    )
-
-
-def _fit(z: Tensor, g: Tensor, eps: float) -> dict[str, Tensor]:
-    """Fit gradients g = a softmax(z / T) - b [target] - s, float64 [rows, vocabulary], by least squares."""
-    limit = max(1e-3, 16 * eps)
-    slope = torch.ones(len(z), 1, dtype=z.dtype, device=z.device)
-    parts = _linear(z, g, g.argmin(-1))
-    spread = parts["s"] * z.shape[-1]  # a target is not spread negatively; a temperature looks like that
-    parts["residual"] = torch.where(spread < -limit * (parts["b"] + spread).abs(), torch.inf, parts["residual"])
-    first = parts["worst"]
-    for other in ("penalty", "negative", "temperature"):  # what hides the target from the least entry
-        if not (parts["residual"] > limit).any():
-            break
-        turned = _slope(z, g) if other == "temperature" else torch.ones_like(slope)
-        token = first if other == "penalty" else g.argmax(-1) if other == "negative" else g.argmin(-1)
-        again = _linear(z * turned, g, token)
-        better = again["residual"] < parts["residual"]
-        parts = {name: torch.where(better, again[name], values) for name, values in parts.items()}
-        slope = torch.where(better[:, None], turned, slope)
-    token, inverse = parts["token"], slope[:, 0]
-    p = (z * slope).log_softmax(-1)
-    nll, mean, log_sum = -p.gather(1, token[:, None])[:, 0], -p.mean(-1), (z * slope).logsumexp(-1)
-    a, b, s = (parts[name] / inverse for name in ("a", "b", "s"))
-    weight = b + s * z.shape[-1]
-    floor = max(1e-3, 8 * eps)  # what is smaller than this share is not told from rounding
-    smoothing = torch.where((s * z.shape[-1]).abs() > floor * weight.abs(), s * z.shape[-1] / weight, 0.0)
-    excess = torch.where((a - weight).abs() > floor * weight.abs(), a - weight, 0.0)
-    penalty = torch.where(log_sum.abs() > 1e-6, excess / (2 * log_sum), 0.0)
-    smooth = weight * ((1 - smoothing) * nll + smoothing * mean)
-    return {
-        "token": torch.where(parts["residual"] <= limit, token, UNKNOWN),
-        "weight": weight,
-        "smoothing": smoothing,
-        "penalty": penalty,
-        "temperature": 1 / inverse,
-        "value": smooth + penalty * log_sum.square(),
-    }
-
-
-def _linear(z: Tensor, g: Tensor, token: Tensor) -> dict[str, Tensor]:
-    """a and s of g = a softmax(z) - s away from the target, with errors relative to each number; then b at it."""
-    p = z.softmax(-1)
-    rest = torch.ones_like(p).scatter(1, token[:, None], 0.0)
-    largest = g.abs().amax(-1, keepdim=True)
-    weights = rest
-    a = s = torch.zeros(len(p), 1, dtype=p.dtype, device=p.device)
-    for _ in range(2):
-        total = weights.sum(-1, keepdim=True).clamp(min=1e-300)
-        mean_p, mean_g = ((weights * x).sum(-1, keepdim=True) / total for x in (p, g))
-        spread = (weights * (p - mean_p).square()).sum(-1, keepdim=True) / total
-        flat = spread <= 1e-8 * mean_p.square()  # softmax is even: the constant cannot be told from it
-        joint = (weights * (p - mean_p) * (g - mean_g)).sum(-1, keepdim=True) / total
-        a = torch.where(flat, mean_g / mean_p.clamp(min=1e-300), joint / spread.clamp(min=1e-300))
-        s = torch.where(flat, 0.0, a * mean_p - mean_g)
-        weights = rest / (a.abs() * p + s.abs() + 1e-4 * largest / p.shape[-1]).square().clamp(min=1e-300)
-    residual, worst = ((rest * (g - a * p + s)).abs() / largest).max(-1, keepdim=True)
-    at = token[:, None]
-    b = a * p.gather(1, at) - s - g.gather(1, at)
-    return {
-        name: values[:, 0] for name, values in (("a", a), ("b", b), ("s", s), ("residual", residual), ("worst", worst))
-    } | {"token": token}
-
-
-def _slope(z: Tensor, g: Tensor) -> Tensor:
-    """1 / temperature: the slope of log |g| over z, away from the target, [rows, 1]."""
-    rest = torch.ones_like(g).scatter(1, g.argmin(-1)[:, None], 0.0)
-    there = rest * (g.abs() > 1e-3 * (rest * g.abs()).amax(-1, keepdim=True))
-    heights = torch.where(there > 0, g.abs().clamp(min=1e-300).log(), 0.0)
-    total = there.sum(-1, keepdim=True).clamp(min=1)
-    mean_z, mean_h = ((there * x).sum(-1, keepdim=True) / total for x in (z, heights))
-    spread = (there * (z - mean_z).square()).sum(-1, keepdim=True)
-    slope = (there * (z - mean_z) * (heights - mean_h)).sum(-1, keepdim=True) / spread.clamp(min=1e-300)
-    return torch.where(slope > 0, slope, 1.0)
