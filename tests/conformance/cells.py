@@ -27,6 +27,7 @@ from tests.conformance import inputs as made
 from tests.conformance import oracles
 from tests.conformance.alone import rows_alone
 from tests.conformance.inputs import LENGTH, Inputs
+from tests.conformance.loss import loss_read
 from tests.conformance.miniature import NotBuilt
 
 Code = Literal["works", "refused", "unclear", "wrong", "none"]
@@ -442,6 +443,7 @@ FEATURES: dict[str, Callable[[PreTrainedModel], str | None]] = {
     "alone": rows_alone,
     "cached": audit_cached,
     "image": audit_image,
+    "loss": loss_read,
     "mask": mask_attached,
     "bias": bias_attached,
     "geometry": geometry_scored,

@@ -23,6 +23,7 @@ ASKED = {
     "alone": "rows of padded batches and packed documents against themselves alone",
     "cached": "prefill and steps, chunks, left padding against one forward pass",
     "image": "with an image in place",
+    "loss": "each label trains the position that autograd shows, with its weight; mistakes are found",
     "mask": "a random mask: exactly its pairs move; state-space and convolutional mixers are silenced, and not masked",
     "bias": "the identity at the start, then an effect; causality and caches as before; gone when removed",
     "geometry": "S and D of every layer",

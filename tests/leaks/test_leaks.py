@@ -1,6 +1,7 @@
 """The corpus: every leak is found, no clean twin is accused, and the guide counts what other checks find."""
 
 import inspect
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
-from tests.leaks import batches, models, scorers
+from tests.leaks import batches, losses, models, scorers
 from tests.leaks.others import probe_finds, source_check_finds, sources
 from tests.leaks.parts import IDS, VOCABULARY
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "audit.md"
 TEXT = torch.randint(VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(0))
-SIZE = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 MISSED = ["a leak that one token opens, three times in a row"]  # by us; the inputs decide what is seen
 
 
@@ -23,8 +23,13 @@ def audit_model(mix, order=None):
     return af.audit.check(models.Net(mix).eval(), ids, order or af.masks.causal(ids.shape[1]))
 
 
+@cache
+def padded_by_one():
+    return LlamaForCausalLM(LlamaConfig(**losses.SIZE, pad_token_id=1, eos_token_id=2)).eval()
+
+
 def audit_batch(batch):
-    return af.audit.check_batch(batch, LlamaForCausalLM(LlamaConfig(**SIZE, pad_token_id=1, eos_token_id=2)))
+    return af.audit.check_batch(batch, padded_by_one())
 
 
 AUDITS = {  # kind: (file, cases, our check, the function to probe)
@@ -54,6 +59,7 @@ AUDITS = {  # kind: (file, cases, our check, the function to probe)
         lambda make: make(),
     ),
     "batches": (batches, batches.CASES, audit_batch, None),
+    "losses": (losses, losses.CASES, lambda case: af.audit.check_loss(*case, losses.MODEL), None),
 }
 CASES = [(kind, cause) for kind, (_, cases, *_) in AUDITS.items() for cause in cases]
 
@@ -69,7 +75,7 @@ def test_a_leak_and_its_clean_twin(kind, cause):
 def counted(kind):
     """[leaks missed, clean twins accused] by the probe, then by the check of the source."""
     file, cases, _, function = AUDITS[kind]
-    if function is None:  # a batch is no function of ids, and no code
+    if function is None:  # a batch is no function of ids, and no code; a loss returns one number
         return [len(cases), 0, len(cases), 0]
     probed = [[probe_finds(function(each)) for each in pair] for pair in cases.values()]
     read = [[source_check_finds(each) for each in sources(Path(file.__file__), cause)] for cause in cases]
@@ -77,7 +83,7 @@ def counted(kind):
 
 
 def test_the_guide_counts_them():
-    assert len(CASES) >= 60
+    assert len(CASES) >= 140
     assert len({cause for _, cause in CASES}) == len(CASES)
     lines, totals = [], [0] * 7
     for kind, (_, cases, *_) in AUDITS.items():

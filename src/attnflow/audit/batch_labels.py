@@ -131,15 +131,17 @@ def read_labels(reading: Reading, family: Family) -> Labels:
         labels.untested.append((_READ, why))
         return labels
     shares = {offset: _share(reading, offset) for offset in (0, 1, -1)}
-    best = max(shares, key=lambda offset: (shares[offset], -abs(offset)))
+    right = None if family.shift is None else 1 - family.shift
+    best = max(shares, key=lambda offset: (shares[offset], offset == right, -abs(offset)))
     labels.offset = best if shares[best] >= 0.5 else None
+    repeats = labels.offset is not None and list(shares.values()).count(shares[best]) > 1
     if not family.name and family.shift is None:  # infer it
-        hidden = reading.ids[..., 0][supervised(reading, 0)]
+        inputs = reading.ids[..., 0][supervised(reading, 0)]
         if labels.offset == 1:
             labels.shift, words = 0, "taken where they stand, since they are the next tokens"
         elif labels.offset is not None:
             labels.shift, words = 1, "taken one position before their own, as a causal language model does"
-        elif len(hidden) and (hidden == hidden.mode().values).double().mean() >= 0.5:
+        elif _hidden(inputs):
             labels.shift, words = 0, "taken where they stand, since one token hides most of them"
         else:
             words = ""
@@ -150,12 +152,21 @@ def read_labels(reading: Reading, family: Family) -> Labels:
         labels.words += f"{source}: {_TAKEN[family.seen, bool(labels.shift)]}"
         if family.seen and labels.shift not in (0, 1):
             labels.words = f"{family.name}: its loss trains position i on the label at i + {labels.shift}"
-    hides = family.causal is False if family.name or family.causal is not None else labels.offset != 1
-    labels.masked = labels.shift == 0 and not family.decoder and hides
+    said = family.name or family.causal is not None
+    hides = family.causal is False if said else labels.shift == 0 and labels.offset != 1
+    labels.masked = labels.shift in (0, 1) and not family.decoder and hides  # diffusion models may shift, too
     labels.count = int(supervised(reading, labels.shift or 0).sum())
-    if labels.count and labels.shift is not None:
+    if repeats:
+        why = "the text repeats itself, so that each label is the token in its place and one beside it"
+        labels.untested.append((_READ, why))
+    elif labels.count and labels.shift is not None:
         _readable(labels, reading, family)
     return labels
+
+
+def _hidden(inputs: Tensor) -> bool:
+    """Whether one token stands for half of several, twice at least."""
+    return len(inputs) > 1 and int((inputs == inputs.mode().values).sum()) >= max(2, len(inputs) / 2)
 
 
 def _share(reading: Reading, offset: int) -> float:
@@ -187,15 +198,23 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
     if labels.masked:
         _open(labels, reading)
         return
+    if offset is None and family.causal is None and family.name and reading.allow is None:
+        labels.untested.append(
+            (_READ, f"whether {family.name} is causal is not known, nor where its labels' tokens are")
+        )
+        return
     if offset is None:
         message = "labels are not the tokens of the batch, neither in place nor one position before or after"
         labels.add("shift", supervised(reading, shift) & reading.real, message)
         return
     ahead = offset + shift  # from the position that predicts to the token that it predicts
     equal, there = _equal(reading, offset)
-    if other := int((there & ~equal & supervised(reading, shift)).sum()):
-        why = f"of {int(there.sum())} they are not the token that the others are; whether they can be read is not known"
-        labels.untested.append((plural(other, "label"), why))
+    assert reading.labels is not None
+    assert reading.ids is not None
+    other = there & ~equal & supervised(reading, shift) & reading.real & (reading.labels >= 0)
+    if not _hidden(moved(reading.ids[..., 0], offset, IGNORED)[other]):  # else tokens were dropped from the inputs
+        where = "in its place" if offset == 0 else f"{offset:+d} of it"
+        labels.add("shift", other, f"a label is not the token {where}, as most labels are")
     if ahead > 1:
         twice = "labels are shifted already, and the loss shifts them once more: " if offset else ""
         what = "the token after next" if ahead == 2 else f"the token {ahead} places ahead"

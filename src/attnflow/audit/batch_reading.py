@@ -38,8 +38,11 @@ _UNSHIFTED: Final = frozenset(
     | {"musicgen_decoder", "musicgen_melody", "musicgen_melody_decoder", "mvp", "pegasus", "plbart", "trocr"}
     | {"whisper", "xlm"}
 )
+_ALWAYS_CAUSAL: Final = frozenset({"gpt_neox", "gpt_neox_japanese", "evolla"})  # whatever their is_decoder says
 _IMAGE_BLOCKS: Final = frozenset({"gemma3", "gemma3_text", "gemma4", "gemma4_text", "t5gemma2"})
-_CLASSES: Final = re.compile(r"For(Sequence|Token|Image|Audio|Video)\w*Classification|ForQuestionAnswering|ForMultiple")
+_CLASSES: Final = re.compile(
+    r"For(Sequence|Token|Image|Audio|Video)\w*Classification|ForQuestionAnswering|ForMultiple|ForNextSentence"
+)
 _CAUSAL: Final = re.compile(r"ForCausalLM|LMHead|ForConditionalGeneration|DoubleHeads|ModelWithLMHead")
 _MASKED: Final = re.compile(r"ForMaskedLM|ForPreTraining")
 
@@ -107,10 +110,14 @@ def _family(name: str, config: Any) -> Family:
     shift = 0 if decoder or masked or kind in _UNSHIFTED else 1 if generates else None
     is_decoder = getattr(text, "is_decoder", None)  # only families that may be either have it
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
-    causal: bool | None = False if masked else True if generates else None
-    if decoder or kind == "paligemma":
+    causal: bool | None = False if masked else True if generates and kind != "cpmant" else None  # by its segments
+    if decoder or kind == "paligemma" or kind in _ALWAYS_CAUSAL:
         causal = True
-    elif both_ways or getattr(text, "is_causal", True) is False:
+    elif (
+        both_ways
+        or False in (getattr(text, "is_causal", True), getattr(text, "causal", True))
+        or (getattr(text, "attn_type", None) == "bi")
+    ):
         causal = False
     elif is_decoder is not None:
         causal = bool(is_decoder)
@@ -191,9 +198,10 @@ def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None =
         targets, plain = labels[:, :, 0, 1:], None
     ids = ids[..., None] if ids is not None and ids.ndim == 2 else ids
     mask, allow = _masks(batch.get(f"{prefix}attention_mask"), size)
-    if prefix and ids is None and plain is not None:  # the model makes its decoder's inputs of the labels
-        mask = (plain != IGNORED).long() if mask is None else mask
-    padding = torch.zeros(size, dtype=torch.bool) if ids is None else _padding(ids, family)
+    made = ids if ids is not None or plain is None else plain[..., None]  # a decoder's inputs are made of its labels
+    padding = torch.zeros(size, dtype=torch.bool) if made is None else _padding(made, family)
+    if prefix and ids is None and plain is not None:
+        mask = ((plain != IGNORED) & ~padding).long() if mask is None else mask
     real = mask != 0 if mask is not None else ~padding if allow is None else torch.ones_like(padding)
     real = real if allow is None else real & ~_isolated(allow)
     positions, more = _positions(batch.get(f"{prefix}position_ids"), size), None
@@ -285,6 +293,8 @@ def _padding(ids: Tensor, family: Family) -> Tensor:
     if ids.shape[-1] > 1 or family.pad is None:
         return torch.zeros(ids.shape[:2], dtype=torch.bool)
     run = _runs(ids[..., 0] == family.pad)
+    if family.decoder:  # the last token of padding before the text is the one that decoders start with
+        run &= ~run.long().cumprod(-1).bool() | F.pad(run[:, 1:], (0, 1))
     if family.pad in family.ends:  # one of them ends the text
         after = F.pad(run[:, :-1], (1, 0))
         run = run & (after | (run.long().cumprod(-1) > 0))

@@ -13,10 +13,11 @@ from attnflow._core.errors import AttnflowError
 from attnflow.audit.alone import bound, compare_alone
 from attnflow.audit.batch_labels import Findings, Mistake
 from attnflow.audit.batch_reading import ANSWERS, Reading
+from attnflow.audit.gradients import Targets
 from attnflow.audit.inputs import takes_use_cache
 from attnflow.audit.loss import SeenLoss, in_columns
 from attnflow.audit.packing import as_tensor
-from attnflow.audit.targets import LossUnread, Targets, read_targets
+from attnflow.audit.targets import LossUnread, read_targets
 from attnflow.models.evaluation import REFUSALS, refusal
 
 

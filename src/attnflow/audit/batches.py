@@ -156,12 +156,15 @@ def check_loss(
         except LossUnread as error:
             raise ValueError(f"the loss cannot be read: {error}") from error
         family = replace(family_of(targets.model if model is None else model), **_given(None, None, eos, pad))
-        family = replace(family, causal=family.causal is not False)
+        family = replace(family, causal=family.causal if family.transformers else family.causal is not False)
+        if not isinstance(subject, nn.Module):
+            family = replace(family, shift=None)  # the function's, whatever the model's own loss does
         reading, findings = read_batch(entries, family, where), Findings()
-        loss = matched(targets, reading, findings)
+        if family.classes:
+            findings.untested.append(("the loss", "its labels are classes, not tokens"))
+        loss = None if family.classes else matched(targets, reading, findings)
         seen += [] if loss is None else [loss]
-        report = _report(entries, family, reading, loss, findings, equal_weights)
-        reports.append(replace(report, untested=tuple(findings.untested)))
+        reports.append(_report(entries, family, reading, loss, findings, equal_weights))
     whole = reports[0] if len(reports) == 1 else _together(reports)
     message = losses.between_batches(seen) if len(seen) > 1 and equal_weights else None
     return (
@@ -257,8 +260,8 @@ def _report(
             reading = whole = replace(reading, labels=reading.ids[..., 0].where(reading.real, IGNORED))
             loss = losses.in_columns(loss.targets, reading) or loss
         seen.extend(losses.compare(reading, loss, batch, given, equal))
-        if loss.shift is not None:
-            family = replace(family, shift=loss.shift, seen=True)
+        family = replace(family, shift=loss.shift, seen=True)  # None where it is not known, whatever the class says
+        if loss.shift is not None and loss.targets.calls == 1:
             reading = losses.really_trained(reading, loss)
     elif reading.counts is not None and reading.labels is not None and not family.transformers:
         reading = replace(reading, labels=reading.labels.where(reading.counts[1], IGNORED))

@@ -14,8 +14,8 @@ from torch import Tensor
 from attnflow._core.markup import plural
 from attnflow.audit.batch_labels import Findings, moved
 from attnflow.audit.batch_reading import IGNORED, WEIGHTS, Reading
+from attnflow.audit.gradients import NOTHING, UNKNOWN, Targets
 from attnflow.audit.packing import as_tensor
-from attnflow.audit.targets import NOTHING, UNKNOWN, Targets
 
 SHIFTS: Final = (1, 0, 2, -1, 3, -2)  # label i + shift may be what position i is trained on; the likeliest first
 _AGREE: Final = 0.5  # share of the trained positions that decides a shift
@@ -70,24 +70,26 @@ def in_columns(targets: Targets, reading: Reading) -> SeenLoss | None:
     """Match the rows of logits with the batch's columns; None if their number does not allow it.
 
     Virtual tokens and images stand before the batch's tokens. A model that was called with a part of the ids has logits
-    for that part, and one that keeps the last logits has them for the last columns.
+    for that part. Fewer logits, whose places `targets` does not know, may be those of any columns.
     """
     batch, n = reading.shape
     width = start = None
     if reading.ids is not None:
         for given in targets.inputs:
             k = given.shape[-1] if given.ndim == 2 else 0
-            parts = [(k, at) for at in {0, n - k} if 0 < k <= n and given.shape[0] == batch]
+            parts = [(k, at) for at in (0, n - k) if 0 < k <= n and given.shape[0] == batch]
             fits = [part for part in parts if torch.equal(given.cpu(), reading.ids[:, part[1] : part[1] + k, 0])]
             width, start = fits[0] if fits and width is None else (width, start)
     width, start = width or n, start or 0
 
     def columns(values: Tensor, empty: int | float | bool) -> Tensor | None:
         flat = values.numel()
-        if values.ndim != 2 or values.shape[0] != batch:
-            if flat % batch or not (values.ndim == 1 or 1 in values.shape):
-                return None
-            values = values.reshape(batch, -1)
+        whole = values.ndim == 1 or 1 in values.shape or (values.ndim == 2 and len(values) == batch)
+        if flat % batch or flat < batch * width or not whole:
+            return None
+        values = values.reshape(batch, -1)
+        if (values[:, : -width - 1] != empty).any():  # but for the last one, which predicts the first token
+            return None
         values = values[:, -width:]  # what stands before has no column
         ahead = start + width - values.shape[1]
         return F.pad(values, (ahead, n - ahead - values.shape[1]), value=empty)
@@ -126,6 +128,9 @@ def compare(reading: Reading, loss: SeenLoss, batch: Mapping[str, Any], given: b
     if loss.targets.calls > 1:
         why = f"the loss is made of {loss.targets.calls} calls of the model, and one was read"
         findings.untested.append(("the other calls of the model", why))
+    rest, named = _rest(loss.targets)
+    if rest and not named:
+        findings.untested.append(("a part of the loss", rest))
     if labels is not None:
         _against_labels(findings, reading, loss, labels, batch, given)
     _weights(findings, reading, loss, batch, equal)
@@ -148,7 +153,7 @@ def _against_labels(
         message = f"the loss trains the token before an answer, whose label is {IGNORED}: a prompt, or padding"
         findings.add("untrained", prompt, message)
         findings.add("untrained", extra & ~prompt, f"the loss trains a token whose label is {IGNORED}")
-        lost = ~trained & (wanted != IGNORED) & ~loss.certain
+        lost = ~trained & (wanted != IGNORED) & ~loss.certain & (loss.targets.calls == 1)
         reason = _explained(lost, trained & (wanted != IGNORED), batch, loss.shift) if lost.any() else None
         if reason is not None:
             findings.notes.append(f"the loss is taken where {reason} says, at {int(trained.sum())} positions")
@@ -169,9 +174,11 @@ def _ahead(shift: int) -> str:
 
 
 def _entries(batch: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Numbers of the batch with one for each position, float64 [batch, n]."""
+    """Numbers of the batch with one for each position, float64 [batch, n], that may be weights or a mask."""
     found: dict[str, Tensor] = {}
     for name, value in batch.items():
+        if name.endswith(("ids", "labels")):
+            continue
         try:
             tensor = as_tensor(value)
         except (TypeError, ValueError):
@@ -185,7 +192,7 @@ def _explained(lost: Tensor, kept: Tensor, batch: Mapping[str, Any], shift: int)
     """The entry that is zero exactly where labels are not trained, if any."""
     for name, values in _entries(batch, tuple(lost.shape)).items():
         for place in (moved(values, shift, 0), values):  # at the label, or at the position that predicts it
-            if "label" not in name and not place[lost].any() and bool((place[kept] != 0).all()):
+            if not place[lost].any() and bool((place[kept] != 0).all()):
                 return name
     return None
 
@@ -266,9 +273,7 @@ def terms(loss: SeenLoss, batch: Mapping[str, Any]) -> list[str]:
     penalties = (targets.penalty / targets.weight)[own & (targets.penalty != 0)]
     if len(penalties):
         lines.append(f"z-loss: {penalties.median():.3g} x log(sum of exp(logits))^2 at {len(penalties)} positions")
-    if math.isfinite(targets.rest) and abs(targets.rest) > 2 * targets.precision * max(abs(targets.loss), 1e-6):
-        lines.append(_rest(targets))
-    return lines
+    return [*lines, rest] if (rest := _rest(targets)[0]) else lines
 
 
 def _normalised(weights: Tensor, count: int, batch: Mapping[str, Any], loss: SeenLoss) -> str:
@@ -285,13 +290,17 @@ def _normalised(weights: Tensor, count: int, batch: Mapping[str, Any], loss: See
     )
 
 
-def _rest(targets: Targets) -> str:
+def _rest(targets: Targets) -> tuple[str, bool]:
+    """(what the loss is beyond the positions, "" if nothing; whether the model's output names it)."""
+    scale = max(abs(targets.loss), float(targets.value.abs().sum()))
+    if not abs(targets.rest) > 2 * targets.precision * scale:  # NaN where some positions are not understood
+        return "", True
     share = f"{targets.rest:.4g} of the loss {targets.loss:.4g}"
     for name, value in targets.scalars.items():
         if name != "loss" and value and any(word in name for word in ("aux", "router", "balanc", "z_loss")):
             kind = "a router's loss" if any(word in name for word in ("aux", "router", "balanc")) else "a penalty"
-            return f"{kind}: {share} is {targets.rest / value:.3g} x {name}"
-    return f"{share} does not come from these logits: a router's loss, a penalty on weights or another head"
+            return f"{kind}: {share} is {targets.rest / value:.3g} x {name}", True
+    return f"{share} does not come from these logits: a router's loss, a penalty on weights or another head", False
 
 
 def trained_runs(loss: SeenLoss, labels: Tensor | None) -> tuple[Trained, ...]:

@@ -1,15 +1,14 @@
-"""Reads off a loss which token each position is trained on, with what weight, from its gradient by the logits.
+"""Runs a loss once, and reads off its gradient which token each position is trained on, and with what weight.
 
-For cross-entropy that gradient is weight x (softmax - target), whatever code computes it. Label smoothing subtracts a
-constant, a penalty on the log of the partition function adds to the multiple of softmax, and a temperature shows in
-the slope of the gradient's logarithm. A loss that forms no logits is read from the hidden states of the last layer.
+Logits are looked for among what modules return. A loss that forms none is read from the last hidden states.
+Logits that a step makes of a part of the hidden states are placed by comparing those.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -20,43 +19,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from attnflow.audit.gradients import NOTHING, UNKNOWN, Targets, of_logits, of_states
 from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import examining, unchanged
 
-NOTHING, UNKNOWN = -1, -2  # in place of a token: the position is not trained; its gradient is none of one token
-_KEPT: Final = 8  # of the tensors that modules return, the last ones
-_NUMBERS: Final = 1 << 24  # that are worked on at once
+_KEPT: Final = 64  # of the tensors that modules return, the last ones
+_TRIED: Final = 8  # of them, as logits or as hidden states of the last layer
+_COLUMNS: Final = ("token", "weight", "smoothing", "penalty", "temperature", "value", "certain")  # of Targets
 _UNDERSTOOD: Final = 0.9  # share of the trained positions from which a tensor is taken as the logits
 
 
 class LossUnread(Exception):
     """The loss could not be read; the message says why."""
-
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """What a loss trains, for each row of the logits; all tensors are [batch, positions] on the CPU."""
-
-    token: Tensor  # int64: the token that the position is trained on, NOTHING or UNKNOWN
-    weight: Tensor  # float64: its weight in the loss, negative where the loss drives the position away from the token
-    smoothing: Tensor  # float64: share of the target that is spread over all tokens
-    penalty: Tensor  # float64: c where the loss adds c x log(partition function)^2
-    temperature: Tensor  # float64: logits are divided by it
-    value: Tensor  # float64: what the position adds to the loss, if the loss is a weighted sum
-    certain: Tensor  # bool: the gradient is zero as one token has all the probability, which hides the target
-    loss: float
-    rest: float  # of the loss, beyond what the positions add up to; NaN if some of them are unknown
-    precision: float  # to which weights are known
-    source: str  # "logits" or "hidden states"
-    calls: int = 1  # of the model, that have a part in the loss; only one was read
-    scalars: Mapping[str, float] = field(default_factory=dict[str, float])  # numbers that the model returned
-    inputs: tuple[Tensor, ...] = ()  # integers that it was called with
-    model: nn.Module | None = None  # the outermost module that was called
-
-    @property
-    def trained(self) -> Tensor:
-        """Which positions are trained, bool [batch, positions]."""
-        return self.token != NOTHING
 
 
 @dataclass(eq=False)
@@ -65,6 +39,7 @@ class Returned:
 
     tensor: Tensor
     call: int  # number of the outermost call in which it was returned
+    source: Tensor | None = None  # what its module made it of, row by row
     gradient: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
@@ -78,6 +53,7 @@ class Pass:
 
     logits: deque[Returned]  # what may be logits, the last tensors
     states: deque[Returned]  # what may be the hidden states of the last layer
+    wide: deque[Tensor]  # what modules returned of [batch, positions, width]
     model: nn.Module | None = None  # the outermost module that was called
     heads: list[Tensor] = field(default_factory=list[Tensor])  # [vocabulary, width], of its output layer
     calls: int = 0  # of outermost modules
@@ -99,12 +75,10 @@ def read_targets(
         if all(part.gradient is None for part in returned):  # else the step has called backward
             if loss is None or not loss.requires_grad:
                 raise LossUnread("no loss with gradients was returned")
-            tensors = [part.tensor for part in returned]
-            scale = 1024.0 if any(t.dtype == torch.float16 for t in tensors) else 1.0  # small gradients would be lost
-            whole = torch.full_like(loss, scale)
-            gradients: Any = torch.autograd.grad(loss, tensors, whole, allow_unused=True) if tensors else ()
-            for part, gradient in zip(returned, gradients, strict=True):
-                part.gradient = None if gradient is None else gradient / scale
+            for parts in (shown.logits, shown.states):  # hidden states only where no logits are part of the loss
+                _differentiate(loss, list(parts))
+                if any(map(_matters, parts)):
+                    break
     with torch.no_grad():
         numbers = [(path.strip("."), t) for path, t in leaves(shown.output) if t.numel() == 1 and t.is_floating_point()]
         value = torch.nan if loss is None else float(loss)
@@ -118,6 +92,18 @@ def read_targets(
             inputs=shown.inputs,
             model=shown.model,
         )
+
+
+def _differentiate(loss: Tensor, parts: Sequence[Returned]) -> None:
+    """Keep the gradient of the loss by each part."""
+    tensors = [part.tensor for part in parts]
+    scale = 1024.0 if any(t.dtype == torch.float16 for t in tensors) else 1.0  # small gradients would be lost
+    whole = torch.full_like(loss, scale)
+    gradients: Any = ()
+    if tensors:
+        gradients = torch.autograd.grad(loss, tensors, whole, retain_graph=True, allow_unused=True)
+    for part, gradient in zip(parts, gradients, strict=True):
+        part.gradient = None if gradient is None else gradient / scale
 
 
 def _loss_of(returned: object) -> Tensor | None:
@@ -136,7 +122,7 @@ def _loss_of(returned: object) -> Tensor | None:
 @contextmanager
 def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
     """Keep what modules return in this thread; models, generators and gradients are as before afterwards."""
-    shown, here, depth = Pass(deque(maxlen=_KEPT), deque(maxlen=_KEPT)), get_ident(), [0]
+    shown, here, depth = Pass(deque(maxlen=_KEPT), deque(maxlen=_TRIED), deque(maxlen=_KEPT)), get_ident(), [0]
     shown.heads = [] if model is None else _heads(model)
     restored: list[nn.Module] = []
 
@@ -163,12 +149,15 @@ def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
         for _, tensor in leaves(output):
             if not tensor.requires_grad or not tensor.is_floating_point() or tensor.ndim < 2:
                 continue
+            if tensor.ndim == 3:
+                shown.wide.append(tensor)
             size, sizes = tensor.shape[-1], [tuple(head.shape) for head in shown.heads]
             state = any(size == width != vocabulary for vocabulary, width in sizes)
             whole = size >= least and (not sizes or depth[0] == 0 or any(size == head[0] for head in sizes))
             kept = shown.states if state else shown.logits
             if (state or whole) and all(tensor is not part.tensor for part in kept):
-                kept.append(Returned(tensor, shown.calls))
+                given = next((x for _, x in leaves(args) if x.shape[:-1] == tensor.shape[:-1]), None)
+                kept.append(Returned(tensor, shown.calls, given))
                 tensor.register_hook(kept[-1].add)
         if depth[0] == 0 and module is shown.model:
             shown.output = output
@@ -217,21 +206,16 @@ def _targets(shown: Pass) -> Targets:
     """What the last tensor of logits says that the loss is made of; else the last hidden states."""
     best: Targets | None = None
     parts = [*shown.logits, *shown.states]
-    if any(part.gradient is not None for part in parts) and not any(
-        part.gradient.any() for part in parts if part.gradient is not None
-    ):
+    if any(part.gradient is not None for part in parts) and not any(map(_matters, parts)):
         raise LossUnread("its gradient by the logits is zero everywhere: it trains nothing")
-    for part in (*reversed(shown.logits), *reversed(shown.states)):
-        if part.gradient is None or not part.gradient.any():
-            continue
+    logits = [part for part in reversed(shown.logits) if _matters(part)][:_TRIED]
+    for part in (*logits, *filter(_matters, reversed(shown.states))):
         if any(part is state for state in shown.states):
             if best is not None:
                 break
-            targets = _from_states(part.tensor, part.gradient, shown.heads[0])
+            targets = of_states(part.tensor, cast(Tensor, part.gradient), shown.heads[0])
         else:
-            targets = _decomposed(part.tensor, part.gradient)
-        calls = {other.call for other in shown.logits if other.gradient is not None and other.gradient.any()}
-        targets = replace(targets, calls=max(1, len(calls)))
+            targets = _joined(part, shown)
         if _share(targets) >= _UNDERSTOOD:
             return targets
         best = targets if best is None or _share(targets) > _share(best) else best
@@ -240,150 +224,83 @@ def _targets(shown: Pass) -> Targets:
     return best
 
 
+def _matters(part: Returned) -> bool:
+    return part.gradient is not None and bool(part.gradient.any())
+
+
+def _joined(part: Returned, shown: Pass) -> Targets:
+    """What the logits show, where they were made of a part of the hidden states at its positions, with other parts."""
+    targets, places = of_logits(part.tensor, cast(Tensor, part.gradient)), _places(part, shown.wide)
+    size = part.tensor.shape[-1]
+    others = [o for o in shown.logits if o.call != part.call and o.tensor.shape[-1] == size and _matters(o)]
+    calls = {other.call for other in others}
+    if places is not None:
+        states, _ = places
+        targets = _scattered(targets, *places)
+        for other in others:
+            where = _places(other, [states])
+            joined = (
+                None if where is None else _scattered(of_logits(other.tensor, cast(Tensor, other.gradient)), *where)
+            )
+            if joined is not None and not (joined.trained & targets.trained).any():
+                targets = _union(targets, joined)
+                calls.discard(other.call)
+    return replace(targets, calls=1 + len(calls))
+
+
+def _places(part: Returned, wide: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """(hidden states, which of their rows each row of the logits was made of); None if that cannot be told."""
+    if part.source is None:
+        return None
+    rows = part.source.detach().flatten(0, -2)
+    for states in reversed(wide):
+        there = states.detach().flatten(0, 1)
+        if states is part.tensor or there.shape[-1] != rows.shape[-1] or len(there) < len(rows):
+            continue
+        if torch.equal(there, rows):
+            return states, torch.arange(len(there))
+        number = torch.cat([there, rows.to(there)]).unique(dim=0, return_inverse=True)[1].cpu()
+        known, sought = number[: len(there)], number[len(there) :]
+        if torch.isin(sought, known).all():
+            ways = [_in_order(sought.tolist(), known.tolist(), last=last) for last in (False, True)]
+            first, last = map(torch.tensor, ways)
+            trained = (cast(Tensor, part.gradient) != 0).any(-1).flatten().cpu()
+            told = (
+                first.amin() >= 0 and len(first.unique()) == len(first) and torch.equal(first[trained], last[trained])
+            )
+            return (states, first) if told else None
+    return None
+
+
+def _in_order(sought: list[int], known: list[int], last: bool) -> list[int]:
+    """Where rows stand among others, equal ones in the first or last places that keep the order; -1: not at all."""
+    if len(set(known)) == len(known):
+        at = {number: index for index, number in enumerate(known)}
+        return [at[number] for number in sought]
+    step = -1 if last else 1
+    left = iter(list(enumerate(known))[::step])
+    return [next((index for index, other in left if other == number), -1) for number in sought[::step]][::step]
+
+
+def _scattered(targets: Targets, states: Tensor, places: Tensor) -> Targets:
+    """The targets at these rows of the hidden states, and nothing at the others."""
+    untrained = {"token": NOTHING, "temperature": 1.0}
+
+    def at(name: str) -> Tensor:
+        values = cast(Tensor, getattr(targets, name))
+        whole = torch.full((states.shape[0] * states.shape[1],), untrained.get(name, 0), dtype=values.dtype)
+        return whole.scatter(0, places, values.flatten()).reshape(states.shape[:2])
+
+    return replace(targets, **{name: at(name) for name in _COLUMNS})
+
+
+def _union(first: Targets, second: Targets) -> Targets:
+    """Both, where they train other positions."""
+    here = first.trained | first.certain
+    parts = {name: getattr(first, name).where(here, getattr(second, name)) for name in _COLUMNS}
+    return replace(first, **parts, precision=max(first.precision, second.precision))
+
+
 def _share(targets: Targets) -> float:
     trained = targets.trained
     return float((targets.token[trained] >= 0).double().mean()) if trained.any() else 0.0
-
-
-def _decomposed(logits: Tensor, gradient: Tensor) -> Targets:
-    eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(logits.dtype).eps)
-    return _rowwise(logits, gradient, eps, lambda z, g: _fit(z, g, eps), "logits")
-
-
-def _from_states(states: Tensor, gradient: Tensor, head: Tensor) -> Targets:
-    eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(states.dtype).eps)
-    table = head.detach().double()
-
-    def fit(h: Tensor, g: Tensor) -> dict[str, Tensor]:
-        """The target is the column of the head that the gradient w (softmax @ head - head[target]) points away from."""
-        logits = h @ table.T
-        mean = logits.softmax(-1) @ table
-        along = (g * mean).sum(-1, keepdim=True) - g @ table.T
-        size = mean.square().sum(-1, keepdim=True) - 2 * mean @ table.T + table.square().sum(-1)
-        token = (along.square() / size.clamp(min=1e-300)).argmax(-1)
-        weight, alike = along.gather(1, token[:, None])[:, 0], size.gather(1, token[:, None])[:, 0]
-        cosine = weight.square() / (alike * g.square().sum(-1)).clamp(min=1e-300)
-        weight = weight / alike.clamp(min=1e-300)
-        nll = logits.logsumexp(-1) - logits.gather(1, token[:, None])[:, 0]
-        zero = torch.zeros_like(weight)
-        return {
-            "token": torch.where(1 - cosine < max(1e-3, 8 * eps), token, UNKNOWN),
-            "weight": weight,
-            "smoothing": zero,
-            "penalty": zero,
-            "temperature": zero + 1,
-            "value": weight * nll,
-        }
-
-    return _rowwise(states, gradient, eps, fit, "hidden states", table)
-
-
-def _rowwise(
-    logits: Tensor,
-    gradient: Tensor,
-    eps: float,
-    fit: Callable[[Tensor, Tensor], dict[str, Tensor]],
-    source: str,
-    head: Tensor | None = None,
-) -> Targets:
-    """Fit the rows whose gradient is not zero, a few at a time."""
-    shape, width = logits.shape[:-1], logits.shape[-1]
-    z, g = logits.detach().reshape(-1, width), gradient.detach().reshape(-1, width)
-    trained = (g != 0).any(-1)
-    defaults = {"token": NOTHING, "weight": 0.0, "smoothing": 0.0, "penalty": 0.0, "temperature": 1.0, "value": 0.0}
-    columns = {
-        name: torch.full((len(z),), start, dtype=torch.int64 if name == "token" else torch.float64)
-        for name, start in defaults.items()
-    }
-    vocabulary = width if head is None else len(head)
-    places = trained.nonzero()[:, 0]
-    for rows in places.split(max(1, _NUMBERS // vocabulary)):
-        for name, values in fit(z[rows].double(), g[rows].double()).items():
-            columns[name][rows.cpu()] = values.cpu()
-    certain = torch.zeros(len(z), dtype=torch.bool)
-    for rows in (~trained).nonzero()[:, 0].split(max(1, _NUMBERS // vocabulary)):
-        numbers = z[rows].double() if head is None else z[rows].double() @ head.T
-        certain[rows.cpu()] = (numbers.softmax(-1).amax(-1) > 1 - 16 * eps).cpu()
-    parts = {name: values.reshape(shape) for name, values in columns.items()}
-    precision = max(1e-3, 16 * eps)
-    return Targets(
-        **cast(Any, parts),
-        certain=certain.reshape(shape),
-        loss=torch.nan,
-        rest=torch.nan,
-        precision=precision,
-        source=source,
-    )
-
-
-def _fit(z: Tensor, g: Tensor, eps: float) -> dict[str, Tensor]:
-    """Fit gradients g = a softmax(z / T) - b [target] - s, float64 [rows, vocabulary], by least squares."""
-    limit = max(1e-3, 16 * eps)
-    slope = torch.ones(len(z), 1, dtype=z.dtype, device=z.device)
-    parts = _linear(z, g, g.argmin(-1))
-    spread = parts["s"] * z.shape[-1]  # a target is not spread negatively; a temperature looks like that
-    parts["residual"] = torch.where(spread < -limit * (parts["b"] + spread).abs(), torch.inf, parts["residual"])
-    first = parts["worst"]
-    for other in ("penalty", "negative", "temperature"):  # what hides the target from the least entry
-        if not (parts["residual"] > limit).any():
-            break
-        turned = _slope(z, g) if other == "temperature" else torch.ones_like(slope)
-        token = first if other == "penalty" else g.argmax(-1) if other == "negative" else g.argmin(-1)
-        again = _linear(z * turned, g, token)
-        better = again["residual"] < parts["residual"]
-        parts = {name: torch.where(better, again[name], values) for name, values in parts.items()}
-        slope = torch.where(better[:, None], turned, slope)
-    token, inverse = parts["token"], slope[:, 0]
-    p = (z * slope).log_softmax(-1)
-    nll, mean, log_sum = -p.gather(1, token[:, None])[:, 0], -p.mean(-1), (z * slope).logsumexp(-1)
-    a, b, s = (parts[name] / inverse for name in ("a", "b", "s"))
-    weight = b + s * z.shape[-1]
-    floor = max(1e-3, 8 * eps)  # what is smaller than this share is not told from rounding
-    smoothing = torch.where((s * z.shape[-1]).abs() > floor * weight.abs(), s * z.shape[-1] / weight, 0.0)
-    excess = torch.where((a - weight).abs() > floor * weight.abs(), a - weight, 0.0)
-    penalty = torch.where(log_sum.abs() > 1e-6, excess / (2 * log_sum), 0.0)
-    smooth = weight * ((1 - smoothing) * nll + smoothing * mean)
-    return {
-        "token": torch.where(parts["residual"] <= limit, token, UNKNOWN),
-        "weight": weight,
-        "smoothing": smoothing,
-        "penalty": penalty,
-        "temperature": 1 / inverse,
-        "value": smooth + penalty * log_sum.square(),
-    }
-
-
-def _linear(z: Tensor, g: Tensor, token: Tensor) -> dict[str, Tensor]:
-    """a and s of g = a softmax(z) - s away from the target, with errors relative to each number; then b at it."""
-    p = z.softmax(-1)
-    rest = torch.ones_like(p).scatter(1, token[:, None], 0.0)
-    largest = g.abs().amax(-1, keepdim=True)
-    weights = rest
-    a = s = torch.zeros(len(p), 1, dtype=p.dtype, device=p.device)
-    for _ in range(2):
-        total = weights.sum(-1, keepdim=True).clamp(min=1e-300)
-        mean_p, mean_g = ((weights * x).sum(-1, keepdim=True) / total for x in (p, g))
-        spread = (weights * (p - mean_p).square()).sum(-1, keepdim=True) / total
-        flat = spread <= 1e-8 * mean_p.square()  # softmax is even: the constant cannot be told from it
-        joint = (weights * (p - mean_p) * (g - mean_g)).sum(-1, keepdim=True) / total
-        a = torch.where(flat, mean_g / mean_p.clamp(min=1e-300), joint / spread.clamp(min=1e-300))
-        s = torch.where(flat, 0.0, a * mean_p - mean_g)
-        weights = rest / (a.abs() * p + s.abs() + 1e-4 * largest / p.shape[-1]).square().clamp(min=1e-300)
-    residual, worst = ((rest * (g - a * p + s)).abs() / largest).max(-1, keepdim=True)
-    at = token[:, None]
-    b = a * p.gather(1, at) - s - g.gather(1, at)
-    return {
-        name: values[:, 0] for name, values in (("a", a), ("b", b), ("s", s), ("residual", residual), ("worst", worst))
-    } | {"token": token}
-
-
-def _slope(z: Tensor, g: Tensor) -> Tensor:
-    """1 / temperature: the slope of log |g| over z, away from the target, [rows, 1]."""
-    rest = torch.ones_like(g).scatter(1, g.argmin(-1)[:, None], 0.0)
-    there = rest * (g.abs() > 1e-3 * (rest * g.abs()).amax(-1, keepdim=True))
-    heights = torch.where(there > 0, g.abs().clamp(min=1e-300).log(), 0.0)
-    total = there.sum(-1, keepdim=True).clamp(min=1)
-    mean_z, mean_h = ((there * x).sum(-1, keepdim=True) / total for x in (z, heights))
-    spread = (there * (z - mean_z).square()).sum(-1, keepdim=True)
-    slope = (there * (z - mean_z) * (heights - mean_h)).sum(-1, keepdim=True) / spread.clamp(min=1e-300)
-    return torch.where(slope > 0, slope, 1.0)

@@ -1,0 +1,208 @@
+"""Losses that train what they should not, each beside its clean twin: functions of a batch, and the batch."""
+
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.leaks.parts import seeded
+
+V, N = 50, 9
+SIZE = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+OWN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.5}
+MODEL = seeded(lambda: LlamaForCausalLM(LlamaConfig(**SIZE, **OWN)).eval())
+IDS = torch.tensor([[1, 7, 8, 9, 20, 21, 22, 23, 2], [1, 10, 11, 12, 30, 31, 2, 0, 0]])
+REAL = (IDS > 0).long()
+LABELS = IDS.where((torch.arange(N) > 3) & (REAL == 1), -100)
+BATCH = {"input_ids": IDS, "attention_mask": REAL, "labels": LABELS}
+TEXT = {"input_ids": IDS, "attention_mask": REAL, "labels": IDS.where(REAL == 1, -100)}
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])
+PACKED = {"input_ids": IDS[:1], "position_ids": POSITIONS, "labels": IDS[:1].where(POSITIONS > 0, -100)}
+MASK = (IDS != 21).long()
+WEIGHTS = torch.arange(1.0, 1 + 2 * N).view(2, N)
+ROWS = (LABELS != -100).sum(1)  # 5 and 3
+
+
+def logits(batch):
+    return MODEL(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")).logits
+
+
+def mean(z, targets, **more):
+    return F.cross_entropy(z.reshape(-1, V), targets.reshape(-1), **more)
+
+
+def terms(batch, targets=None):
+    """The loss of each label but the first, [batch, n - 1]."""
+    targets = batch["labels"] if targets is None else targets
+    return mean(logits(batch)[:, :-1], targets[:, 1:], reduction="none").view(len(targets), -1)
+
+
+def shifted(by):
+    def step(batch):
+        start, end = max(by, 0), min(by, 0)
+        return mean(logits(batch)[:, -end : N - start], batch["labels"][:, start : N + end])
+
+    return step
+
+
+def of(change):
+    """The mean loss of the labels that `change` makes of the batch."""
+    return lambda batch: mean(logits(batch)[:, :-1], change(batch)[:, 1:])
+
+
+def weighed(weights, total=10):
+    """`weights` [batch, n] of the labels, or of what the batch holds."""
+    return lambda batch: (terms(batch) * weights(batch)[:, 1:]).sum() / total
+
+
+def by_rows(batch, sizes):
+    return (terms(batch).sum(1) / sizes).mean()
+
+
+def by_documents(batch):
+    """Documents of 6 and 3 tokens, each by itself."""
+    losses = terms(batch)[0]
+    return losses[:5].sum() / 5 + losses[6:].sum() / 2
+
+
+def in_chunks(batch, end):
+    """The head on four positions at a time."""
+    hidden = MODEL.model(batch["input_ids"], batch["attention_mask"])[0]
+    ahead = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    parts = [MODEL.lm_head(hidden[:, i : i + 4]) for i in range(0, end, 4)]
+    sums = [mean(part, ahead[:, 4 * i : 4 * i + 4], reduction="sum") for i, part in enumerate(parts)]
+    return sum(sums) / 8
+
+
+def headed(batch, where):
+    """The head on some positions alone, and the labels after them."""
+    hidden = MODEL.model(batch["input_ids"], batch["attention_mask"])[0][:, :-1]
+    ahead = batch["labels"][:, 1:]
+    return mean(MODEL.lm_head(hidden[where]), ahead[where])
+
+
+class Fused(torch.autograd.Function):
+    """Cross-entropy of hidden states and a head that forms no logits in the graph, as fused kernels compute it."""
+
+    @staticmethod
+    def forward(ctx, hidden, targets):
+        with torch.enable_grad():
+            states = hidden.detach().requires_grad_()
+            loss = F.cross_entropy(states @ MODEL.lm_head.weight.detach().T, targets)
+        ctx.save_for_backward(*torch.autograd.grad(loss, states))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return ctx.saved_tensors[0] * grads[0], None
+
+
+def fused(by):
+    def step(batch):
+        hidden = MODEL.model(batch["input_ids"], batch["attention_mask"])[0]
+        targets = batch["labels"][:, by:].flatten()
+        return Fused.apply(hidden[:, : N - by].flatten(0, 1)[targets != -100], targets[targets != -100])
+
+    return step
+
+
+PLAIN = shifted(1)
+MICRO = [BATCH, TEXT]
+
+# cause: ((leaky loss, its batch), (clean loss, its batch))
+CASES = {
+    "a loss that shifts twice": ((shifted(2), BATCH), (PLAIN, BATCH)),
+    "a loss that shifts three times": ((shifted(3), BATCH), (PLAIN, BATCH)),
+    "a loss that never shifts": ((shifted(0), BATCH), (PLAIN, BATCH)),
+    "a loss that shifts back": ((shifted(-1), BATCH), (PLAIN, BATCH)),
+    "a fused loss that shifts twice": ((fused(2), BATCH), (fused(1), BATCH)),
+    "the model shifts what a collator has shifted": (
+        (MODEL, {**BATCH, "labels": F.pad(LABELS[:, 1:], (0, 1), value=-100)}),
+        (MODEL, BATCH),
+    ),
+    "rows run together": (
+        (lambda batch: mean(logits(batch).flatten(0, 1)[:-1], batch["labels"].flatten()[1:]), TEXT),
+        (PLAIN, TEXT),
+    ),
+    "a shift that wraps around": (
+        (lambda batch: mean(logits(batch), batch["labels"].roll(-1, 1)), TEXT),
+        (lambda batch: mean(logits(batch), F.pad(batch["labels"][:, 1:], (0, 1), value=-100)), TEXT),
+    ),
+    "prompts are trained": ((of(lambda batch: batch["input_ids"].where(REAL == 1, -100)), BATCH), (PLAIN, BATCH)),
+    "padding is trained": (
+        (of(lambda batch: batch["input_ids"].where(torch.arange(N) > 3, -100)), BATCH),
+        (PLAIN, BATCH),
+    ),
+    "what is ignored becomes token 0": ((of(lambda batch: batch["labels"].clamp(min=0)), BATCH), (PLAIN, BATCH)),
+    "ids of another text": ((of(lambda batch: (batch["input_ids"] * 7 + 3) % V), BATCH), (PLAIN, BATCH)),
+    "an offset of the vocabulary": ((of(lambda b: b["labels"] + (b["labels"] >= 0).long()), BATCH), (PLAIN, BATCH)),
+    "the targets of the batch before": (
+        (of(lambda batch: ((IDS + 5) % V).where(batch["labels"] != -100, -100)), BATCH),
+        (PLAIN, BATCH),
+    ),
+    "the targets of the next row": ((of(lambda batch: batch["labels"].roll(1, 0)), BATCH), (PLAIN, BATCH)),
+    "targets in reverse": ((of(lambda batch: batch["labels"].flip(1)), TEXT), (PLAIN, TEXT)),
+    "its own best guess": (
+        (lambda batch: mean(logits(batch)[:, :-1], logits(batch)[:, :-1].argmax(-1)), BATCH),
+        (PLAIN, BATCH),
+    ),
+    "one wrong target": (
+        (of(lambda batch: batch["labels"].where(batch["labels"] != 21, 35)), BATCH),
+        (PLAIN, BATCH),
+    ),
+    "a hole in the labels": (
+        (weighed(lambda batch: (IDS != 21).float()), BATCH),
+        (weighed(lambda batch: torch.ones(2, N)), BATCH),
+    ),
+    "the last token is dropped": (
+        (lambda batch: mean(logits(batch)[:, :-2], batch["labels"][:, 1:-1]), BATCH),
+        (PLAIN, BATCH),
+    ),
+    "the end token is never trained": (
+        (of(lambda batch: batch["labels"].where(batch["labels"] != 2, -100)), BATCH),
+        (PLAIN, BATCH),
+    ),
+    "the last chunk is dropped": (
+        (lambda batch: in_chunks(batch, 4), BATCH),
+        (lambda batch: in_chunks(batch, N), BATCH),
+    ),
+    "half of the positions": (
+        (lambda batch: headed(batch, (torch.arange(N - 1) % 2 == 0).expand(2, -1)), BATCH),
+        (lambda batch: headed(batch, LABELS[:, 1:] != -100), BATCH),
+    ),
+    "the first row alone": ((lambda batch: PLAIN({k: v[:1] for k, v in batch.items()}), BATCH), (PLAIN, BATCH)),
+    "a mean for each row": ((lambda batch: by_rows(batch, ROWS), BATCH), (lambda batch: by_rows(batch, 4), BATCH)),
+    "a mean over the padded length": (
+        (lambda batch: by_rows(batch, REAL.sum(1)), BATCH),
+        (lambda batch: by_rows(batch, N), BATCH),
+    ),
+    "a mean for each document": ((by_documents, PACKED), (lambda batch: terms(batch).sum() / 7, PACKED)),
+    "micro-batches that count alike": (
+        (MODEL, MICRO),
+        (lambda batch: MODEL(**batch, num_items_in_batch=8 + 14).loss, MICRO),
+    ),
+    "a negative weight": (
+        (weighed(lambda batch: 1.0 - 2 * (IDS == 21)), BATCH),
+        (weighed(lambda batch: torch.ones(2, N)), BATCH),
+    ),
+    "a weight that falls along the text": (
+        (weighed(lambda batch: 1 / (1 + torch.arange(N)).expand(2, -1)), BATCH),
+        (weighed(lambda batch: torch.ones(2, N)), BATCH),
+    ),
+    "a loss mask that is ignored": (
+        (PLAIN, {**BATCH, "loss_mask": MASK}),
+        (weighed(lambda batch: batch["loss_mask"].float()), {**BATCH, "loss_mask": MASK}),
+    ),
+    "a loss mask that is one off": (
+        (weighed(lambda batch: batch["loss_mask"].float().roll(-1, 1)), {**BATCH, "loss_mask": MASK}),
+        (weighed(lambda batch: batch["loss_mask"].float()), {**BATCH, "loss_mask": MASK}),
+    ),
+    "weights of tokens that are ignored": (
+        (PLAIN, {**BATCH, "token_weights": WEIGHTS}),
+        (weighed(lambda batch: batch["token_weights"]), {**BATCH, "token_weights": WEIGHTS}),
+    ),
+    "weights of tokens in the wrong rows": (
+        (weighed(lambda batch: batch["token_weights"].flip(0)), {**BATCH, "token_weights": WEIGHTS}),
+        (weighed(lambda batch: batch["token_weights"]), {**BATCH, "token_weights": WEIGHTS}),
+    ),
+    "documents that predict the next one": ((MODEL, {**PACKED, "labels": IDS[:1]}), (MODEL, PACKED)),
+}  # fmt: skip
