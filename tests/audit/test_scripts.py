@@ -76,6 +76,14 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
+    process, leave = os.getpid(), os._exit
+
+    def ended(code):  # where the audit let it through, it would end these tests with 0
+        if os.getpid() != process:
+            leave(code)
+        raise AssertionError("the script ended the process")
+
+    monkeypatch.setattr(os, "_exit", ended)
     (tmp_path / "helper.py").write_text("VOCABULARY = 50\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "torn.py").write_text("def score(ids:\n")
@@ -101,7 +109,8 @@ def test_the_command(script, capsys):
     assert main(["audit", f"{script}:leaks_in_order"]) == 1
     assert main(["audit", f"{script}:leaks_in_order", "--order", "full"]) == 1  # it forbids what crosses sequences
     assert main(["audit", f"{script}:forks"]) == 0
-    assert os._exit.__module__ == "posix"
+    with pytest.raises(AssertionError, match="ended the process"):
+        os._exit(0)  # it is put back
 
 
 REFUSED = {

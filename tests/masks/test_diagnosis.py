@@ -97,7 +97,7 @@ def test_a_mask_a_few_pairs_off_is_named_with_the_pairs(name):
 def test_unusual_masks_are_near_nothing():
     """What the catalogue makes and random sparse masks; a random mask that allows nearly all is nearly full."""
     generator = torch.Generator().manual_seed(0)
-    random = [torch.rand(n, n, generator=generator) < share for n in range(6, 24) for share in (0.1, 0.3, 0.5, 0.8)]
+    random = [torch.rand(n, n, generator=generator) < share for n in range(6, 24, 3) for share in (0.1, 0.4, 0.7)]
     own = [mask for mask in MASKS if mask.num_queries == mask.num_keys and mask.num_keys]
     for mask in [*own, *(masks.from_dense(table | torch.eye(len(table)).bool()) for table in random)]:
         assert "nearly" not in kinds(mask), mask

@@ -86,7 +86,7 @@ def _config(folder):
     return folder / "config.json"
 
 
-STRANGE = ["8", -8, 0, None, [], [4, 4], {}, float("nan"), 1e30, 2**70, True, [{"num_heads": "4"}]]
+STRANGE = ["8", -8, None, [4, 4], {}, float("nan"), 2**70, True, [{"num_heads": "4"}]]
 
 
 def test_a_config_with_a_strange_value_is_read_or_refused_by_name(tmp_path):

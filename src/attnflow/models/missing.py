@@ -34,9 +34,8 @@ def missing_tensors(
             f"tensors of a {kind} are missing, and {len(extra)} do not belong to it"
         )
     if missing:
-        gap = (
-            f"{place} lacks {len(missing)} of {len(state)} tensors of a {kind}, which are random: {preview(missing, 3)}"
-        )
+        count = f"{len(missing)} of {len(state)} tensors of a {kind}"
+        gap = f"{place} lacks {count}, which transformers draws at random: {preview(missing, 3)}"
         if model.base_model is model and all("pooler." in name for name in missing):
             return [f"{gap}; only its pooler_output depends on them"]
         if not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
