@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import attnflow as af
 from attnflow.audit import check_alone
-from attnflow.audit.alone import compare_alone
+from attnflow.audit.alone import AloneReport, compare_alone
 from tests.models import AUDITED, ZOO, tiny
 
 IDS = torch.arange(5, 13).repeat(2, 1) + torch.tensor([[0], [20]])
@@ -510,5 +509,5 @@ def test_entries_that_forward_does_not_take_are_left_out_and_named():
 
 def test_it_is_read_back_and_has_a_row_for_each_difference():
     report = check_alone(tiny("GPT2", torch.float32), SIDES["left"])
-    assert af.audit.AloneReport.from_json(report.to_json()) == report
+    assert AloneReport.from_json(report.to_json()) == report
     assert [row["column"] for row in report.rows()] == [3]

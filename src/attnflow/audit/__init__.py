@@ -12,7 +12,7 @@ Read `audit` first (`check`), then `perturb`, which finds what moves, and `passe
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
-from attnflow.audit.alone import AloneReport, check_alone
+from attnflow.audit.alone import check_alone
 from attnflow.audit.audit import check
 from attnflow.audit.batches import check_batch, check_loss
 from attnflow.audit.declared import declared_order
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from attnflow.audit.hf import GuardCallback
 
 __all__ = [
-    "AloneReport",
     "AuditReport",
     "GuardCallback",
     "check",

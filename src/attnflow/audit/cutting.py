@@ -287,7 +287,8 @@ def _unread(
             return unread, f"{name} holds states of earlier positions"
         if packed and len(axes) > 1:
             return unread, f"{axes[0].name} stands beside packed documents: which of them it belongs to is not known"
-        if BOUNDARY_NAME.search(name) and name not in dropped and all(axis.name != name for axis in axes):
+        known = image or name in dropped or any(axis.name == name for axis in axes)
+        if BOUNDARY_NAME.search(name) and not known:
             unread.append((name, "may say where documents begin or tokens stand, and is not read: it is cut along"))
         if image and packed:
             return unread, f"{name} belongs to one of several documents, and which is not known"
