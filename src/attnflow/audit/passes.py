@@ -177,7 +177,8 @@ class Runner:
             kept = call.kwargs.get("logits_to_keep")
             kept = kept if isinstance(kept, int) and not isinstance(kept, bool) else 0
             passed = {value.shape[1] for value in call.kwargs.values() if isinstance(value, Tensor) and value.ndim == 2}
-            frame = replace(frame_of(self.inputs), widths=self._widths, kept=kept, passed=tuple(passed))
+            beside = frozenset(map(len, self.inputs.beside(call.kwargs).values()))
+            frame = replace(frame_of(self.inputs), widths=self._widths, kept=kept, passed=tuple(passed), beside=beside)
             tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch, self.layouts)  # sees what moved
             with tracer.watch:
                 self.feed(tracer, call.kwargs)
@@ -201,7 +202,7 @@ class Runner:
 
     def arranged(self, base: Recording) -> Recording:
         """The base pass with unsure layouts settled, by changing sequence 0 alone."""
-        unsure = {path: layout for path, layout in self.layouts.items() if layout.aligned and not layout.sure}
+        unsure = {path: layout for path, layout in self.layouts.items() if not (layout.sure or layout.why)}
         if not unsure:
             return base
         selected = torch.zeros(self.inputs.batch, self.inputs.size, dtype=torch.bool)
