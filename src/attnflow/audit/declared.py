@@ -295,8 +295,8 @@ def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
         return True
     if "ForMaskedLM" in type(model).__name__:
         return False
-    if asks:
-        return True
+    if asks or ("pixel_values" in seen.inputs.kwargs and "input_ids" not in seen.inputs.kwargs):
+        return bool(asks)  # images have no direction of their own
     raise _unknown(model, "neither its configuration nor its attention modules say whether it is causal")
 
 

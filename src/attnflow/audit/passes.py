@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +63,10 @@ def layer_names(model: nn.Module) -> dict[str, int]:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in layers):
             continue
         alike = isinstance(module, nn.ModuleList) or (len(module) > 1 and len({type(block) for block in module}) == 1)
-        if alike and all(next(block.children(), None) is not None for block in module):
-            layers |= {f"{name}.{index}": index for index in range(len(module))}
+        members = cast("dict[str, nn.Module | None]", module._modules)  # Informer's convolutions may be None
+        blocks = {index: block for index, block in enumerate(members.values()) if block is not None}
+        if alike and all(next(block.children(), None) is not None for block in blocks.values()):
+            layers |= {f"{name}.{index}": index for index in blocks}
     return layers
 
 
