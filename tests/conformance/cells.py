@@ -7,7 +7,7 @@ import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 import attnflow as af
 from attnflow.geometry.attribution import ScoreAttribution
 from tests.conformance import inputs as made
-from tests.conformance import oracles
+from tests.conformance import oracles, senses
 from tests.conformance.alone import rows_alone
 from tests.conformance.inputs import LENGTH, Inputs
 from tests.conformance.loss import loss_read
@@ -101,8 +101,38 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def audit_default(model: PreTrainedModel) -> str:
-    """The order that the model declares, on two rows of plain text."""
-    return _audit(model, made.text(_text(model), batch=2))
+    """The order that the model declares, on two rows of plain text; else of what the model sees, hears or reads."""
+    if made.is_text(model):
+        with suppress(NotBuilt):
+            return _audit(model, made.text(model, batch=2))
+    return _audit_senses(model, model.__dict__.get("sensed") or senses.runs_on(model))
+
+
+def _audit_senses(model: PreTrainedModel, inputs: Inputs) -> str:
+    """Two rows of pixels, sounds or several towers: rows stay apart, and the text beside them keeps its order."""
+    if any(name in inputs and inputs[name].dim() == 2 for name in ("input_ids", "decoder_input_ids")):
+        with suppress(NotBuilt):
+            answer = _audit(model, inputs)
+            return _rows_apart(model, inputs, af.audit.check(model, inputs)) or answer
+    report = af.audit.check(model, inputs)
+    _rows_apart(model, inputs, report)
+    ordered = [v for v in report.violations if v.kind != "batch"]
+    early = "causal" in report.order and oracles.early_moves(model, inputs)
+    if early and report.ok:
+        raise Wrong(f"false clean: early outputs move with late inputs, and the audit says {report.order}")
+    if ordered and not early:
+        raise Wrong(f"false alarm: {ordered[0]}")
+    return _answer(report)
+
+
+def _rows_apart(model: PreTrainedModel, inputs: Inputs, report: af.audit.AuditReport) -> str:
+    mixed = oracles.rows_mix(model, inputs)
+    if mixed and not report.violations:
+        raise Wrong(f"false clean: the rows of the batch mix, and the audit says {report.verdict}")
+    crossed = [v for v in report.violations if v.kind == "batch"]
+    if crossed and not mixed:
+        raise Wrong(f"false alarm: {crossed[0]}")
+    return ""
 
 
 def audit_packed(model: PreTrainedModel) -> str:

@@ -119,7 +119,8 @@ def _placed(token: int, count: int) -> Inputs:
     image = torch.full((1, count), token)
     is_image = torch.cat([torch.zeros_like(before), torch.ones_like(image), torch.zeros_like(after)], dim=1)
     placed = torch.cat([before, image, after], dim=1)
-    return {"input_ids": placed, "mm_token_type_ids": is_image, "token_type_ids": is_image}
+    types = {"mm_token_type_ids": is_image, "token_type_ids": is_image}
+    return {"input_ids": placed, **types, "qformer_input_ids": ids(5, seed=2)}
 
 
 def _asked(message: str, width: int) -> list[int]:

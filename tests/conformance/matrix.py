@@ -29,8 +29,8 @@ class Row:
     cell: Cell
 
 
-def rows_of(architecture: Architecture) -> list[Row]:
-    """Every feature on one class."""
+def rows_of(architecture: Architecture, features: Iterable[str] = FEATURES) -> list[Row]:
+    """Every feature, or some, on one class."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     try:
@@ -38,16 +38,16 @@ def rows_of(architecture: Architecture) -> list[Row]:
     except NotBuilt as error:
         return [Row(architecture, "build", Cell("none", " ".join(str(error).split())[:200]))]
     rows: list[Row] = []
-    for name in FEATURES:
+    for name in features:
         with within(SECONDS):
             rows.append(Row(architecture, name, cell(FEATURES[name], model)))
     return rows
 
 
-def run(chosen: Iterable[Architecture], workers: int) -> Iterator[list[Row]]:
+def run(chosen: Iterable[Architecture], workers: int, features: Iterable[str] = FEATURES) -> Iterator[list[Row]]:
     """The rows of each class, as they come."""
     with ProcessPoolExecutor(workers) as pool:
-        futures = [pool.submit(rows_of, architecture) for architecture in chosen]
+        futures = [pool.submit(rows_of, architecture, tuple(features)) for architecture in chosen]
         for future in as_completed(futures):
             yield future.result()
 

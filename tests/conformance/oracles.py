@@ -40,7 +40,10 @@ def stream(inputs: Inputs) -> str:
 def fitting(model: nn.Module, inputs: Inputs) -> Inputs:
     """The inputs with numbers such as pixels in the precision of the model."""
     dtype = next(model.parameters()).dtype
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
 
 
 def output(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -48,10 +51,92 @@ def output(model: nn.Module, inputs: Inputs) -> Tensor:
     shape = inputs[stream(inputs)].shape
     with torch.no_grad():
         result = model(**fitting(model, inputs))
-    for value in result.to_tuple() if hasattr(result, "to_tuple") else result:
-        if isinstance(value, Tensor) and value.shape[:2] == shape and value.is_floating_point():
+    for value in tensors_of(result):
+        if value.shape[:2] == shape and value.is_floating_point():
             return value
     raise NotBuilt(f"{type(model).__name__} returns no tensor of [batch, positions]")
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """The tensors of an output, at any depth, in order."""
+    if isinstance(result, Tensor):
+        return [result]
+    if hasattr(result, "to_tuple"):
+        result = result.to_tuple()
+    return [tensor for value in result for tensor in tensors_of(value)] if isinstance(result, tuple | list) else []
+
+
+def rows_mix(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether anything of row 1 moves when all of row 0 is another, of the call's two rows.
+
+    An output whose rows lie behind one another, such as patches of all images, is read in halves. Of [2, 2], an entry
+    may be of both rows; the last one is of row 1 alone.
+    """
+    model, dtype = _precise(model, inputs)
+    inputs = fitting(model, inputs)
+    generator = torch.Generator().manual_seed(1)
+    other: Inputs = {}
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or name.endswith(("mask", "sizes", "shapes", "thw", "position_ids", "longer")):
+            continue
+        half = len(value) // 2 if len(value) > 1 else 0
+        first = value[:half] if half else value[:, : value.shape[1] // 2]
+        if value.is_floating_point():
+            new = torch.randn(first.shape, generator=generator).to(value)
+        else:
+            new = torch.where(plain(first), (first - LOWEST + 7) % (HIGHEST - LOWEST) + LOWEST, first)
+        other[name] = torch.cat([new, value[half:]]) if half else torch.cat([new, value[:, value.shape[1] // 2 :]], 1)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        before = tensors_of(model(**inputs))
+        torch.manual_seed(0)
+        again = tensors_of(model(**inputs))
+        torch.manual_seed(0)
+        after = tensors_of(model(**(inputs | other)))
+    for one, same, two in zip(before, again, after, strict=True):
+        if one.shape != two.shape or one.dim() == 0 or len(one) % 2 or not one.is_floating_point():
+            continue
+        half = len(one) // 2
+        last = (slice(1, None), slice(1, None)) if tuple(one.shape) == (2, 2) else (slice(half, None),)
+        noise = 4 * (one[last] - same[last]).abs().amax().nan_to_num()
+        floor = torch.maximum(noise, MOVED[dtype] * one.abs().nan_to_num().amax())
+        if bool(((one[last] - two[last]).abs().nan_to_num() > floor).any()):
+            return True
+    return False
+
+
+def _precise(model: PreTrainedModel, inputs: Inputs) -> tuple[PreTrainedModel, torch.dtype]:
+    double = deepcopy(model).double()
+    try:
+        with torch.no_grad():
+            model_runs = tensors_of(double(**fitting(double, inputs)))
+    except Exception:
+        return model, torch.float32
+    finite = all(bool(value.isfinite().all()) for value in model_runs if value.is_floating_point())
+    return (double, torch.float64) if finite else (model, torch.float32)
+
+
+def early_moves(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether the first quarter of an output moves when the last quarter of a sound, or of a series, is another."""
+    model, dtype = _precise(model, inputs)
+    inputs = fitting(model, inputs)
+    name = max((name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()),
+               key=lambda name: inputs[name].numel())  # fmt: skip
+    value, generator = inputs[name], torch.Generator().manual_seed(2)
+    axis = max(range(1, value.dim()), key=lambda axis: value.shape[axis])
+    late = value.shape[axis] * 3 // 4
+    noise = torch.randn(value.shape, generator=generator).to(value)
+    place = (torch.arange(value.shape[axis]) >= late).view([-1 if a == axis else 1 for a in range(value.dim())])
+    with torch.no_grad():
+        before = tensors_of(model(**inputs))
+        after = tensors_of(model(**(inputs | {name: torch.where(place, noise, value)})))
+    for one, two in zip(before, after, strict=True):
+        if one.shape == two.shape and one.dim() > 2 and one.shape[1] > 4 and one.is_floating_point():
+            quarter = one.shape[1] // 4
+            change = (one - two)[:, :quarter].abs().nan_to_num().amax()
+            if bool(change > MOVED[dtype] * one.abs().nan_to_num().amax()):
+                return True
+    return False
 
 
 def predicts_next(model: PreTrainedModel, inputs: Inputs) -> bool | None:
@@ -103,7 +188,8 @@ def moves(model: PreTrainedModel, inputs: Inputs) -> Tensor:
                 with _other_padding(model, padding[row], seed):
                     out = output(model, {k: torch.cat([v, inputs[k]]) for k, v in rest.items()})[: len(ids)]
             else:
-                out = torch.cat([output(model, inputs | {name: one[None]}) for one in ids])
+                alone = {k: v[row : row + 1] if len(v) == rows else v for k, v in inputs.items()}
+                out = torch.cat([output(model, alone | {name: one[None]}) for one in ids])
             out = out.flatten(2)
             noise = 4 * (out[0] - out[-1]).abs().amax()  # many models compute parts of themselves in float32
             change = (out[1:-1] - out[-1]).abs().amax(-1)

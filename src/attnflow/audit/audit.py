@@ -19,10 +19,10 @@ from attnflow.audit.decoding import Comparison, DecodingPath, SteppedRunner, dec
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
-from attnflow.audit.packing import all_real
+from attnflow.audit.packing import all_real, unplaced_padding
 from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
-from attnflow.audit.replay import holds_attention, missing_pairs
+from attnflow.audit.replay import asked_and_done, holds_attention, missing_pairs
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
 from attnflow.audit.rows import Layout
 from attnflow.audit.survey import Survey, survey
@@ -126,6 +126,8 @@ def check(
                 violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
                 work.violations += violations if both_sides else []
                 work.notes += notes
+        work.violations += asked_and_done(model, seen, relation.disputed, seed)
+        silent += relation.unsure + (tuple(unplaced_padding(call)) if order is None else ())
         report = work.report(relation.name, mode, time.perf_counter() - began)
     return replace(report, untested=report.untested + silent)
 
@@ -187,7 +189,8 @@ class Auditor:
         if not cheap and crossing:  # every other sequence whole: what crosses shows in those between
             half = crossing[:2]
             order = [s | half[p % 2] for p, s in enumerate(order or half)]
-        if any(prober.probe(selected) is not None for selected in ([*crossing, *order] if cheap else order)):
+        tried = [*crossing, *order] if cheap else order
+        if self._beside(prober) or any(prober.probe(selected) is not None for selected in tried):
             return False
         self.moved |= prober.moved
         self.forward_passes += runner.passes
@@ -222,6 +225,8 @@ class Auditor:
             if hit is not None and hit.moved.event.blame not in {v.module for v in violations}:
                 violations.append(prober.violation(hit))
                 crosstalk |= violations[-1].kind == "batch"
+        if not isinstance(runner, SteppedRunner):
+            violations += self._beside(prober)
         if prober.rounding:
             change = f"{prober.rounding:.2g}"
             self.notes.append(f"changes up to {change} were rounding (they scale with the precision), not leaks")
@@ -232,13 +237,22 @@ class Auditor:
             )
         if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
             self.notes.append("it does not run in another precision, so small changes may be rounding")
-        places = list(dict.fromkeys(event.blame for event in prober.base.values()))
-        self.violations += sorted(violations, key=lambda violation: places.index(violation.module))
+        places = {blame: i for i, blame in enumerate(dict.fromkeys(event.blame for event in prober.base.values()))}
+        self.violations += sorted(violations, key=lambda violation: places.get(violation.module, len(places)))
         self.forward_passes += runner.passes
         self.noise = max(self.noise, prober.noise)
         self.dirty |= prober.dirty
         self.moved |= prober.moved
         self.progress(total, total, f"{what}: done")
+
+    def _beside(self, prober: Prober) -> list[Violation]:
+        """What moves against the order with other inputs: with their padding, or between rows of another tower."""
+        related = [layout for layout in self.layouts.values() if layout.related and layout.form != "pairs"]
+        rows = {layout.shape[layout.form == "related"] for layout in related} - {1}
+        if any(slot.name is None for slot in self.call.slots):  # what else is passed makes the positions themselves
+            rows |= {self.call.batch // self.call.group} - {1}
+        names = [name for name, value in self.call.beside(self.call.kwargs).items() if len(value) in rows]
+        return [*prober.padding_read(), *(violation for name in names for violation in prober.rows_beside(name))]
 
     def compare_paths(self, cache: bool | Sequence[int]) -> None:
         """Compare all decoding paths with the full forward."""
@@ -298,8 +312,16 @@ class Auditor:
         relation = self.fields.relation
         field = self.fields.at(-1 if relation.repeat else len(relation.layers))
         whole = bool((field | pads[:, :, None] | pads[:, None, :]).all())
+        turned = {each.shape[::-1] for each in self.layouts.values() if each.form == "related columns"}
+        turned = {shape for shape in turned if shape[0] != shape[1]}  # of a square one, others may have the shape
+        mixed = any(violation.kind == "batch" for violation in self.violations)
         for name, (path, layout) in named.items():
-            if layout.form == "pooled" and layout.sure and whole:
+            if layout.form == "pooled" and layout.shape in turned:
+                layout = layout._replace(form="related")
+            if layout.related and not mixed and max(layout.shape) > 1:
+                notes.append(f"{name} {list(layout.shape)} relates rows by design: {self._rows_of(layout)}; an entry "
+                             "may depend on both of its rows, and on no other")  # fmt: skip
+            if layout.pooled and layout.sure and whole:
                 continue
             if layout.aligned:
                 if layout.rows > 1 and layout.rows not in lengths:
@@ -308,9 +330,9 @@ class Auditor:
                     notes.append(f"{name} has {layout.rows} rows: row i was read as position {place}")
                 continue
             shape, moves = list(layout.shape), path in self.moved or not layout.sure
-            kept = "; sequences were kept apart" if self.call.batch > 1 else ""
+            kept = "; sequences were kept apart" if self.call.batch > 1 and not mixed else ""
             why = layout.why or f"has shape {shape}, without an axis of positions{kept}"
-            summary = layout.sure and (not shape or layout.form == "pooled")
+            summary = layout.sure and (not shape or layout.pooled or layout.related)
             if not positions or (moves and not summary):
                 untested.append(f"{name} {why}")
             elif moves and layout.form == "unknown":
@@ -318,6 +340,16 @@ class Auditor:
         if not named:
             untested.append(f"{type(self.model).__name__} returns no tensor")
         return tuple(untested), tuple(notes)
+
+    def _rows_of(self, layout: Layout) -> str:
+        """What the two axes of an output of similarities count."""
+        here, beside = self.call.slots[-1].title, self.call.beside(self.call.kwargs).items()
+        if layout.form == "pairs":
+            return f"[rows of {here}, rows of {here}]"
+        rows = layout.shape[layout.form == "related"]
+        other = " or ".join(name for name, value in beside if len(value) == rows)
+        names = (here, other) if layout.form == "related" else (other, here)
+        return "[{}]".format(", ".join(f"rows of {name}" for name in names))
 
     def _accept(self, runner: Runner, base: Recording) -> None:
         """Keep the base pass, after checking that it shows what the audit needs."""

@@ -19,7 +19,9 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, Slot, config_of, read
-from attnflow.audit.packing import DOCUMENT_ARGUMENTS, all_real, allowed_pairs, documents, real_positions
+from attnflow.audit.packing import DOCUMENT_ARGUMENTS, all_real, allowed_pairs, documents, of_slot, real_positions
+from attnflow.audit.report import Violation
+from attnflow.audit.requests import Disagreement, disagreement, within_blocks
 from attnflow.audit.survey import LayerCall, Survey, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
@@ -125,7 +127,8 @@ def declared(model: nn.Module, seen: Survey) -> Relation:
     layers = _of_one_batch([stack.relation(call) for call in seen.calls] or [stack.base], real)
     repeat = all(torch.equal(layer, layers[0]) for layer in layers)
     words = stack.words(len(seen.calls)) + ("" if real.all() else f"; padding ({int((~real).sum())} positions)")
-    return Relation(tuple(layers[:1] if repeat else layers), repeat, words)
+    disputed, unsure = stack.disputes()
+    return Relation(tuple(layers[:1] if repeat else layers), repeat, words, disputed, unsure)
 
 
 class _Stack:
@@ -140,12 +143,13 @@ class _Stack:
         ids = inputs.kwargs.get("input_ids")
         length = ids.shape[-1] if isinstance(ids, Tensor) else n
         others = any(isinstance(v, Tensor) and v.is_floating_point() for v in inputs.kwargs.values())
-        if n > length and n % length == 0 and not others:
+        if n > length and n % length == 0 and not others and n - 1 not in slot.places:  # else virtual tokens in front
             raise _unknown(model, f"its layers get {n} positions for {length} tokens, in streams of their own")
         if length != n and documents(inputs, replace(slot, length=length))[1]:
             raise _unknown(model, f"its inputs tell documents of {length} positions apart, and its layers get {n}")
         self.together, self.packed = documents(inputs, slot)
         self.base = self.direction & self.together
+        self.real = real_positions(inputs, slot)
         self.kinds = _kinds(config)
         self.window = _size(config, "sliding_window") or _size(config, "window_size")
         if self.kinds is None and _size(config, "sliding_window") is not None:
@@ -153,8 +157,13 @@ class _Stack:
         if not causal and not getattr(config, "use_bidirectional_attention", None) and self.window is not None:
             self.window += 1  # encoders count the half-window without the query itself
         self.chunk = _size(config, "attention_chunk_size")
-        self.inputs = inputs
+        self.inputs, self.slot = inputs, slot
+        kinds: tuple[Any, ...] = (config, getattr(model, "config", None))
+        self.family = next((str(kind.model_type) for kind in kinds if getattr(kind, "model_type", None)), "")
         self.labels: list[str] = []  # of the layer calls so far
+        self.unsure: list[str] = []
+        self._disagreements: dict[tuple[str | None, int], Disagreement] = {}
+        self._disputed: dict[str, tuple[LayerCall, Disagreement]] = {}  # the first layer call by what disagrees
         self._relations: dict[tuple[str | None, int], tuple[Tensor, str]] = {}
         self.blocks = torch.zeros(1, n, n, dtype=torch.bool)  # later positions that the model asks for, if causal
 
@@ -164,11 +173,24 @@ class _Stack:
         request = call.asked
         if request is not None and self._reads_more(call, kind):
             kind = request = None
-        if (kind, id(request)) not in self._relations:  # layers share what is asked for
-            self._relations[kind, id(request)] = self._asked(kind, request)
-        allow, label = self._relations[kind, id(request)]
+        key = kind, id(request)
+        if key not in self._relations:  # layers share what is asked for
+            self._relations[key] = self._asked(kind, request)
+        allow, label = self._relations[key]
+        if key in self._disagreements:
+            self._disputed.setdefault(self._disagreements[key].words, (call, self._disagreements[key]))
         self.labels.append(label)
         return allow
+
+    def disputes(self) -> tuple[tuple[tuple[Violation, bool], ...], tuple[str, ...]]:
+        """(what the layers ask for against the configuration and the inputs, what cannot be known)."""
+        disputed: list[tuple[Violation, bool]] = []
+        for words, (call, found) in self._disputed.items():
+            row, *pair = found.pairs.nonzero()[0].tolist()
+            target, source = (place + self.slot.offset for place in pair)
+            named = Violation("request", call.index, call.name, source, target, 0.0, row, row, why=words)
+            disputed.append((named, found.wider))
+        return tuple(disputed), tuple(self.unsure)
 
     def _reads_more(self, call: LayerCall, kind: str | None) -> bool:
         """Whether a layer reads more than the mask of its attention says: keys of its own making, or a convolution."""
@@ -181,20 +203,28 @@ class _Stack:
             return self._configured(kind)
         from attnflow.models.mask_request import asks_causal, pairs_asked
 
-        asked = pairs_asked(request)
-        real = torch.ones(1, self.length, dtype=torch.bool)  # no padding, by the request itself
-        if request.padding is not None and request.padding.shape[-1] == self.length:
-            real = request.padding.bool().cpu()
+        asked = pairs_asked(request).expand(-1, self.length, -1)
+        padding = request.padding
+        own = None if padding is None or padding.shape[-1] != self.length else padding.bool().cpu()
+        real = self.real if own is None else self.real & own  # a model may know padding by its token
         within = asked & self.base
-        if (self.base & real[:, None, :] & real[:, :, None] & ~within).any():
-            allow, label = within, self._narrowed(kind, within, real)
-        else:
-            allow, label = self._configured(kind if kind in _LOCAL or kind == "chunked_attention" else None)
-        later = asked & ~self.direction & real[:, :, None]
+        allow, label = self._configured(kind)
+        sized = {**dict.fromkeys(_FULL, True), **dict.fromkeys(_LOCAL, self.window), "chunked_attention": self.chunk}
+        if not sized.get(kind or "") and (self.base & real[:, None, :] & real[:, :, None] & ~within).any():
+            allow, label = within, self._described(within, real)
+        later = asked & ~self.direction & real[:, :, None] & self.together
+        accepted, problem = torch.zeros_like(later), ""
         if later.any() and asks_causal(request):  # image tokens that see one another; a causal head that asks for
-            later = later & self.together  # all pairs is not believed
-            self.blocks = self.blocks | later
-            allow = allow | later
+            accepted, problem = within_blocks(later, self.family, self.inputs, self.slot)  # all pairs is not believed
+            self.blocks = self.blocks | accepted
+        if problem == "unknown":
+            self.unsure.append("the mask lets positions see later ones, and nothing says that they are of one block")
+        words = problem or self._described(asked, real), label or ("causal" if self.causal else "bidirectional")
+        allow = allow | accepted
+        real = real if of_slot(self.inputs, self.slot, "attention_mask") is None else self.real
+        known = disagreement(asked, allow, self.base, self.together, real, words)
+        if known is not None:
+            self._disagreements[kind, id(request)] = known
         return allow, label
 
     def _configured(self, kind: str | None) -> tuple[Tensor, str]:
@@ -208,27 +238,25 @@ class _Stack:
                 return self.base, ""
             return self.base & (self.distance < self.window), f"window {self.window}"
         if kind == "chunked_attention":
-            mask = self.inputs.kwargs.get("attention_mask")
-            left = torch.zeros(1, dtype=torch.int64)
-            if isinstance(mask, Tensor) and mask.ndim == 2:  # chunks are counted from the first real token
-                left = (mask.cpu().cumsum(-1) == 0).sum(-1)
-            index = (torch.arange(self.length) - left[:, None]) // (self.chunk or self.length)
+            first = (self.together & self.real[:, None, :]).float().argmax(-1)  # real token of the same document
+            index = (torch.arange(self.length) - first) // (self.chunk or self.length)
             return self.base & (index[:, :, None] == index[:, None, :]), f"chunks of {self.chunk}"
         raise _unknown(self.model, f"its layer type {kind!r} is not known")
 
-    def _narrowed(self, kind: str | None, within: Tensor, real: Tensor) -> str:
-        if kind == "chunked_attention":
-            return f"chunks of {self.chunk}"
-        if kind in _LOCAL and self.window is not None:
-            return f"window {self.window}"
-        reach = int(torch.where(within & real[:, :, None], self.distance, 0).max())
+    def _described(self, within: Tensor, real: Tensor) -> str:
         pairs = real[:, None, :] & real[:, :, None]
-        if (self.base & (self.distance <= reach) & pairs == within & real[:, :, None]).all():
-            return f"window {reach + 1}"
+        if (within | ~pairs).all():
+            return "all pairs"
+        within = within & self.base
+        reach = int(torch.where(within & real[:, :, None], self.distance, 0).max())
         position = torch.arange(self.length)
-        causal = position[:, None] >= position
+        causal, chunk = position[:, None] >= position, position // (self.chunk or self.length)
         if (self.base & causal & pairs == within & pairs).all():
             return "causal"
+        if (self.base & (self.distance <= reach) & pairs == within & real[:, :, None]).all():
+            return f"window {reach + 1}"
+        if (self.base & (chunk[:, None] == chunk) & pairs == within & pairs).all():
+            return f"chunks of {self.chunk} from position 0"
         prefix = within[:, :1].sum(-1)[:, :, None]
         if torch.equal(causal | ((position[:, None] < prefix) & (position < prefix)), within):
             return f"causal after a prefix of {int(prefix.max())} tokens"
@@ -253,7 +281,9 @@ def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
         return True
     generates = getattr(model, "can_generate", None)
     generates = callable(generates) and generates()
-    if not generates and _asks_both_ways(seen, config) and not any(map(_triangular, model.buffers())):
+    asks = _asks_causal(seen)
+    both_ways = asks is False and not _has_causal_head(config)
+    if not generates and both_ways and not any(map(_triangular, model.buffers())):
         return False
     modules = {getattr(module, "is_causal", None) for module in model.modules() if next(module.children(), None)}
     if modules & {True, False}:
@@ -264,17 +294,25 @@ def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
         return True
     if "ForMaskedLM" in type(model).__name__:
         return False
+    if asks or ("pixel_values" in seen.inputs.kwargs and "input_ids" not in seen.inputs.kwargs):
+        return bool(asks)  # images have no direction of their own
     raise _unknown(model, "neither its configuration nor its attention modules say whether it is causal")
 
 
-def _asks_both_ways(seen: Survey, config: Any) -> bool:
-    """Whether the model asks transformers for masks, and for no causal one, as no model with a causal head may."""
+def _asks_causal(seen: Survey) -> bool | None:
+    """Whether any of the masks that the model asks transformers for is causal; None if it asks for none."""
     requests = [call.asked for call in seen.calls if call.asked is not None]
     if not requests:
-        return False
-    from attnflow.models.mask_request import asks_causal, has_causal_head
+        return None
+    from attnflow.models.mask_request import asks_causal
 
-    return not any(map(asks_causal, requests)) and not has_causal_head(config)
+    return any(map(asks_causal, requests))
+
+
+def _has_causal_head(config: Any) -> bool:
+    from attnflow.models.mask_request import has_causal_head
+
+    return has_causal_head(config)
 
 
 def _triangular(buffer: Tensor) -> bool:
@@ -334,7 +372,10 @@ def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
     words = (
         f"encoder-decoder ({len(layers) - above} bidirectional layers, then {above} causal ones that read the encoder)"
     )
-    return Relation(tuple(_of_one_batch(layers, real)), False, words + ("" if real.all() else "; padding"))
+    disputes = [stack.disputes() for stack in stacks.values()]
+    disputed, unsure = (tuple(each for found in part for each in found) for part in zip(*disputes, strict=True))
+    words += "" if real.all() else "; padding"
+    return Relation(tuple(_of_one_batch(layers, real)), False, words, disputed, unsure)
 
 
 def _of_one_batch(layers: list[Tensor], real: Tensor) -> list[Tensor]:

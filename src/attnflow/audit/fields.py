@@ -11,6 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.audit.report import Violation
 
 _RANKING_DEPTH: Final = 64  # deep enough to rank positions by the order; ties fall back to their number
 _STAGES: Final = 6
@@ -24,6 +25,9 @@ class Relation:
     layers: tuple[Tensor, ...]  # the relations; entry [b, i, j] lets i read j
     repeat: bool  # whether the single relation holds in every layer
     name: str  # the order in words
+    # masks that the model asks for against its configuration and inputs, with whether they allow too much
+    disputed: tuple[tuple[Violation, bool], ...] = ()
+    unsure: tuple[str, ...] = ()  # what neither the configuration nor the inputs tell
 
 
 class Fields:

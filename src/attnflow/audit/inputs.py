@@ -44,6 +44,7 @@ class Slot:
     offset: int  # number of its first position when all slots are counted through (encoder, then decoder)
     entry: Entry | None = None  # where these positions enter a stack of layers; None of a model without one
     layers: frozenset[str] = frozenset()  # paths of the layers of the stack
+    places: tuple[int, ...] = ()  # of the tokens that were passed, where virtual tokens or an image stand beside them
 
     @property
     def title(self) -> str:
@@ -85,6 +86,39 @@ class Inputs:
         """The paths of the layers of all audited stacks."""
         return frozenset[str]().union(*(slot.layers for slot in self.slots))
 
+    def beside(self, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Other inputs of a call with rows of their own: images, sounds, ids of another tower."""
+        taken = {slot.name for slot in self.slots} | {"labels", "position_ids", "token_type_ids"}
+        tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim > 1}
+        rows = {name: value for name, value in tensors.items() if value.is_floating_point() or name.endswith("_ids")}
+        return {name: value for name, value in rows.items() if name not in taken and not name.endswith("mask")}
+
+    def padding_beside(self) -> dict[str, Tensor]:
+        """Masks [rows, n] of other inputs [rows, n, ...] that hide some of them, by the first word of their names."""
+        masks: dict[str, Tensor] = {}
+        for name, value in self.beside(self.kwargs).items():
+            for kind in ("attention_mask", "mask", "padding_mask"):
+                mask = self.kwargs.get(f"{name.partition('_')[0]}_{kind}")
+                if isinstance(mask, Tensor) and mask.shape == value.shape[:2] and bool((mask == 0).any()):
+                    masks[name] = mask
+        return masks
+
+    def hidden(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Other inputs, changed where their masks hide them; not those that are as long as what is audited."""
+        changed: dict[str, Tensor] = {}
+        for name, mask in self.padding_beside().items():
+            value = self.kwargs[name]
+            if mask.shape[1] in {slot.length for slot in self.slots}:
+                continue
+            places = (mask == 0).reshape(mask.shape + (1,) * (value.ndim - 2)).to(value.device)
+            if value.is_floating_point():
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64) * float(value.std())
+                changed[name] = torch.where(places, value + noise.to(value), value)
+            else:
+                other = value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
+                changed[name] = torch.where(places, other, value)
+        return changed
+
     def values(self, slot: Slot) -> Tensor:
         """The slot's argument, given a batch axis."""
         tensor = cast(Tensor, self.kwargs[cast(str, slot.name)])
@@ -116,8 +150,10 @@ class Inputs:
         return Call(drawn, noise)
 
     def changed(self, selected: Tensor, draw: Call) -> Call:
-        """The call with the `selected` positions, bool [batch, n] over all slots, taken from `draw`."""
-        kwargs = dict(self.kwargs)
+        """The call with the `selected` positions, bool [batch, n] over all slots, and other inputs from `draw`."""
+        named = {slot.name for slot in self.slots}
+        other = {name: value for name, value in draw.kwargs.items() if name not in named}
+        kwargs = {**self.kwargs, **{name: value.to(self.kwargs[name].dtype) for name, value in other.items()}}
         noise: dict[int, Tensor] = {}
         for slot in self.slots:
             chosen = selected[:, slot.offset : slot.offset + slot.length]

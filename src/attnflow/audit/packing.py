@@ -140,7 +140,7 @@ def _of_lengths(value: object, real: Tensor) -> Tensor | None:
 
 def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
     """(pairs within a document by any argument, bool [1 or batch, n, n]; documents in words, "" for one)."""
-    mask, positions = _of_slot(inputs, slot, "attention_mask"), _of_slot(inputs, slot, "position_ids")
+    mask, positions = of_slot(inputs, slot, "attention_mask"), of_slot(inputs, slot, "position_ids")
     real = real_positions(inputs, slot).expand(inputs.batch, -1)
     begins, problems = read_packing(inputs.kwargs, real, mask, positions)
     if problems:
@@ -161,8 +161,25 @@ def documents(inputs: Inputs, slot: Slot) -> tuple[Tensor, str]:
 
 def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
     """Which positions of a slot are not padding, bool [batch, n]; [1, n] without padding."""
-    mask = _of_slot(inputs, slot, "attention_mask")
+    mask = of_slot(inputs, slot, "attention_mask")
     return torch.ones(1, slot.length, dtype=torch.bool) if mask is None or mask.all() else mask != 0
+
+
+def unplaced_padding(inputs: Inputs) -> list[str]:
+    """Masks whose padding has no known place among the positions that the layers get."""
+    words: list[str] = []
+    for slot in inputs.slots:
+        name = _name_of(slot, "attention_mask")
+        mask = inputs.kwargs.get(name)
+        padded = isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 0).any())
+        if padded and of_slot(inputs, slot, "attention_mask") is None:
+            words.append(
+                f"the padding of {name}: its place among the {slot.length} positions of the layers is not known"
+            )
+        if slot.name is not None:
+            same = [name for name, mask in inputs.padding_beside().items() if mask.shape[1] == slot.length]
+            words += [f"the padding of {name}: it is as long as {slot.name}; pass another length" for name in same]
+    return words
 
 
 def all_real(inputs: Inputs) -> Tensor:
@@ -210,12 +227,25 @@ def as_tensor(value: object) -> Tensor:
     return (value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))).detach().cpu()
 
 
-def _of_slot(inputs: Inputs, slot: Slot, name: str) -> Tensor | None:
-    """An argument [.., batch, n] with a value for each position of the slot, else None."""
-    value = inputs.kwargs.get(f"decoder_{name}" if (slot.name or "").startswith("decoder_") else name)
+def _name_of(slot: Slot, name: str) -> str:
+    return f"decoder_{name}" if (slot.name or "").startswith("decoder_") else name
+
+
+def of_slot(inputs: Inputs, slot: Slot, name: str) -> Tensor | None:
+    """An argument [.., batch, n] with a value for each position of the slot, else None.
+
+    Positions that the model adds to the tokens are real; only of a mask is it known what that means.
+    """
+    value = inputs.kwargs.get(_name_of(slot, name))
+    if value is None and slot.name is None and name == "attention_mask":  # of pixels or sounds
+        size = inputs.batch, slot.length
+        masks = (mask for key, mask in inputs.kwargs.items() if key.endswith("attention_mask"))
+        value = next((mask for mask in masks if isinstance(mask, Tensor) and mask.shape == size), None)
     if not isinstance(value, Tensor) or value.ndim > (3 if name == "position_ids" else 2):
         return None
     rows = value.detach().cpu()[(None,) * (value.ndim == 1)]
+    if name == "attention_mask" and rows.shape[-1] == len(slot.places) != slot.length:
+        rows = rows.new_ones(*rows.shape[:-1], slot.length).index_copy_(-1, torch.tensor(slot.places), rows)
     fits = rows.shape[-1] == slot.length and rows.shape[-2] in (1, inputs.batch)
     return rows.expand(*rows.shape[:-2], inputs.batch, -1) if fits else None
 

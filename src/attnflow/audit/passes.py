@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +63,10 @@ def layer_names(model: nn.Module) -> dict[str, int]:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in layers):
             continue
         alike = isinstance(module, nn.ModuleList) or (len(module) > 1 and len({type(block) for block in module}) == 1)
-        if alike and all(next(block.children(), None) is not None for block in module):
-            layers |= {f"{name}.{index}": index for index in range(len(module))}
+        members = cast("dict[str, nn.Module | None]", module._modules)  # Informer's convolutions may be None
+        blocks = {index: block for index, block in enumerate(members.values()) if block is not None}
+        if alike and all(next(block.children(), None) is not None for block in blocks.values()):
+            layers |= {f"{name}.{index}": index for index in blocks}
     return layers
 
 
@@ -177,7 +179,8 @@ class Runner:
             kept = call.kwargs.get("logits_to_keep")
             kept = kept if isinstance(kept, int) and not isinstance(kept, bool) else 0
             passed = {value.shape[1] for value in call.kwargs.values() if isinstance(value, Tensor) and value.ndim == 2}
-            frame = replace(frame_of(self.inputs), widths=self._widths, kept=kept, passed=tuple(passed))
+            beside = frozenset(map(len, self.inputs.beside(call.kwargs).values()))
+            frame = replace(frame_of(self.inputs), widths=self._widths, kept=kept, passed=tuple(passed), beside=beside)
             tracer = Tracer(self.model, self.layer_names, frame, visit, self.watch, self.layouts)  # sees what moved
             with tracer.watch:
                 self.feed(tracer, call.kwargs)
@@ -201,7 +204,7 @@ class Runner:
 
     def arranged(self, base: Recording) -> Recording:
         """The base pass with unsure layouts settled, by changing sequence 0 alone."""
-        unsure = {path: layout for path, layout in self.layouts.items() if layout.aligned and not layout.sure}
+        unsure = {path: layout for path, layout in self.layouts.items() if not (layout.sure or layout.why)}
         if not unsure:
             return base
         selected = torch.zeros(self.inputs.batch, self.inputs.size, dtype=torch.bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from attnflow.audit.inputs import Call
 from attnflow.audit.packing import all_real
 from attnflow.audit.passes import Event, Key, Recording, Runner, refuse_nan
 from attnflow.audit.report import Kind, Violation
+from attnflow.audit.rows import as_numbers
 from attnflow.models.evaluation import REFUSALS, precision
 
 _NOISE: Final = 4.0  # noise is known from a few runs only
@@ -157,6 +158,55 @@ class Prober:
             values=tuple(float(value) for value in values),
         )
 
+    def padding_read(self) -> list[Violation]:
+        """What moves with other inputs where their masks hide them, as encoder states that a decoder is called with."""
+        found: list[Violation] = []
+        inputs, none, watched = self.runner.inputs, self._every(False), self._every(True)
+        for slot in inputs.slots:  # what stands beside the tokens may be of the other input itself
+            beside = set(range(slot.length)) - set(slot.places or range(slot.length))
+            watched[:, [slot.offset + place for place in beside]] = False
+        for name, changed in inputs.hidden(self.generator).items():
+            drawn = inputs.draw(self.generator)
+            drawn = Call({**drawn.kwargs, name: changed}, drawn.noise)
+            moves = self._moves(self.runner, inputs.changed(none, drawn), watched)
+            moves = [moved for moved in moves if moved.event.raw.shape[1:2] != changed.shape[1:2]]  # its own
+            real, confirmed = self._confirmed(self._consequential(moves), none, drawn) if moves else ([], None)
+            for moved in self._consequential(real)[:1]:
+                event, (row, target) = moved.event, moved.largest()
+                place = "padding", event.layer, event.blame, None, target, float(moved.change.max()), None, row
+                found.append(Violation(*place, self.runner.path, confirmed, why=f"padding of {name}"))
+        return found
+
+    def rows_beside(self, name: str) -> list[Violation]:
+        """The first output whose other rows, or columns, move with row 0 of another tower's input."""
+        count, dtype = len(self.runner.inputs.kwargs[name]), self.runner.dtype
+        value = self.runner.inputs.kwargs[name].clone()
+        value[0] = value[0].flip(-1) + (value.std() if value.is_floating_point() else 0)
+        inputs = replace(self.runner.inputs, kwargs={**self.runner.inputs.kwargs, name: value})
+        calls = self.runner.inputs, inputs
+        recordings = [self.runner.record(call.base) for call in calls]
+        other, confirmed = other_precision(dtype), True
+        try:
+            with precision(self.runner.model, other):
+                recordings += [self.runner.record(call.in_precision(other).base) for call in calls]
+        except REFUSALS:  # what moved stands, unconfirmed
+            recordings, confirmed = recordings[:2] * 2, None
+        for key in recordings[0]:
+            tensors = [as_numbers(recording[key].raw) for recording in recordings]
+            if key.module or not tensors[0].ndim:
+                continue
+            readings = [tensors, *([[tensor.mT for tensor in tensors]] if tensors[0].ndim == 2 else [])]
+            changes: list[Tensor] = []
+            for before, after, *others in ([tensor.flatten(1)[:, None] for tensor in read] for read in readings):
+                change = row_change(after, before)[:, 0]
+                leak = is_leak(change[:, None], before, others[0], others[1], dtype)[:, 0]
+                changes += [torch.where(leak, change, 0.0)[1:]] if len(change) == count else []
+            if changes and all(change.any() for change in changes):
+                change, label = changes[0], f"{type(self.runner.model).__name__}{key.leaf}"
+                place = "batch", None, label, None, 0, float(change.max()), 0, 1 + int(change.argmax())
+                return [Violation(*place, confirmed=confirmed, why=f"row 0 of {name}")]
+        return []
+
     def _ids(self, call: Call, row: int) -> tuple[int, ...]:
         """The token ids of one sequence of a call; none of vectors."""
         name = self.runner.inputs.slots[0].name
@@ -187,7 +237,7 @@ class Prober:
         if before is None or before.values.shape != event.values.shape:
             return
         if event.pooled:
-            if self.runner.layouts[event.key.leaf].form == "pooled":  # else rows may be pads
+            if self.runner.layouts[event.key.leaf].pooled:  # else rows may be pads
                 watched = watched | self._pads
             watched = watched.all(1, keepdim=True)
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -59,7 +61,7 @@ class ReplayedLayer:
             rows[:, column - self._offset] += self._noise[sample][:, column - self._offset]
         bound = inspect.signature(self.module.forward).bind_partial()
         arguments = {**self._arguments, self._name: moved}
-        bound.arguments.update({name: _isolated(value, dtype) for name, value in arguments.items()})
+        bound.arguments.update({name: _isolated(value, dtype, len(self.columns)) for name, value in arguments.items()})
         with torch.no_grad():
             output = self.module.forward(*bound.args, **bound.kwargs)
         first = cast(tuple[Any, ...], output)[0] if isinstance(output, tuple | list) else output
@@ -90,13 +92,18 @@ def _rows(tensor: Tensor, frame: Frame) -> tuple[Tensor, int] | None:
     return view if isinstance(view, tuple) else None
 
 
-def _isolated(value: Any, dtype: torch.dtype | None) -> Any:
-    """An argument for one replay: tensors in `dtype`, caches copied so that replays stay independent."""
+def _isolated(value: Any, dtype: torch.dtype | None, written: int) -> Any:
+    """An argument for one replay: tensors in `dtype`, caches copied, without what the recorded call has written."""
     if isinstance(value, Tensor):
         return value.to(dtype) if dtype is not None and value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        return type(value)(_isolated(item, dtype) for item in cast(list[Any], value))
-    return copy.deepcopy(value) if hasattr(value, "update") and not isinstance(value, dict) else value
+        return type(value)(_isolated(item, dtype, written) for item in cast(list[Any], value))
+    if not hasattr(value, "update") or isinstance(value, dict):
+        return value
+    copied = copy.deepcopy(value)
+    if hasattr(copied, "crop"):
+        copied.crop(-written)
+    return copied
 
 
 def missing_pairs(
@@ -137,6 +144,32 @@ def missing_pairs(
             f"position {first.target} never moves with {first.source} (both_sides=True makes it a finding)"
         )
     return violations, notes
+
+
+def asked_and_done(
+    model: nn.Module, seen: Survey, disputed: Sequence[tuple[Violation, bool]], seed: int
+) -> list[Violation]:
+    """The disputed masks whose layer does what was asked for: a layer may narrow its mask itself, as GPT-Neo's do.
+
+    A layer is replayed alone with the source moved; where that fails, the finding stays, unconfirmed.
+    """
+    kept: list[Violation] = []
+    inputs, generator = seen.inputs.without_cache(model), torch.Generator().manual_seed(seed)
+    calls = layer_calls(model, inputs) if disputed else []
+    numbers = [call.name for call in seen.calls]
+    for violation, wider in disputed:
+        assert violation.source is not None
+        try:
+            part = replayed(inputs, calls[numbers.index(violation.module)], generator)[0]
+            with precision(part.module, torch.float64):
+                ((offset, _), before), *_ = part.outputs(torch.float64).items()
+                after = part.outputs(torch.float64, violation.source)[offset, before.shape[1]]
+            change = float(row_change(after, before)[violation.target_row, violation.target - offset])
+            if (change > 0) == wider:
+                kept.append(replace(violation, change=change, confirmed=True))
+        except (*REFUSALS, UnsupportedArchitecture):
+            kept.append(violation)
+    return kept
 
 
 def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:

@@ -12,7 +12,7 @@ from attnflow._core.results import Result
 
 _AROUND = 4  # ids shown on each side of those that differ
 _SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
-Kind = Literal["order", "batch", "cache", "state", "missing", "sum"]
+Kind = Literal["order", "batch", "cache", "state", "missing", "sum", "request", "padding"]
 Verdict = Literal["clean", "leak", "nothing tested"]
 Mode = Literal["perturb", "quick"]
 
@@ -23,6 +23,8 @@ _MEANING: dict[Kind, str] = {
     "state": "the output depends on earlier calls of the model",
     "sum": "exp(score) over all choices of the target's token is more than one: the score knows its own token",
     "missing": "the order lets the target read the source, and nothing of the source arrives in this layer",
+    "request": "the mask that the model asks for is not the one that its configuration and the inputs describe",
+    "padding": "the target moves with padding of another input, which a mask among the inputs hides",
 }
 
 
@@ -33,7 +35,9 @@ class Violation:
     Attributes:
         kind: "order", "batch" (across sequences of the batch), "cache" (cached decoding differs from the full
             forward), "state" (an earlier call of the model leaves a trace), "missing" (a pair that the order allows
-            and nothing passes; `check(both_sides=True)`) or "sum" (probabilities above one; `check_scores`).
+            and nothing passes; `check(both_sides=True)`), "sum" (probabilities above one; `check_scores`), "request"
+            (the model asks transformers for another mask than its configuration and the inputs describe) or "padding"
+            (padding of another input, such as encoder states, is read).
         layer: index of the layer that holds `module`; None before the first layer, after the last and between layers.
         module: dotted name of the innermost module whose inputs are clean and whose output breaks the order. For the
             model's own output it is the model's class, with the name of an output that has no axis of positions.
@@ -47,6 +51,7 @@ class Violation:
             rounding does not; None if that run failed or was not needed.
         tokens: the two sequences of ids that show the violation, if the target is one number (a score).
         values: the target's value in each of them.
+        why: what disagrees with a request, or which other input is read, in words.
     """
 
     kind: Kind
@@ -61,6 +66,7 @@ class Violation:
     confirmed: bool | None = None
     tokens: tuple[tuple[int, ...], ...] = ()
     values: tuple[float, ...] = ()
+    why: str = ""
 
     def __str__(self) -> str:
         if self.kind == "missing":
@@ -68,9 +74,13 @@ class Violation:
         if self.kind == "sum":
             return f"sum: {self.module}: probabilities at position {self.target} sum to {1 + self.change:.6g}"
         where = self.module if self.layer is None else f"{self.module} (layer {self.layer})"
+        if self.kind == "request":
+            pair = f"position {self.target} and key {self.source}, sequence {self.target_row}"
+            return f"request: {where}: {self.why}; first {pair}"
         rows = "" if self.source_row == self.target_row or self.source_row is None else f" of row {self.source_row}"
         row = f" of row {self.target_row}" if self.kind == "batch" else ""
         cause = "" if self.source is None else f" with position {self.source}{rows}"
+        cause = f"{cause} of {self.why}" if cause and self.why else cause or (self.why and f" with {self.why}")
         return f"{self.kind}: {where}: position {self.target}{row} moves{cause} by {self.change:.3g} [{self.path}]"
 
     def shown(self) -> list[str]:
@@ -180,7 +190,8 @@ class AuditReport(Result):
         """What it prints; with a `width`, the table leaves out columns so that the modules' names stay whole in it."""
         tested = f"{self.coverage:.1%} of {self.forbidden:,} forbidden pairs tested"
         if not self.forbidden:
-            tested = "this order forbids no pair" + ("; sequences were kept apart" if self.batch > 1 else "")
+            apart = self.batch > 1 and not any(violation.kind == "batch" for violation in self.violations)
+            tested = "this order forbids no pair" + ("; sequences were kept apart" if apart else "")
         verdict = "LEAK" if self.violations else self.verdict
         lines = [
             f"{verdict}: {self.order}; {self.batch} x {self.positions} positions, {self.layers} layers",
@@ -199,6 +210,7 @@ class AuditReport(Result):
             kinds = {violation.kind: _MEANING[violation.kind] for violation in self.violations}
             lines += [f"{kind}: {meaning}" for kind, meaning in kinds.items()]
             lines += [line for violation in self.violations for line in violation.shown()]
+            lines += [str(violation) for violation in self.violations if violation.why]
             carried = sum(result.status == "carries" for result in self.modules)
             lines += [f"{carried} later module outputs carry it on"] if carried else []
         if self.skipped:

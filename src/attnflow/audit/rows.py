@@ -25,6 +25,7 @@ class Frame:
     passed: tuple[int, ...] = ()  # numbers of positions that were passed, to which a model may add some
     kept: int = 0  # how many of the last positions the call asks outputs for (`logits_to_keep`); 0 for all
     widths: frozenset[int] = frozenset()  # sizes of the model's features, which may equal a number of positions
+    beside: frozenset[int] = frozenset()  # numbers of rows of other inputs, such as images
 
 
 def canonical(
@@ -76,12 +77,16 @@ Form = Literal[
     "group first",
     "pooled",  # one vector for each sequence
     "one per sequence",  # anything else for each sequence
+    "related",  # [batch, rows of another input]: similarities by design
+    "related columns",  # [rows of another input, batch]
+    "pairs",  # [batch, batch]: every sequence with every other
     "unknown",
 ]
 _EITHER: Final[Mapping[Form, tuple[Form, ...]]] = {  # what an unsure layout may be
     "axis": ("axis", "second axis"),
     "batch first": ("batch first", "position first"),
     "sequence first": ("sequence first", "group first"),
+    **{form: (form, "related columns", "pairs") for form in ("pooled", "one per sequence", "related")},
 }
 
 
@@ -101,7 +106,17 @@ class Layout(NamedTuple):
     @property
     def aligned(self) -> bool:
         """Whether rows belong to positions."""
-        return self.form not in ("pooled", "one per sequence", "unknown")
+        return not (self.pooled or self.form in ("one per sequence", "pairs", "unknown"))
+
+    @property
+    def related(self) -> bool:
+        """Whether numbers are of two rows each, as similarities of texts and images are."""
+        return self.form in ("related", "related columns", "pairs")
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a whole sequence is summed up in one vector."""
+        return self.form in ("pooled", "related", "related columns")
 
 
 def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Layout:
@@ -124,6 +139,9 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     if isinstance(whole, tuple) and not pooled:
         stacked = len(shape) > 3 and shape[0] == shape[1] == batch > 1 and shape[2] in frame.segments
         return Layout("axis", whole[0].shape[1], whole[1], shape, sure=not stacked)
+    last = max(frame.segments.values())
+    if frame.batched and len(shape) == 2 and shape[1] == batch != shape[0] and shape[0] in frame.beside:
+        return Layout("related columns", 1, last, shape)
     for rows, (length, offset) in _row_counts(frame):
         flat, before = shape[:1] == (batch * rows,), inside.get(offset)
         if rows == frame.kept and len(shape) == 3 and shape[:2] == (batch, rows):
@@ -142,11 +160,15 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     if len(shape) > 2 and shape[0] > batch and shape[0] % batch == 0 and shape[1] in frame.segments:
         return Layout("sequence first", shape[1], frame.segments[shape[1]], shape, sure=batch == 1)
     layers = len(shape) > 2 and shape[1] == batch > 1  # [layers, batch, ...] as well as [batch, ...]
-    if frame.batched and summary[:1] == (batch,) and (pooled or (batch > 1 and not layers)):
+    related = len(shape) == 2 and shape[1] in frame.beside
+    if frame.batched and summary[:1] == (batch,) and (pooled or related or (batch > 1 and not layers)):
         sure = not pooled or not {rows for rows, _ in _row_counts(frame)}.intersection(summary[1:])
         why = "" if sure else f"has shape {list(shape)}, of positions or of features: pass another length"
         form = "pooled" if pooled else "one per sequence"
-        return Layout(form, 1, max(frame.segments.values()), shape, why, sure)
+        if sure and len(shape) == 2 and (shape[1] in frame.beside or shape[1] == batch > 1):
+            form = "related" if shape[1] in frame.beside and not pooled else form
+            sure = shape[1] != batch or batch == 1
+        return Layout(form, 1, last, shape, why, sure)
     came = "is one number" if not shape else f"has shape {list(shape)}"
     return Layout("unknown", shape=shape, why=f"{came}, and none of its axes holds {max(frame.segments)} positions")
 
@@ -163,9 +185,11 @@ def _row_counts(frame: Frame) -> list[tuple[int, tuple[int, int]]]:
 def arranged(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
     """A received tensor as [batch, rows, features]; as [1, 1, features] if its layout is unknown."""
     tensor = as_numbers(tensor)
-    if layout.form == "unknown":
+    if layout.form in ("unknown", "pairs"):
         return tensor.reshape(1, 1, -1)
-    if layout.form in ("batch first", "pooled", "one per sequence"):
+    if layout.form == "related columns":
+        return tensor.T.reshape(frame.batch, 1, -1)
+    if layout.form in ("batch first", "pooled", "one per sequence", "related"):
         return tensor.reshape(frame.batch, layout.rows, -1)
     if layout.form == "position first":
         return tensor.reshape(layout.rows, frame.batch, -1).transpose(0, 1)
@@ -187,10 +211,15 @@ def settled(layout: Layout, before: Tensor, after: Tensor, frame: Frame) -> Layo
     """The layout whose other sequences hold still between two passes when sequence 0 alone changes."""
     for form in _EITHER[layout.form]:
         guess = layout._replace(form=form, sure=True)
+        if form == "pairs":
+            moves = as_numbers(before) != as_numbers(after)
+            if moves.any() and not moves[1:, 1:].any():
+                return guess
+            continue
         moved = (arranged(before, guess, frame) != arranged(after, guess, frame)).flatten(1).any(1)
         if moved[0] and not moved[1:].any():
             return guess
-    return layout._replace(sure=True)
+    return layout._replace(form="one per sequence" if layout.related else layout.form, sure=True)
 
 
 def as_numbers(tensor: Tensor) -> Tensor:

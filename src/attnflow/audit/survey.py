@@ -72,13 +72,14 @@ def survey(model: nn.Module, inputs: Inputs, seed: int | None = None) -> Survey:
             model(**fresh(inputs.kwargs))
         else:
             events, intact = first.distinct(inputs.base)
-    inputs = _positions(model, inputs, calls)
+    passed, inputs = inputs, _positions(model, inputs, calls)
+    inputs = replace(inputs, slots=tuple(_placed(model, passed, slot) for slot in inputs.slots))
     result = Survey(inputs, [call for call in calls if call.name in inputs.layers])
     if asked is not None:
         _assign(result, calls, asked, seen)
-    passed = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
+    masks = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
     reached = {tuple(mask.shape[-2:]) for _, _, mask in seen if isinstance(mask, Tensor)}
-    result.unused = [n for n, mask in passed.items() if tuple(mask.shape[-2:]) not in reached]
+    result.unused = [n for n, mask in masks.items() if tuple(mask.shape[-2:]) not in reached]
     if first is not None:
         result.runner = Runner(model, inputs, "layers", first.seed)
         if intact and inputs.layers == frozenset(layers) and frame_of(inputs) == frame_of(whole):
@@ -154,6 +155,35 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
             "audit can tell which of them an output of the model belongs to"
         )
     return replace(inputs, slots=tuple(slots))
+
+
+def _placed(model: nn.Module, passed: Inputs, slot: Slot) -> Slot:
+    """The slot with the places of the tokens among its positions, where its layers get more: what moves with them."""
+    decodes = (slot.name or slot.title).startswith("decoder_")
+    tokens = [each for each in passed.slots if (each.name or "").startswith("decoder_") == decodes]
+    if slot.entry is None or not tokens or tokens[0].length == slot.length:
+        return slot
+    entered: list[Tensor] = []
+
+    def enter(call: Call) -> None:
+        vectors = entering(call.args, call.kwargs)
+        if call.number == 0 and vectors is not None and vectors.ndim == 3:
+            entered.append(vectors.transpose(0, 1) if slot.entry and slot.entry.positions_first else vectors)
+
+    masks = {name: mask for name, mask in passed.kwargs.items() if name.endswith("attention_mask")}
+    whole = {name: torch.ones_like(mask) for name, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 2}
+    every = torch.ones(passed.batch, passed.size, dtype=torch.bool)
+    changed = passed.changed(every, passed.draw(torch.Generator().manual_seed(0)))
+    with torch.no_grad():
+        for kwargs in (passed.kwargs, changed.kwargs):  # with whole masks: padding must move, too
+            seed_all(0)
+            with Watch({slot.entry.layer: model.get_submodule(slot.entry.layer)}, enter):
+                model(**fresh({**kwargs, **whole}))
+    if len(entered) != 2 or entered[0].shape != entered[1].shape:
+        return slot
+    moves = (entered[0] != entered[1]).any(-1).cpu()
+    known = bool((moves == moves[:1]).all()) and int(moves[0].sum()) == tokens[0].length
+    return replace(slot, places=tuple(moves[0].nonzero()[:, 0].tolist())) if known else slot
 
 
 def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> tuple[Slot, int] | None:
