@@ -232,6 +232,12 @@ class Auditor:
             )
         if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
             self.notes.append("it does not run in another precision, so small changes may be rounding")
+        unshown = list(dict.fromkeys(violation.module for violation in violations if violation.confirmed is False))
+        if unshown:
+            self.notes.append(
+                f"float64 does not show what {few(unshown)} does in this precision, and it is no rounding: a kernel "
+                "may take another code path there"
+            )
         places = list(dict.fromkeys(event.blame for event in prober.base.values()))
         self.violations += sorted(violations, key=lambda violation: places.index(violation.module))
         self.forward_passes += runner.passes

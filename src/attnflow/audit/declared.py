@@ -256,7 +256,9 @@ def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
     generates = callable(generates) and generates()
     if not generates and _asks_both_ways(seen, config) and not any(map(_triangular, model.buffers())):
         return False
-    modules = {getattr(module, "is_causal", None) for module in model.modules() if next(module.children(), None)}
+    modules = {
+        getattr(module, "is_causal", None) for module in model.modules() if next(module.children(), None) is not None
+    }
     if modules & {True, False}:
         return True in modules
     if getattr(config, "is_decoder", None) is False or getattr(config, "attn_type", None) == "bi":

@@ -53,6 +53,14 @@ class Event:
 Recording = dict[Key, Event]  # of one pass, in order of execution
 
 
+def put_back(event: Event, values: Tensor) -> None:
+    """Write values into a tensor of a running pass, so that what follows starts from them; not into a copy of it."""
+    raw = event.raw
+    shared = event.values.untyped_storage().data_ptr() == raw.untyped_storage().data_ptr()
+    if shared and all(stride or size == 1 for stride, size in zip(raw.stride(), raw.shape, strict=True)):
+        event.values.copy_(values)
+
+
 def layer_names(model: nn.Module) -> dict[str, int]:
     """{path: index in its list} of the layers: members of the outermost module lists that hold whole blocks.
 

@@ -15,8 +15,8 @@ from attnflow.audit.fields import Relation
 from attnflow.audit.inputs import Inputs, fresh
 from attnflow.audit.packing import real_positions
 from attnflow.audit.passes import frame_of
-from attnflow.audit.perturb import row_change
 from attnflow.audit.report import Violation
+from attnflow.audit.rounding import row_change
 from attnflow.audit.rows import Frame, canonical
 from attnflow.audit.survey import LayerCall, Survey
 from attnflow.models.evaluation import REFUSALS, precision, refusal
@@ -37,6 +37,8 @@ def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
 
 class ReplayedLayer:
     """A layer call as a function of one of its inputs."""
+
+    depth: Final = 1  # layers, each of which rounds
 
     def __init__(self, call: Call, name: str, frame: Frame, generator: torch.Generator) -> None:
         self.module = call.module
