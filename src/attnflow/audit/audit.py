@@ -78,7 +78,9 @@ def check(
             once, rejected drafts, left padding and a static cache, where the model supports them.
         both_sides: what to do about allowed pairs that nothing uses: report them (True), look at a few positions and
             add a note (None), or ignore them (False). Only layers of attention are tested, and not in mode "quick".
-        passes: number of perturbations; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
+        passes: number of perturbations; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order. The first
+            and last positions and the borders of blocks of 64 and 16 rows, where kernels go wrong, come first. Those
+            of the first and last blocks are always tested, by up to twelve perturbations more than given.
         watch: "layers" watches only layers and the model's output, which takes little memory.
         dtype: audit in this precision (torch.float64 finds weaker leaks); parameters are restored afterwards.
         seed: seed of the replacement tokens.
@@ -183,7 +185,7 @@ class Auditor:
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
         self.passes = min(self.passes, self.call.size) if cheap else 2
-        crossing, order = self._crossing(), list(self._plan().passes)
+        crossing, order = self._crossing(), list(self._plan(cheap).passes)
         if not cheap and crossing:  # every other sequence whole: what crosses shows in those between
             half = crossing[:2]
             order = [s | half[p % 2] for p, s in enumerate(order or half)]
@@ -349,7 +351,7 @@ class Auditor:
                 f"({few(unwatched)}): nothing to audit. Try other lengths, or a batch of another size"
             )
 
-    def _plan(self) -> Plan:
+    def _plan(self, beyond: bool = True) -> Plan:
         if self.plan is None:
             assert self.base is not None
             seen: dict[int, Tensor] = {}
@@ -359,5 +361,6 @@ class Auditor:
                 depth = max(event.depth, 1) if self.layer_calls else -1
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True
-            self.plan = plan(self.fields, seen, self.passes) if seen else Plan((), 0.0, 0)
+            runs = [(slot.offset, slot.offset + slot.length) for slot in self.call.slots]
+            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else Plan((), 0.0, 0)
         return self.plan
