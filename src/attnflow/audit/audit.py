@@ -108,27 +108,44 @@ def check(
     model, tokenizer = split(cast("nn.Module | Loaded", model))
     with unchanged(model), evaluating(model), precision(model, dtype):
         asked = read(model, inputs, tokenizer).in_precision(dtype)
-        silent: tuple[str, ...] = ()
-        if isinstance(model, Function):
-            order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
-        seen = survey(model, asked, seed if mode == "quick" else None)
-        call, relation = seen.inputs, relation_of(model, seen, order)
-        say: Progress = progress or (lambda done, total, what: None)
-        audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, say)
-        work = audit(notes=_notes(model, seen, order))
-        if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
-            work, mode = audit(notes=_notes(model, seen, order)), "perturb"
-        if mode == "perturb":
-            work.perturb(Runner(model, call, watch, seed), "forward")
-            if cache is not False and not any(violation.kind == "state" for violation in work.violations):
-                steps = DecodingPath("cached", step_lengths(call, cache))
-                work.perturb(SteppedRunner(model, call, watch, seed, steps), "cached")
-                work.compare_paths(cache)
-            if both_sides is not False:
-                violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
-                work.violations += violations if both_sides else []
-                work.notes += notes
-        report = work.report(relation.name, mode, time.perf_counter() - began)
+        report = audited(model, asked, order, mode, cache, both_sides, passes, watch, seed, progress)
+    return replace(report, seconds=time.perf_counter() - began)
+
+
+def audited(
+    model: nn.Module,
+    asked: Inputs,
+    order: Order,
+    mode: Mode = "perturb",
+    cache: bool | Sequence[int] = False,
+    both_sides: bool | None = False,
+    passes: int = 32,
+    watch: Watched = "modules",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> AuditReport:
+    """`check` of a model that is held in the mode and the precision in which it is to be looked at."""
+    silent: tuple[str, ...] = ()
+    if isinstance(model, Function):
+        order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
+    seen = survey(model, asked, seed if mode == "quick" else None)
+    call, relation = seen.inputs, relation_of(model, seen, order)
+    say: Progress = progress or (lambda done, total, what: None)
+    audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, say)
+    work = audit(notes=_notes(model, seen, order))
+    if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
+        work, mode = audit(notes=_notes(model, seen, order)), "perturb"
+    if mode == "perturb":
+        work.perturb(Runner(model, call, watch, seed), "forward")
+        if cache is not False and not any(violation.kind == "state" for violation in work.violations):
+            steps = DecodingPath("cached", step_lengths(call, cache))
+            work.perturb(SteppedRunner(model, call, watch, seed, steps), "cached")
+            work.compare_paths(cache)
+        if both_sides is not False:
+            violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
+            work.violations += violations if both_sides else []
+            work.notes += notes
+    report = work.report(relation.name, mode)
     return replace(report, untested=report.untested + silent)
 
 
@@ -265,7 +282,7 @@ class Auditor:
         sets = batch_sets(self.call.batch // self.call.group, self.call.size)
         return [each.repeat_interleave(self.call.group, 0) for each in sets]
 
-    def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
+    def report(self, order: str, mode: Mode) -> AuditReport:
         """Everything seen, as a report."""
         untested, unsure = self._outputs()
         breaks, plan = {violation.module for violation in self.violations}, self._plan()
@@ -290,7 +307,6 @@ class Auditor:
             skipped=tuple((name, why) for name, why in self.skipped.items() if name not in modules),
             untested=untested,
             notes=(*self.notes, *unsure),
-            seconds=seconds,
         )
 
     def _outputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -11,11 +11,16 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _examined: Final = ContextVar("_examined", default=False)
 _turns: Final = threading.RLock()  # looks at models seed generators, and record what all models ask for
+_DROPOUTS: Final = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
+)
 
 # What a model raises when it refuses a call, a cache or a precision. torch raises RuntimeError and its subclasses, and
 # checks of arguments raise TypeError or ValueError. Models that do not check run into an assertion (ProphetNet's
@@ -68,6 +73,22 @@ def evaluating(model: nn.Module) -> Generator[None]:
                 module.training = flag
 
 
+class WithoutDropout(TorchFunctionMode):
+    """Leaves dropout out, of a model in training mode: experts draw as many numbers for it as tokens choose them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else named["input"]
+        if func is F.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is F.scaled_dot_product_attention:
+            named["dropout_p"] = 0.0
+        return func(*args, **named)
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Generator[None]:
     """Restore every module's attributes, parameters, buffers, submodules and hooks, and what calls wrote into buffers.
@@ -84,7 +105,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
         )
         before: list[tuple[dict[str, Any], dict[str, Any]]] = [(part, dict(part)) for part in parts]
         buffers = [buffer for buffer in model.buffers() if not buffer.is_inference() and not buffer.is_meta]
-        values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
+        values = [(buffer, buffer.clone()) for buffer in buffers]
         try:
             yield
         finally:
@@ -93,8 +114,9 @@ def unchanged(model: nn.Module) -> Generator[None]:
                 if now != [*map(id, content), *map(id, content.values())]:  # else another thread may be in a call of it
                     part.clear()
                     part.update(content)
-            for buffer, value, version in values:
-                if buffer._version != version:  # else it was not written to, and a graph of the caller may hold it
+            for buffer, value in values:
+                # else a graph of the caller may hold it; versions tell nothing, as statistics of batches have none
+                if not torch.equal(buffer, value):
                     with torch.no_grad():
                         buffer.copy_(value)
 
