@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -15,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from attnflow._core.threads import alone_with
+
 _examined: Final = ContextVar("_examined", default=False)
-_turns: Final = threading.RLock()  # looks at models seed generators, and record what all models ask for
 _DROPOUTS: Final = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
@@ -62,9 +62,13 @@ def examining(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Run in eval mode; training flags and all random generators are restored afterwards."""
-    training = [(module, module.training) for module in model.modules()]
-    with examining(model):
+    """Run in eval mode; training flags and all random generators are restored afterwards.
+
+    If flags change, other threads that are in a call of the model end it first, and later calls wait.
+    """
+    trains = any(module.training for module in model.modules())
+    with alone_with(model.modules()) if trains else nullcontext(), examining(model):
+        training = [(module, module.training) for module in model.modules()]
         try:
             model.eval()
             yield
@@ -94,10 +98,11 @@ def unchanged(model: nn.Module) -> Generator[None]:
     """Restore every module's attributes, parameters, buffers, submodules and hooks, and what calls wrote into buffers.
 
     Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. transformers adds
-    hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns. Costs a
-    copy of the buffers.
+    hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns, and
+    those that call the model wait. Costs a copy of the buffers.
     """
-    with _turns:
+    # looks at models seed generators, and record what all models ask for
+    with alone_with([*model.modules(), *(m for part in getattr(model, "held", ()) for m in part.modules())]):
         parts = (
             cast("dict[str, Any]", part)
             for m in model.modules()
