@@ -28,7 +28,7 @@ from attnflow.audit.rows import Layout
 from attnflow.audit.survey import Survey, survey
 from attnflow.masks.catalogue import causal
 from attnflow.models.evaluation import evaluating, precision, unchanged
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, own_name, split, unwrapped
 
 _DRAWS: Final = 4  # of the sequences that a function is tested for crosstalk with
 _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits for
@@ -106,6 +106,7 @@ def check(
             raise ValueError("a function is audited by what it returns: leave out cache=, both_sides= and mode='quick'")
         model, inputs = as_function(model, inputs)
     model, tokenizer = split(cast("nn.Module | Loaded", model))
+    model = unwrapped(model)
     with unchanged(model), evaluating(model), precision(model, dtype):
         asked = read(model, inputs, tokenizer).in_precision(dtype)
         report = audited(model, asked, order, mode, cache, both_sides, passes, watch, seed, progress)
@@ -286,11 +287,12 @@ class Auditor:
         """Everything seen, as a report."""
         untested, unsure = self._outputs()
         breaks, plan = {violation.module for violation in self.violations}, self._plan()
+        dirty = set(map(own_name, self.dirty))
         modules: dict[str, ModuleResult] = {}
         for key, event in (self.base or {}).items():
             if key.side == "out":
-                name = key.module or type(self.model).__name__
-                status = "breaks" if name in breaks else "carries" if key.module in self.dirty else "clean"
+                name = own_name(key.module) or type(self.model).__name__
+                status = "breaks" if name in breaks else "carries" if name in dirty else "clean"
                 modules.setdefault(name, ModuleResult(name, event.layer, status))
         return AuditReport(
             violations=tuple(self.violations),
@@ -304,7 +306,7 @@ class Auditor:
             forbidden=plan.forbidden,
             noise=self.noise,
             modules=tuple(modules.values()),
-            skipped=tuple((name, why) for name, why in self.skipped.items() if name not in modules),
+            skipped=tuple((own_name(name), why) for name, why in self.skipped.items() if own_name(name) not in modules),
             untested=untested,
             notes=(*self.notes, *unsure),
         )

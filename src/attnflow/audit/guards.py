@@ -27,7 +27,7 @@ from attnflow.audit.report import AuditReport
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import REFUSALS, WithoutDropout, evaluating, examined, examining, refusal, unchanged
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, split, unwrapped
 
 _LOG: Final = logging.getLogger("attnflow.audit")
 _counting: Final = threading.Lock()
@@ -115,8 +115,7 @@ class Guard(Handle):
         sequences = None if _by_sequence(model) else self._sequences
         order = self._order if sequences is None else _of_first(self._order, sequences)
         began = time.perf_counter()
-        # what watches the layers would be compiled again at each pass
-        with unchanged(model), examining(model), cast(Any, torch.compiler).set_stance("force_eager"):
+        with unchanged(model), examining(model):
             batch = read(model, without_loss(model, call, sequences))
             report = _in_its_mode(model, batch, order, self._passes)
         return replace(report, seconds=time.perf_counter() - began)
@@ -183,7 +182,7 @@ def guard(
         raise ValueError(f"on_leak must be 'raise' or 'log', got {on_leak!r}")
     integer("passes", passes, 1)
     integer("sequences", sequences, 1)
-    return Guard(split(model)[0], every, on_leak, order, passes, sequences)
+    return Guard(unwrapped(split(model)[0]), every, on_leak, order, passes, sequences)
 
 
 def _in_its_mode(model: nn.Module, inputs: Inputs, order: Order, passes: int) -> AuditReport:

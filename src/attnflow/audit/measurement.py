@@ -23,7 +23,7 @@ from attnflow.audit.rounding import computed_otherwise, other_precision, recurs,
 from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
 from attnflow.models.evaluation import REFUSALS, evaluating, precision, unchanged
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, split, unwrapped
 from attnflow.order.flow import Flow, analyze
 from attnflow.order.hasse import OrderDifference
 
@@ -62,6 +62,7 @@ def measure(
     if by not in ("layer", "output"):
         raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
     model, tokenizer = split(model)
+    model = unwrapped(model)
     with unchanged(model), evaluating(model):
         whole = survey(model, read(model, inputs, tokenizer).without_cache(model)).inputs
         end_to_end = _of_samples(_by_change(_Whole(model, whole, seed), whole, progress), whole)
@@ -186,7 +187,7 @@ def record(
 
     Cost: that of `measure`.
     """
-    module, _ = split(model)
+    module = unwrapped(split(model)[0])
     call: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
     saved: dict[str, object] = {}
     for name, value in call.items():

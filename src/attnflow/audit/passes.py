@@ -19,7 +19,7 @@ from attnflow.audit.inputs import Call, Inputs, Slot, fresh
 from attnflow.audit.packing import real_positions
 from attnflow.audit.rows import Frame, Layout, arranged, canonical, layout_of, leaves, settled
 from attnflow.models.evaluation import seed_all
-from attnflow.models.loaded import embedding_table
+from attnflow.models.loaded import embedding_table, own_name
 from attnflow.models.watching import Arguments, Watch
 from attnflow.models.watching import Call as ModuleCall
 
@@ -133,7 +133,7 @@ class Tracer:
                 self.skipped[call.name] = rows
             elif rows is not None:
                 key = Key(self.step, call.name, call.number, side, leaf)
-                label = blame or type(self.model).__name__
+                label = own_name(blame) or type(self.model).__name__
                 if side == "out":
                     self._inside[rows[1]] = rows[0]
                 self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
@@ -149,6 +149,10 @@ class Tracer:
                 self.layouts[path] = Layout("unknown", why=why, sure=one)
 
         for path, tensor in leaves(root, unknown):
+            if tensor.is_meta:
+                why = "is on the meta device, which holds no numbers"
+                self.layouts[path] = Layout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
+                continue
             layout = self.layouts.get(path) or layout_of(tensor, self.frame, self._inside)
             if layout.form != "unknown" and layout.shape != tuple(tensor.shape):
                 layout = layout._replace(form="unknown", why="has another shape after inputs change")

@@ -20,6 +20,7 @@ from attnflow.audit.rounding import row_change
 from attnflow.audit.rows import Frame, canonical
 from attnflow.audit.survey import LayerCall, Survey
 from attnflow.models.evaluation import REFUSALS, precision, refusal
+from attnflow.models.loaded import unwrapped
 from attnflow.models.mixing import attends, moves_between_positions
 from attnflow.models.watching import Call, calls_of
 
@@ -32,7 +33,8 @@ _SAMPLES: Final = 3
 
 def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
     """The layer calls of one forward, in order of execution."""
-    return calls_of({name: model.get_submodule(name) for name in inputs.layers}, lambda: model(**fresh(inputs.kwargs)))
+    layers = {name: unwrapped(model.get_submodule(name)) for name in inputs.layers}
+    return calls_of(layers, lambda: model(**fresh(inputs.kwargs)))
 
 
 class ReplayedLayer:

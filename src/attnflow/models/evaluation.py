@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Final, cast
 
@@ -99,10 +99,21 @@ def unchanged(model: nn.Module) -> Generator[None]:
 
     Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. transformers adds
     hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns, and
-    those that call the model wait. Costs a copy of the buffers.
+    those that call the model wait. Compiled parts run eagerly. Costs a copy of the buffers. Raises `RuntimeError`
+    inside a transform of `torch.func`, where its passes would be transformed, too.
     """
+    if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "attnflow cannot look at a model inside a transform of torch.func (vmap, grad, jvp, ...): do it before the "
+            "transform, and take a guard off the model for the transform"
+        )
     # looks at models seed generators, and record what all models ask for
-    with alone_with([*model.modules(), *(m for part in getattr(model, "held", ()) for m in part.modules())]):
+    with ExitStack() as held:
+        held.enter_context(
+            alone_with([*model.modules(), *(m for f in getattr(model, "held", ()) for m in f.modules())])
+        )
+        held.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))  # it is set when it is made
+        _gathered_freed(model)
         parts = (
             cast("dict[str, Any]", part)
             for m in model.modules()
@@ -114,6 +125,7 @@ def unchanged(model: nn.Module) -> Generator[None]:
         try:
             yield
         finally:
+            _gathered_freed(model)
             for part, content in before:
                 now = [*map(id, part), *map(id, part.values())]
                 if now != [*map(id, content), *map(id, content.values())]:  # else another thread may be in a call of it
@@ -121,9 +133,16 @@ def unchanged(model: nn.Module) -> Generator[None]:
                     part.update(content)
             for buffer, value in values:
                 # else a graph of the caller may hold it; versions tell nothing, as statistics of batches have none
-                if not torch.equal(buffer, value):
+                if not torch.equal(buffer.to_dense(), value.to_dense()):
                     with torch.no_grad():
                         buffer.copy_(value)
+
+
+def _gathered_freed(model: nn.Module) -> None:
+    """Let modules that FSDP shards hold their shards, as it may have gathered parameters in a first call."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            cast(Any, module).reshard()
 
 
 @contextmanager
