@@ -4,6 +4,7 @@ Every linear map sleeps for a moment, so that the calls of all threads stand bet
 """
 
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ import torch
 
 import attnflow as af
 from attnflow.geometry.score import layer_scores
+from attnflow.models.watching import Watch
 from tests.knowledge.hf.readers import opened, store_of
 from tests.models import tiny
 
@@ -148,6 +150,109 @@ def test_threads_answer_as_one_call_after_another(name, way, learns):
             assert len(handle.reports) == (calls + 2) // 3
         if "prefixes" in name:
             assert handle.report.calls == handle.report.shared == calls
+
+
+IDS = torch.arange(3, 15)[None]
+LOOKS = {
+    "check": lambda model: af.audit.check(model, IDS, passes=3, cache=[10, 1, 1]),
+    "check in float64": lambda model: af.audit.check(model, IDS, passes=2, dtype=torch.float64, both_sides=False),
+    "quick": lambda model: af.audit.check(model, IDS, mode="quick"),
+    "measure": lambda model: af.audit.measure(model, IDS[:, :6]),
+    "declared order": lambda model: af.audit.declared_order(model, IDS),
+    "a trial": lambda model: af.masks.attach(model, af.masks.causal(12)).remove(),
+    "a part of the model": lambda model: af.audit.check(
+        model.model, IDS, af.masks.causal(12), passes=2, both_sides=False
+    ),
+}
+
+
+class Drops(torch.nn.Module):
+    """Shows what mode it is called in."""
+
+    def forward(self, hidden):
+        return hidden * (1.0 if self.training else 2.0)
+
+
+def until(done, call):
+    answers = []
+    while not done.is_set() or not answers:
+        answers.append(call())
+    return answers
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["the model", "a part"])
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_thread_that_calls_does_not_see_another_one_look(name, direct):
+    model = tiny("Llama").train()
+    model.model.norm = torch.nn.Sequential(model.model.norm, Drops().train())
+    given = {"input_ids": IDS, "use_cache": False}
+
+    def call():
+        with torch.no_grad():
+            return model.model(**given).last_hidden_state if direct else model(**given).logits
+
+    expected = call()
+    slowed(model)
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        answers = threads.submit(until, done, call)
+        try:
+            for _ in range(3):
+                LOOKS[name](model)
+        finally:
+            done.set()
+        assert all(torch.equal(answer, expected) for answer in answers.result(60))
+    assert all(module.training for module in model.modules())
+
+
+def test_a_guard_in_one_thread_and_audits_in_others():
+    """Each waits for the others, and none for ever."""
+    model = tiny("Llama").train()
+    expected = model(IDS).logits.detach()
+    slowed(model)
+
+    def train():
+        return torch.equal(model(IDS).logits, expected)
+
+    def look():
+        return af.audit.check(model, IDS, passes=2, both_sides=False).ok
+
+    with af.audit.guard(model, every=2, passes=2) as guard, ThreadPoolExecutor(4) as threads:
+        work = [threads.submit(call) for call in (train, look, train, train, look, train) * 3]
+        assert all(each.result(60) for each in work)
+    assert guard.ok
+    assert len(guard.reports) == 6
+
+
+def test_what_one_thread_watches_another_may_call():
+    model, seen = tiny("Llama"), []
+    with Watch({"norm": model.model.norm}, seen.append, lambda call, output: output * 0), ThreadPoolExecutor(1) as one:
+        assert one.submit(lambda: model(IDS).logits.any()).result(60)
+        assert not seen
+        assert not model(IDS).logits.any()
+    assert len(seen) == 1
+
+
+def test_a_call_that_does_not_end_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(sys.modules["attnflow._core.threads"], "_PATIENCE", 0.1)
+    model, begun, end = tiny("Llama"), threading.Event(), threading.Event()
+
+    def hold(*_):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            end.wait(30)
+
+    model.model.norm.register_forward_pre_hook(hold)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(model, IDS)
+        try:
+            assert begun.wait(30)
+            with pytest.raises(RuntimeError, match="another thread is inside a call of the model"):
+                af.audit.check(model, IDS, passes=1)
+        finally:
+            end.set()
+        call.result(30)
+    assert af.audit.check(model, IDS, passes=1).ok
 
 
 def test_a_monitor_counts_the_steps_of_all_threads(tmp_path, monkeypatch):

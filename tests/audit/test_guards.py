@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
@@ -124,6 +125,154 @@ def test_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16), guard(model) as watching:
         model(tokens())
     assert watching.ok
+
+
+class Trained(nn.Module):
+    """A causal model with a part that may behave otherwise in training."""
+
+    def __init__(self, part, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(61, width)
+        self.part = part
+        self.head = nn.Linear(width, 61)
+
+    def forward(self, ids):
+        hidden = self.embed(ids).cumsum(1)
+        return self.head(self.part(hidden.mT).mT)
+
+
+class WhenTraining(nn.Module):
+    """Changes [batch, width, positions] in training alone."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, hidden):
+        return self.change(hidden) if self.training else hidden
+
+
+class Crowded(nn.Module):
+    """An expert with a capacity: of each batch it takes the positions with the largest numbers."""
+
+    def forward(self, hidden):
+        scores = hidden.sum(1).flatten()
+        taken = scores >= scores.topk(len(scores) // 2).values[-1]
+        return hidden * torch.where(taken.view(len(hidden), 1, -1) & self.training, 2.0, 1.0)
+
+
+class UnevenDropout(nn.Module):
+    """Dropout that draws as many numbers as positions are chosen, as experts do."""
+
+    def forward(self, hidden):
+        rows = hidden.mT.flatten(0, 1)
+        chosen = rows[:, 0] > 0
+        out = rows.clone()
+        out[chosen] = nn.functional.dropout(rows[chosen], 0.5, self.training)
+        out = nn.functional.dropout(out, 0.1, self.training)
+        return out.view(len(hidden), -1, hidden.shape[1]).mT
+
+
+IN_TRAINING = {
+    "batch statistics": (lambda: nn.BatchNorm1d(16), True),
+    "statistics of each sequence": (lambda: nn.InstanceNorm1d(16, track_running_stats=True), True),
+    "a user's own branch": (lambda: WhenTraining(lambda hidden: hidden.flip(-1)), True),
+    "a capacity": (Crowded, True),
+    "dropout": (lambda: nn.Dropout(0.5), False),
+    "dropout of experts": (UnevenDropout, False),
+    "channels left out": (lambda: nn.Dropout1d(0.5), False),
+    "statistics that are frozen": (lambda: nn.BatchNorm1d(16).eval(), False),
+}
+
+
+@pytest.mark.parametrize("name", IN_TRAINING)
+def test_the_guard_looks_in_the_mode_that_trains(name):
+    make, leaks = IN_TRAINING[name]
+    model, ids = Trained(make()), torch.randint(61, (2, 12))
+    assert af.audit.check(model, ids, af.masks.causal(12)).ok  # in evaluation mode
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    with guard(model, order=af.masks.causal(12), on_leak="log") as watching:
+        guarded = model(ids)
+    assert watching.ok != leaks, str(watching)
+    assert watching.reports[0].noise == 0.0
+    assert any("training mode" in note for note in watching.reports[0].notes)
+    if leaks:
+        assert watching.reports[0].violations[0].module == "part"
+    after = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(before)
+    torch.manual_seed(3)
+    assert torch.equal(model(ids), guarded)
+    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
+    assert model.training
+
+
+def test_what_each_call_in_training_changes_is_named():
+    """Power iteration moves the weights at each call: evaluation is audited, and the report says so."""
+    model = Trained(nn.utils.parametrizations.spectral_norm(nn.Conv1d(16, 16, 1)))
+    with guard(model, order=af.masks.causal(12)) as watching:
+        model(torch.randint(61, (2, 12)))
+    assert watching.ok
+    assert any("audited in evaluation mode, as in training mode equal calls differ, first in part" in note
+               for note in watching.reports[0].notes)  # fmt: skip
+
+
+def test_a_model_that_needs_its_labels_in_training_is_audited_in_evaluation_mode():
+    def needs(hidden):
+        raise ValueError("labels are needed in training")
+
+    model = Trained(WhenTraining(needs))
+    with guard(model, order=af.masks.causal(12)) as watching, pytest.raises(ValueError, match="labels are needed"):
+        model(torch.randint(61, (2, 12)))
+    assert watching.ok
+    assert any("does not run without a loss (labels are needed" in note for note in watching.reports[0].notes)
+
+
+def test_a_kernel_that_leaks_under_autocast_alone():
+    def ahead_in_bfloat16(out, hidden):
+        return out + 0.1 * hidden.roll(-1, 1).to(out) if out.dtype == torch.bfloat16 else out
+
+    model = tiny("Llama").train()
+    with wrapped(model.model.layers[1].mlp, ahead_in_bfloat16):
+        with guard(model) as watching:
+            model(tokens())
+        assert watching.ok
+        with torch.autocast("cpu", dtype=torch.bfloat16), guard(model), pytest.raises(af.LeakFound, match=r"1\.mlp"):
+            model(tokens())
+
+
+def test_an_audit_inside_autocast_leaves_its_gradients():
+    model, plain = tiny("Llama").train(), tiny("Llama").train()
+    for each, handles in ((plain, []), (model, [guard(model)])):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            each(tokens(), labels=tokens()).loss.backward()
+        assert all(handle.ok for handle in handles)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_nothing_tested_is_not_ok():
+    """Of a pooled output alone nothing is known, whatever the layers do."""
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=0, num_labels=1,
+    )  # fmt: skip
+    model = transformers.LlamaForSequenceClassification(config)
+    with guard(model, every=1) as watching:
+        model(tokens())
+    assert [report.verdict for report in watching.reports] == ["nothing tested"]
+    assert not watching.ok
+    assert "NOTHING TESTED" in str(watching)
+
+
+def test_one_audit_that_tested_nothing_is_not_ok_beside_others():
+    model = tiny("Llama")
+    with guard(model, every=1) as watching:
+        model(tokens())
+        model(tokens(2, 1))  # of one position nothing is forbidden
+    assert [report.ok for report in watching.reports] == [True, False]
+    assert not watching.ok
+    assert "NOTHING TESTED" in str(watching)
 
 
 def test_a_model_that_declares_nothing_says_what_to_do():

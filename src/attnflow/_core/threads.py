@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar, cast
@@ -19,6 +20,7 @@ from torch import nn
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., object])
 _LOOK: Final = 0.05  # seconds between checks for calls that ended without `leave`
+_PATIENCE: Final = 300.0  # seconds to wait for a call of another thread
 _making: Final = threading.Lock()
 
 
@@ -55,6 +57,83 @@ class PerThread(Generic[_T]):
             return list(self._values)
 
 
+class _Looks:
+    """One thread at a time looks at models, and changes them meanwhile: flags, precision, hooks."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.thread: int | None = None  # the one that looks
+        self.parked: set[int] = set()  # threads that wait here, perhaps inside a call: they run nothing of a model
+
+    @contextmanager
+    def parking(self) -> Generator[None]:
+        """Wait inside for something else; go on only when no other thread looks."""
+        here = threading.get_ident()
+        with self.changed:
+            self.parked.add(here)
+        try:
+            yield
+        finally:
+            with self.changed:
+                while self.thread not in (None, here):
+                    self.changed.wait()
+                self.parked.discard(here)
+
+
+_looks: Final = _Looks()
+
+
+@contextmanager
+def alone_with(parts: Iterable[nn.Module]) -> Generator[None]:
+    """Run what is inside while no other thread is in a call of these modules; calls that begin later wait.
+
+    Other looks wait, too. A thread may look again inside its own look. Raises `RuntimeError` if a call does not end.
+    """
+    modules, here = set(parts), threading.get_ident()
+
+    def calls_of(frame: FrameType | None) -> int:
+        count = 0
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
+                count += 1
+            frame = frame.f_back
+        return count
+
+    def others() -> bool:
+        frames = sys._current_frames()
+        return any(calls_of(frames[t]) for t in frames if t != here and t not in _looks.parked)
+
+    @untraced
+    def wait(module: nn.Module, args: object) -> None:
+        if threading.get_ident() != _looks.thread and calls_of(sys._getframe()) < 2:  # else inside a call
+            with _looks.parking():
+                pass
+
+    outer = _looks.thread == here
+    if not outer:
+        with _looks.changed:
+            _looks.parked.add(here)
+            while _looks.thread is not None:
+                _looks.changed.wait()
+            _looks.thread = here
+            _looks.parked.discard(here)
+    hooks = [module.register_forward_pre_hook(wait, prepend=True) for module in modules]
+    try:
+        began = time.monotonic()
+        while others():
+            if time.monotonic() - began > _PATIENCE:
+                raise RuntimeError(f"another thread is inside a call of the model for {_PATIENCE:.0f} s: end it first")
+            time.sleep(_LOOK / 50)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if not outer:
+            with _looks.changed:
+                _looks.thread = None
+                _looks.changed.notify_all()
+
+
 class Turns:
     """Calls run side by side; work that must run alone waits for running calls, and later calls wait for it.
 
@@ -80,7 +159,7 @@ class Turns:
         frame = sys._getframe()
         while frame.f_back is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
             frame = frame.f_back
-        with self._changed:
+        with _looks.parking(), self._changed:
             while (self._alone is not None or self._waiting) and not self.mine:
                 self._changed.wait()
             if not self.mine:
@@ -96,7 +175,7 @@ class Turns:
     def alone(self) -> Generator[None]:
         """Run what is inside while no other thread is in a call."""
         here = threading.get_ident()
-        with self._changed:
+        with _looks.parking(), self._changed:
             self._waiting += 1
             try:
                 while self._alone is not None or any(self._runs(one) for one in self._inside if one != here):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
-from attnflow.audit.declared import Order, pairs_passed, relation_of
+from attnflow.audit.declared import Order, relation_of
 from attnflow.audit.decoding import Comparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
@@ -22,13 +22,14 @@ from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.packing import all_real, unplaced_padding
 from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
-from attnflow.audit.replay import asked_and_done, holds_attention, missing_pairs
+from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
 from attnflow.audit.rows import Layout
-from attnflow.audit.survey import Survey, survey
+from attnflow.audit.survey import survey
+from attnflow.audit.towers import rows_beside
 from attnflow.masks.catalogue import causal
 from attnflow.models.evaluation import evaluating, precision, unchanged
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, own_name, split, unwrapped
 
 _DRAWS: Final = 4  # of the sequences that a function is tested for crosstalk with
 _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits for
@@ -78,7 +79,9 @@ def check(
             once, rejected drafts, left padding and a static cache, where the model supports them.
         both_sides: what to do about allowed pairs that nothing uses: report them (True), look at a few positions and
             add a note (None), or ignore them (False). Only layers of attention are tested, and not in mode "quick".
-        passes: number of perturbations; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order.
+        passes: number of perturbations; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order. The first
+            and last positions and the borders of blocks of 64 and 16 rows, where kernels go wrong, come first. Those
+            of the first and last blocks are always tested, by up to twelve perturbations more than given.
         watch: "layers" watches only layers and the model's output, which takes little memory.
         dtype: audit in this precision (torch.float64 finds weaker leaks); parameters are restored afterwards.
         seed: seed of the replacement tokens.
@@ -104,55 +107,50 @@ def check(
             raise ValueError("a function is audited by what it returns: leave out cache=, both_sides= and mode='quick'")
         model, inputs = as_function(model, inputs)
     model, tokenizer = split(cast("nn.Module | Loaded", model))
+    model = unwrapped(model)
     with unchanged(model), evaluating(model), precision(model, dtype):
         asked = read(model, inputs, tokenizer).in_precision(dtype)
-        silent: tuple[str, ...] = ()
-        if isinstance(model, Function):
-            order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
-        seen = survey(model, asked, seed if mode == "quick" else None)
-        call, relation = seen.inputs, relation_of(model, seen, order)
-        say: Progress = progress or (lambda done, total, what: None)
-        audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, say)
-        work = audit(notes=_notes(model, seen, order))
-        if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
-            work, mode = audit(notes=_notes(model, seen, order)), "perturb"
-        if mode == "perturb":
-            work.perturb(Runner(model, call, watch, seed), "forward")
-            if cache is not False and not any(violation.kind == "state" for violation in work.violations):
-                steps = DecodingPath("cached", step_lengths(call, cache))
-                work.perturb(SteppedRunner(model, call, watch, seed, steps), "cached")
-                work.compare_paths(cache)
-            if both_sides is not False:
-                violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
-                work.violations += violations if both_sides else []
-                work.notes += notes
-        work.violations += asked_and_done(model, seen, relation.disputed, seed)
-        silent += relation.unsure + (tuple(unplaced_padding(call)) if order is None else ())
-        report = work.report(relation.name, mode, time.perf_counter() - began)
-    return replace(report, untested=report.untested + silent)
+        report = audited(model, asked, order, mode, cache, both_sides, passes, watch, seed, progress)
+    return replace(report, seconds=time.perf_counter() - began)
 
 
-def _notes(model: nn.Module, seen: Survey, order: object) -> list[str]:
-    notes = [
-        f"{name} reaches no layer of {type(model).__name__}: it is not used as it was passed" for name in seen.unused
-    ]
-    slot = seen.inputs.slots[-1]
-    passed = pairs_passed(seen.inputs, slot) if order is None and len(seen.inputs.slots) == 1 else None
-    if passed is not None:
-        notes.append(
-            "the attention_mask of pairs is itself tested: the audit is against the declared order; "
-            "order='mask' audits against its pairs"
-        )
+def audited(
+    model: nn.Module,
+    asked: Inputs,
+    order: Order,
+    mode: Mode = "perturb",
+    cache: bool | Sequence[int] = False,
+    both_sides: bool | None = False,
+    passes: int = 32,
+    watch: Watched = "modules",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> AuditReport:
+    """`check` of a model that is held in the mode and the precision in which it is to be looked at."""
+    silent: tuple[str, ...] = ()
     if isinstance(model, Function):
-        notes += [f"{name} has {each} numbers, and the last never moves: number i is read as the score of token i + 1"
-                  for name in sorted(model.ahead) for each in model.size[-1:]]  # fmt: skip
-        if model.twin is None:
-            notes.append("what the first call leaves behind was not looked for: the function cannot be copied")
-    asked = [call for call in seen.calls if call.asked is not None or call.masked]
-    bare = [call.name for call in seen.calls if call.asked is None and not call.masked and holds_attention(model, call)]
-    if asked and bare:
-        notes.append(f"{few(bare)}: attention without the mask that other layers get")
-    return notes
+        order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
+    seen = survey(model, asked, seed if mode == "quick" else None)
+    call, relation = seen.inputs, relation_of(model, seen, order)
+    say: Progress = progress or (lambda done, total, what: None)
+    audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, say)
+    work = audit(notes=remarks(model, seen, order))
+    if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
+        work, mode = audit(notes=remarks(model, seen, order)), "perturb"
+    if mode == "perturb":
+        work.perturb(Runner(model, call, watch, seed), "forward")
+        if cache is not False and not any(violation.kind == "state" for violation in work.violations):
+            steps = DecodingPath("cached", step_lengths(call, cache))
+            work.perturb(SteppedRunner(model, call, watch, seed, steps), "cached")
+            work.compare_paths(cache)
+        if both_sides is not False:
+            violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
+            work.violations += violations if both_sides else []
+            work.notes += notes
+    work.violations += asked_and_done(model, seen, relation.disputed, seed)
+    silent += relation.unsure + (tuple(unplaced_padding(call)) if order is None else ())
+    report = work.report(relation.name, mode)
+    return replace(report, untested=report.untested + silent)
 
 
 @dataclass
@@ -185,7 +183,7 @@ class Auditor:
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
         self.passes = min(self.passes, self.call.size) if cheap else 2
-        crossing, order = self._crossing(), list(self._plan().passes)
+        crossing, order = self._crossing(), list(self._plan(cheap).passes)
         if not cheap and crossing:  # every other sequence whole: what crosses shows in those between
             half = crossing[:2]
             order = [s | half[p % 2] for p, s in enumerate(order or half)]
@@ -237,6 +235,12 @@ class Auditor:
             )
         if any(violation.confirmed is None and violation.kind != "state" for violation in violations):
             self.notes.append("it does not run in another precision, so small changes may be rounding")
+        unshown = list(dict.fromkeys(violation.module for violation in violations if violation.confirmed is False))
+        if unshown:
+            self.notes.append(
+                f"float64 does not show what {few(unshown)} does in this precision, and it is no rounding: a kernel "
+                "may take another code path there"
+            )
         places = {blame: i for i, blame in enumerate(dict.fromkeys(event.blame for event in prober.base.values()))}
         self.violations += sorted(violations, key=lambda violation: places.get(violation.module, len(places)))
         self.forward_passes += runner.passes
@@ -252,7 +256,10 @@ class Auditor:
         if any(slot.name is None for slot in self.call.slots):  # what else is passed makes the positions themselves
             rows |= {self.call.batch // self.call.group} - {1}
         names = [name for name, value in self.call.beside(self.call.kwargs).items() if len(value) in rows]
-        return [*prober.padding_read(), *(violation for name in names for violation in prober.rows_beside(name))]
+        return [
+            *prober.padding_read(),
+            *(violation for name in names for violation in rows_beside(prober.runner, name)),
+        ]
 
     def compare_paths(self, cache: bool | Sequence[int]) -> None:
         """Compare all decoding paths with the full forward."""
@@ -271,15 +278,16 @@ class Auditor:
         sets = batch_sets(self.call.batch // self.call.group, self.call.size)
         return [each.repeat_interleave(self.call.group, 0) for each in sets]
 
-    def report(self, order: str, mode: Mode, seconds: float) -> AuditReport:
+    def report(self, order: str, mode: Mode) -> AuditReport:
         """Everything seen, as a report."""
         untested, unsure = self._outputs()
         breaks, plan = {violation.module for violation in self.violations}, self._plan()
+        dirty = set(map(own_name, self.dirty))
         modules: dict[str, ModuleResult] = {}
         for key, event in (self.base or {}).items():
             if key.side == "out":
-                name = key.module or type(self.model).__name__
-                status = "breaks" if name in breaks else "carries" if key.module in self.dirty else "clean"
+                name = own_name(key.module) or type(self.model).__name__
+                status = "breaks" if name in breaks else "carries" if name in dirty else "clean"
                 modules.setdefault(name, ModuleResult(name, event.layer, status))
         return AuditReport(
             violations=tuple(self.violations),
@@ -293,10 +301,9 @@ class Auditor:
             forbidden=plan.forbidden,
             noise=self.noise,
             modules=tuple(modules.values()),
-            skipped=tuple((name, why) for name, why in self.skipped.items() if name not in modules),
+            skipped=tuple((own_name(name), why) for name, why in self.skipped.items() if own_name(name) not in modules),
             untested=untested,
             notes=(*self.notes, *unsure),
-            seconds=seconds,
         )
 
     def _outputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -375,7 +382,7 @@ class Auditor:
                 f"({few(unwatched)}): nothing to audit. Try other lengths, or a batch of another size"
             )
 
-    def _plan(self) -> Plan:
+    def _plan(self, beyond: bool = True) -> Plan:
         if self.plan is None:
             assert self.base is not None
             seen: dict[int, Tensor] = {}
@@ -385,5 +392,6 @@ class Auditor:
                 depth = max(event.depth, 1) if self.layer_calls else -1
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True
-            self.plan = plan(self.fields, seen, self.passes) if seen else Plan((), 0.0, 0)
+            runs = [(slot.offset, slot.offset + slot.length) for slot in self.call.slots]
+            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else Plan((), 0.0, 0)
         return self.plan

@@ -28,7 +28,7 @@ from attnflow.masks.build import from_dense
 from attnflow.masks.diagnosis import equal_to
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.evaluation import evaluating, unchanged
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, split, unwrapped
 from attnflow.models.mixing import moves_between_positions
 from attnflow.order.flow import Flow, analyze
 
@@ -60,6 +60,7 @@ def declared_order(
     Cost: one forward pass.
     """
     model, tokenizer = split(model)
+    model = unwrapped(model)
     with unchanged(model), evaluating(model):
         relation = declared(model, survey(model, read(model, inputs, tokenizer)))
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
@@ -285,7 +286,8 @@ def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
     both_ways = asks is False and not _has_causal_head(config)
     if not generates and both_ways and not any(map(_triangular, model.buffers())):
         return False
-    modules = {getattr(module, "is_causal", None) for module in model.modules() if next(module.children(), None)}
+    whole = (module for module in model.modules() if next(module.children(), None) is not None)
+    modules = {getattr(module, "is_causal", None) for module in whole}
     if modules & {True, False}:
         return True in modules
     if getattr(config, "is_decoder", None) is False or getattr(config, "attn_type", None) == "bi":

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Inputs, fresh, takes_use_cache
-from attnflow.audit.passes import Event, Recording, Runner, Tracer, Watched
-from attnflow.audit.perturb import other_precision
+from attnflow.audit.passes import Event, Recording, Runner, Tracer, Watched, put_back
 from attnflow.audit.report import Violation
+from attnflow.audit.rounding import other_precision, row_change, scale_of, unit
 from attnflow.models.evaluation import REFUSALS, precision, refusal
 from attnflow.models.loaded import CACHES, accepted
 from attnflow.models.watching import Watch
@@ -204,24 +204,48 @@ class Comparison:
             ) from error
         ends = {key for key in stepped if key.side == "out" and self._runner.is_end(key)}
         violation: Violation | None = None
+        unshown = False  # whether only this precision shows a difference
         for key, event in stepped.items():
             if violation is not None and key not in ends:
                 continue
             first = key._replace(step=0)
             whole, reference, again = own.get(first), exact.get(first), exactly.get(key)
-            if whole is None or reference is None or again is None:
+            if whole is None or reference is None or again is None or _of_pairs(whole):
                 continue
-            if whole.raw.ndim > 3 and whole.raw.shape[-2] == whole.raw.shape[-1] == whole.values.shape[1]:
-                continue  # attention weights, whose keys a cache orders in its own way
             beyond = _beyond(event, whole, reference, again, path.pads, dtype, other)
             if beyond is None:
+                unshown |= dtype != torch.float64 and _far(event, whole, path.pads) is not None
                 continue
-            row, target, change = beyond
-            place = event.layer, event.blame, None, target, change, None, row, path.name, True
+            place = event.layer, event.blame, None, beyond[1], beyond[2], None, beyond[0], path.name, True
             violation = violation or Violation("cache", *place)
             if key in ends or not ends:
                 return violation
-        return None
+        return self._in_this_precision(path, own) if unshown else None
+
+    def _in_this_precision(self, path: DecodingPath, full: Recording) -> Violation | None:
+        """The first module that differs far by itself: its inputs are put back to those of the full forward."""
+        differs: list[Violation] = []
+
+        def visit(event: Event) -> None:
+            whole = full.get(event.key._replace(step=0))
+            if whole is None or event.pooled or _of_pairs(whole):
+                return
+            far = _far(event, whole, path.pads)
+            if far is not None:
+                place = event.layer, event.blame, None, far[1], far[2], None, far[0], path.name, False
+                differs.append(Violation("cache", *place))
+            rows = _aligned(event, whole, path.pads)
+            if rows is not None:
+                put_back(event, torch.cat([event.values[:, : -rows[1].shape[1]], rows[1]], 1))
+
+        model = self._runner.model
+        runner = SteppedRunner(
+            model, _padded(model, self._runner.inputs, path.pads), "modules", self._runner.seed, path
+        )
+        with torch.no_grad():
+            runner.run(runner.inputs.base, visit)
+        self.passes += runner.passes
+        return differs[0] if differs else None
 
     def _run(self, path: DecodingPath | None, dtype: torch.dtype) -> Recording:
         if path is None and dtype in self._full:
@@ -242,31 +266,51 @@ def _beyond(
     event: Event, whole: Event, exact: Event, exactly: Event, pads: int, dtype: torch.dtype, other: torch.dtype
 ) -> tuple[int, int, float] | None:
     """(row, position, change) of an event's largest difference beyond rounding."""
-    first = max(event.offset - pads, 0)  # positions of the sequence itself
-    skip = max(pads - event.offset, 0)
-    start = first - whole.offset
-    length = event.values.shape[1] - skip
-    if start < 0 or length <= 0:
-        return None
     pairs: list[Tensor] = []
     for one, two in ((event, whole), (exactly, exact)):
-        rows, full = one.values[:, skip:], two.values[:, start : start + length]
-        if rows.shape != full.shape:
+        rows = _aligned(one, two, pads)
+        if rows is None:
             return None
-        pairs.append((rows.double() - full.double()).abs().nan_to_num(nan=torch.inf).amax(-1).cpu())
+        pairs.append(row_change(*rows))
     change, second = pairs
     eps, finer = torch.finfo(dtype).eps, torch.finfo(other).eps
-    error, size = _largest(whole.values.double() - exact.values.double()), _largest(exact.values)
+    error, size = scale_of(whole.values.double() - exact.values.double()), scale_of(exact.values)
     if finer < eps:  # rounding shrinks with the precision, a mistake does not: the border is between them
         wrong = second > change.clamp(min=error + eps * size) * math.sqrt(finer / eps)
     else:  # nothing is finer: the full forward's own error, as measured in the coarser precision
         wrong = change > 16 * (error * eps / finer + eps * size)
     # constants that a model keeps in float32 (decays, frequencies) are right to that precision only, in any other
     wrong &= (change if finer >= eps else second) > 16 * torch.finfo(torch.float32).eps * size
+    return _largest_of(change, wrong, event, pads)
+
+
+def _far(event: Event, whole: Event, pads: int) -> tuple[int, int, float] | None:
+    """As `_beyond`, of a difference that is far more than rounding in this precision."""
+    rows = _aligned(event, whole, pads)
+    if rows is None:
+        return None
+    change, far = row_change(*rows), math.sqrt(unit(whole.raw)) * scale_of(whole.values)
+    return _largest_of(change, change > far, event, pads)
+
+
+def _largest_of(change: Tensor, wrong: Tensor, event: Event, pads: int) -> tuple[int, int, float] | None:
     if not wrong.any():
         return None
     row, column = divmod(int(torch.where(wrong, change, -1.0).argmax()), change.shape[1])
-    return row, column + first, float(change[row, column])
+    return row, column + max(event.offset - pads, 0), float(change[row, column])
+
+
+def _aligned(event: Event, whole: Event, pads: int) -> tuple[Tensor, Tensor] | None:
+    """(rows of a step behind its padding, the same rows of the full forward)."""
+    start = max(event.offset - pads, 0) - whole.offset
+    rows = event.values[:, max(pads - event.offset, 0) :]
+    full = whole.values[:, max(start, 0) : start + rows.shape[1]]
+    return (rows, full) if start >= 0 and rows.shape[1] and rows.shape == full.shape else None
+
+
+def _of_pairs(event: Event) -> bool:
+    """Whether it holds attention weights, whose keys a cache orders in its own way."""
+    return event.raw.ndim > 3 and event.raw.shape[-2] == event.raw.shape[-1] == event.values.shape[1]
 
 
 def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
@@ -287,7 +331,3 @@ def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
         positions = positions.expand(inputs.batch, -1)
         kwargs["position_ids"] = torch.cat([positions.new_zeros(inputs.batch, pads), positions], 1)
     return replace(inputs, kwargs=kwargs, slots=(replace(slot, length=slot.length + pads),))
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().nan_to_num(nan=0.0).max())

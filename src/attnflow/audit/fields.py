@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Bool
@@ -16,6 +16,7 @@ from attnflow.audit.report import Violation
 _RANKING_DEPTH: Final = 64  # deep enough to rank positions by the order; ties fall back to their number
 _STAGES: Final = 6
 _PLAN_WORK: Final = 500_000_000  # multiply-adds that one step of planning may cost
+_BLOCKS: Final = (64, 16)  # rows that kernels work on at a time
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,44 @@ class Plan:
     forbidden: int  # number of forbidden pairs
 
 
-def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
-    """At most `passes` sets of positions that together test as many forbidden pairs (target, source) as possible.
+class _Borders(NamedTuple):
+    """Rows where kernels go wrong: the first and last of a block of 64 or 16 rows, and the ends of a sequence."""
+
+    spread: list[int]  # two, about a third from both ends
+    ends: list[int]  # the ends of each run of positions, and of its first and last blocks: ten for each run
+    others: list[int]  # at all blocks of the runs, and of documents inside
+
+
+def _borders(field: Tensor, runs: Sequence[tuple[int, int]]) -> _Borders:
+    """The borders of runs of positions, each [start, end), whose final receptive fields are given."""
+    borders = _Borders([], [], [])
+    starts = [i for i in range(1, len(field)) if not field[i, i - 1]]  # of documents
+    for start, end in runs:
+        width = _BLOCKS[0] if end - start > 3 * _BLOCKS[0] else _BLOCKS[-1]
+        blocks = [range(start + size, end - 1, size) for size in _BLOCKS]
+        thirds = [max(1, round(part * (end - start) / 3 / width)) * width for part in (1, 2)]
+        if end - start >= 3 * width:
+            borders.spread.extend((start + thirds[0], start + thirds[1] - 1))
+        borders.ends.extend((start, max(start, end - 2)))
+        borders.ends.extend(row - back for rows in blocks for row in (*rows[:1], *rows[-1:]) for back in (0, 1))
+        inside = [s for s in starts if start < s < end]
+        for first, last in zip([start, *inside], [*inside, end], strict=True):
+            firsts = [first, *(row for size in _BLOCKS for row in range(first + size, last - 1, size))]
+            borders.others.extend(row - back for row in firsts for back in (0, 1) if row > back)
+    return borders
+
+
+def plan(
+    fields: Fields, seen: Mapping[int, Tensor], passes: int, runs: Sequence[tuple[int, int]] = (), beyond: bool = False
+) -> Plan:
+    """Sets of positions that together test as many forbidden pairs (target, source) as possible, at most `passes`.
 
     Set S tests (i, j) if j is in S and F[i] is disjoint from S. Sets are chosen greedily among complements of fields,
     dyadic blocks and single positions; for a causal order n - 1 cuts test every pair. Growing fields (sliding windows)
     are tested at up to six depths; `seen[depth]` marks the positions that some module shows there.
+
+    The complements of the fields at `_borders` come first. With `beyond` those at the ends of each run [start, end) are
+    always among the sets, and half of the passes are left for other pairs: up to twelve sets more for each run.
     """
     depths: list[int] = []  # where fields or positions differ, ascending; of many, a few evenly spread ones
     for depth in sorted(seen):
@@ -99,7 +132,9 @@ def plan(fields: Fields, seen: Mapping[int, Tensor], passes: int) -> Plan:
     tested = forbidden = 0
     for row in range(rows):
         # where nobody looks nothing is forbidden
-        sets, left, total = _greedy([fields.at(depth)[row] | ~seen[depth][:, None] for depth in depths], passes)
+        stages = [fields.at(depth)[row] | ~seen[depth][:, None] for depth in depths]
+        borders = _borders(fields.at(depths[-1])[row], runs or [(0, fields.size)])
+        sets, left, total = _greedy(stages, passes, borders, beyond)
         chosen.append(sets)
         tested += (total - left) * (fields.batch // rows)
         forbidden += total * (fields.batch // rows)
@@ -116,29 +151,42 @@ def batch_sets(batch: int, size: int) -> list[Tensor]:
     return [(side == value)[:, None].repeat(1, size) for side in bits for value in (0, 1)]
 
 
-def _greedy(stages: Sequence[Tensor], passes: int) -> tuple[list[Tensor], int, int]:
+def _greedy(stages: Sequence[Tensor], passes: int, borders: _Borders, beyond: bool) -> tuple[list[Tensor], int, int]:
     """(sets, untested forbidden pairs, all forbidden pairs), summed over the stages."""
     size = stages[0].shape[0]
     fields = [field.float() for field in stages]
     untested = [1 - field for field in fields]
     totals = [float(left.sum()) for left in untested]
-    pool = _candidates(stages, max(16, _PLAN_WORK // max(1, size * size * len(stages)))).float()
     chosen: list[Tensor] = []
-    rows_of = [(field @ pool.T == 0).float() for field in fields]
-    while len(chosen) < passes and len(pool):
-        gain = torch.zeros(len(pool))
-        for rows, left, total in zip(rows_of, untested, totals, strict=True):
-            gain += (rows * (left @ pool.T)).sum(0) / max(1.0, total)
-        best = int(gain.argmax())
-        if gain[best] == 0:
-            break
-        chosen.append(pool[best] > 0)
-        for rows, left in zip(rows_of, untested, strict=True):
-            left *= 1 - rows[:, best : best + 1] * pool[best]
+
+    limit = max(16, _PLAN_WORK // max(1, size * size * len(stages)))
+
+    def take(candidates: Tensor, most: int) -> None:
+        if len(candidates) > limit:
+            candidates = candidates[torch.linspace(0, len(candidates) - 1, limit).long()]
+        pool = candidates.float()
+        rows_of = [(field @ pool.T == 0).float() for field in fields]
+        while len(chosen) < most and len(pool):
+            gain = torch.zeros(len(pool))
+            for rows, left, total in zip(rows_of, untested, totals, strict=True):
+                gain += (rows * (left @ pool.T)).sum(0) / max(1.0, total)
+            best = int(gain.argmax())
+            if gain[best] == 0:
+                break
+            chosen.append(pool[best] > 0)
+            for rows, left in zip(rows_of, untested, strict=True):
+                left *= 1 - rows[:, best : best + 1] * pool[best]
+
+    always = [*borders.spread, *(borders.ends if beyond else [])]
+    room = passes // 2 if beyond and size > _BLOCKS[-1] else 0  # for pairs anywhere else
+    take(~stages[-1][always], len(always) if beyond else passes)
+    most = max(passes, len(chosen) + room)
+    take(~stages[-1][borders.others], passes if beyond else 0)
+    take(_candidates(stages), most)
     return chosen, int(sum(float(left.sum()) for left in untested)), int(sum(totals))
 
 
-def _candidates(stages: Sequence[Tensor], limit: int) -> Bool[Tensor, "sets n"]:
+def _candidates(stages: Sequence[Tensor]) -> Bool[Tensor, "sets n"]:
     size = stages[0].shape[0]
     cuts = [~row for field in reversed(stages) for row in field]
     singles = list(torch.eye(size, dtype=torch.bool))
@@ -147,6 +195,4 @@ def _candidates(stages: Sequence[Tensor], limit: int) -> Bool[Tensor, "sets n"]:
     blocks = [place // width == start for width in widths for start in range(-(-size // width))]
     pool = {tuple(candidate.tolist()): candidate for candidate in (*cuts, *singles, *blocks) if candidate.any()}
     sets = list(pool.values())
-    if len(sets) > limit:
-        sets = [sets[i] for i in torch.linspace(0, len(sets) - 1, limit).long().tolist()]
     return torch.stack(sets) if sets else torch.zeros(0, size, dtype=torch.bool)

@@ -177,8 +177,10 @@ def _shift(tokens: Tensor, other: Tensor) -> int | None:
 
 def _numbers(value: object) -> object:
     """What a function returned, with arrays and lists of numbers as tensors."""
+    if isinstance(value, Tensor) and value.is_meta:
+        raise ValueError("the function returned a tensor on the meta device, which holds no numbers: run it on another")
     if isinstance(value, Tensor):
-        return value.detach()
+        return value.detach() if value.layout in (torch.strided, torch.jagged) else value.detach().to_dense()
     if isinstance(value, np.ndarray | np.generic):
         return torch.as_tensor(np.asarray(value)) if value.dtype.kind in "fiub" else value
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -13,20 +15,19 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.checks import integer
-from attnflow._core.errors import AttnflowError
+from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow._core.threads import Turns, untraced
-from attnflow.audit.audit import check
+from attnflow.audit.audit import audited
 from attnflow.audit.declared import Order
-from attnflow.audit.inputs import fresh
+from attnflow.audit.inputs import Inputs, fresh, read
 from attnflow.audit.packing import BOUNDARIES
 from attnflow.audit.report import AuditReport
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
-from attnflow.models.evaluation import REFUSALS, examined
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.offload import device_of
+from attnflow.models.evaluation import REFUSALS, WithoutDropout, evaluating, examined, examining, refusal, unchanged
+from attnflow.models.loaded import Loaded, split, unwrapped
 
 _LOG: Final = logging.getLogger("attnflow.audit")
 _counting: Final = threading.Lock()
@@ -58,8 +59,8 @@ class Guard(Handle):
 
     @property
     def ok(self) -> bool:
-        """Whether calls were audited, none of the due ones was refused, and none leaks."""
-        return bool(self.reports) and not self.refusals and not any(report.violations for report in self.reports)
+        """Whether calls were audited, none of the due ones was refused, and all audits are ok."""
+        return bool(self.reports) and not self.refusals and all(report.ok for report in self.reports)
 
     def results(self) -> Sequence[AuditReport]:
         """The reports of all audits so far."""
@@ -113,10 +114,11 @@ class Guard(Handle):
                 call |= call.pop(name, {})
         sequences = None if _by_sequence(model) else self._sequences
         order = self._order if sequences is None else _of_first(self._order, sequences)
-        # what watches the layers would be compiled again at each pass
-        with torch.autocast(device_of(model).type, enabled=False), cast(Any, torch.compiler).set_stance("force_eager"):
-            batch = without_loss(model, call, sequences)
-            return check(model, batch, order, both_sides=False, passes=self._passes)
+        began = time.perf_counter()
+        with unchanged(model), examining(model):
+            batch = read(model, without_loss(model, call, sequences))
+            report = _in_its_mode(model, batch, order, self._passes)
+        return replace(report, seconds=time.perf_counter() - began)
 
     def _restore(self) -> None:
         for hook in self._hooks:
@@ -127,8 +129,8 @@ class Guard(Handle):
         if not self._calls:
             return f"guard of {name}: no call yet"
         leaks = [f"LEAK: {report.violations[0]}" for report in self.reports if report.violations]
-        clean = ["no leak" for report in self.reports if report.ok]
-        parts = [*leaks, *clean, "NOTHING TESTED" if self.reports else "NOTHING AUDITED"][:1]
+        untested = ["NOTHING TESTED" for report in self.reports if not report.ok]
+        parts = [*leaks, *untested, "no leak" if self.reports else "NOTHING AUDITED"][:1]
         if self.reports:
             passes = sum(report.forward_passes for report in self.reports)
             audits = f"{len(self.reports)} of {plural(self._calls, 'call')} audited"
@@ -180,7 +182,29 @@ def guard(
         raise ValueError(f"on_leak must be 'raise' or 'log', got {on_leak!r}")
     integer("passes", passes, 1)
     integer("sequences", sequences, 1)
-    return Guard(split(model)[0], every, on_leak, order, passes, sequences)
+    return Guard(unwrapped(split(model)[0]), every, on_leak, order, passes, sequences)
+
+
+def _in_its_mode(model: nn.Module, inputs: Inputs, order: Order, passes: int) -> AuditReport:
+    """An audit in training mode, if that is the model's; in evaluation mode where equal calls differ in training."""
+    why = ""
+    if any(module.training for module in model.modules()):
+        for module in model.modules():  # without gradients there is nothing to compute again
+            if getattr(module, "gradient_checkpointing", None) is True:
+                setattr(module, "gradient_checkpointing", False)  # noqa: B010 - modules declare no such attribute
+        try:
+            with WithoutDropout():
+                report = audited(model, inputs, order, passes=passes)
+            state = next((violation for violation in report.violations if violation.kind == "state"), None)
+            if state is None and not report.noise:
+                return replace(report, notes=(*report.notes, "audited in training mode, without dropout"))
+            why = f"equal calls differ, first in {state.module}" if state else "two equal calls differ"
+        except (*REFUSALS, UnsupportedArchitecture) as error:
+            why = f"it does not run without a loss ({refusal(error)})"
+    with evaluating(model):
+        report = audited(model, inputs, order, passes=passes)
+    notes = [f"audited in evaluation mode, as in training mode {why}: a leak there is not seen"] if why else []
+    return replace(report, notes=(*report.notes, *notes))
 
 
 def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | None = None) -> dict[str, Any]:

@@ -222,6 +222,13 @@ def read(
             "expected a text, token ids or a dict of keyword arguments for the model's forward, got "
             f"{type(given).__name__}"
         )
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(f"{name} is on the meta device, which holds no numbers: pass it on the model's device")
+        if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.jagged):
+            raise ValueError(
+                f"{name} is sparse ({value.layout}), and positions are changed in dense tensors: pass {name}.to_dense()"
+            )
     tensors = {name: _checked(model, name, kwargs[name]) for name in _slot_names(model, kwargs)}
     batched = all(tensor.ndim - int(tensor.is_floating_point()) > 1 for tensor in list(tensors.values())[:1])
     sizes = {name: len(tensor) if batched else 1 for name, tensor in tensors.items()}

@@ -18,12 +18,12 @@ from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.passes import Event, Runner, refuse_nan
-from attnflow.audit.perturb import is_leak, other_precision, row_change
 from attnflow.audit.replay import Outputs, ReplayedLayer, layer_calls, replayed
+from attnflow.audit.rounding import computed_otherwise, other_precision, recurs, rounding_bound, row_change, unit
 from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
 from attnflow.models.evaluation import REFUSALS, evaluating, precision, unchanged
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import Loaded, split, unwrapped
 from attnflow.order.flow import Flow, analyze
 from attnflow.order.hasse import OrderDifference
 
@@ -62,6 +62,7 @@ def measure(
     if by not in ("layer", "output"):
         raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
     model, tokenizer = split(model)
+    model = unwrapped(model)
     with unchanged(model), evaluating(model):
         whole = survey(model, read(model, inputs, tokenizer).without_cache(model)).inputs
         end_to_end = _of_samples(_by_change(_Whole(model, whole, seed), whole, progress), whole)
@@ -186,7 +187,7 @@ def record(
 
     Cost: that of `measure`.
     """
-    module, _ = split(model)
+    module = unwrapped(split(model)[0])
     call: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
     saved: dict[str, object] = {}
     for name, value in call.items():
@@ -229,6 +230,7 @@ class _Whole:
     def __init__(self, model: nn.Module, inputs: Inputs, seed: int) -> None:
         self.module = model
         self.columns = range(inputs.size)
+        self.depth = max(1, len(inputs.layers))
         self._inputs = inputs
         self._runner = Runner(model, inputs, "layers", seed)
         self.dtype = self._runner.dtype
@@ -257,11 +259,12 @@ class _Whole:
 
 
 def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progress | None = None) -> Tensor:
-    """bool [batch, n, n]: output i moves with input j; `is_leak` judges changes that may be rounding."""
+    """bool [batch, n, n]: output i moves with input j; another precision judges changes that may be rounding."""
     relation = torch.eye(inputs.size, dtype=torch.bool).repeat(inputs.batch, 1, 1)
     base = subject.outputs(None)
     doubtful: dict[tuple[int, int], Outputs] = {}
-    small = math.sqrt(torch.finfo(subject.dtype).eps)
+    eps = max(map(unit, base.values()))
+    small = math.sqrt(eps)
     for column in subject.columns:
         if progress is not None:
             progress(column, inputs.size, "measure")
@@ -287,7 +290,10 @@ def _by_change(subject: ReplayedLayer | _Whole, inputs: Inputs, progress: Progre
                 after = subject.outputs(other, column, sample)
                 for (offset, rows), change in unsure.items():
                     place = offset, rows
-                    leak = is_leak(change, base[place], exact[place], after[place], subject.dtype)
+                    leak = recurs(change, base[place], exact[place], after[place], subject.dtype)
+                    if subject.dtype != torch.float64:
+                        leak |= change > subject.depth * rounding_bound(base[place], eps)
+                        leak |= subject.depth == 1 and computed_otherwise(exact[place], base[place], eps)
                     relation[:, offset : offset + rows, column] |= leak & (change > 0)
     except REFUSALS as error:
         raise UnsupportedArchitecture(

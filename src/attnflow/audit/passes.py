@@ -19,7 +19,7 @@ from attnflow.audit.inputs import Call, Inputs, Slot, fresh
 from attnflow.audit.packing import real_positions
 from attnflow.audit.rows import Frame, Layout, arranged, canonical, layout_of, leaves, settled
 from attnflow.models.evaluation import seed_all
-from attnflow.models.loaded import embedding_table
+from attnflow.models.loaded import embedding_table, own_name
 from attnflow.models.watching import Arguments, Watch
 from attnflow.models.watching import Call as ModuleCall
 
@@ -51,6 +51,14 @@ class Event:
 
 
 Recording = dict[Key, Event]  # of one pass, in order of execution
+
+
+def put_back(event: Event, values: Tensor) -> None:
+    """Write values into a tensor of a running pass, so that what follows starts from them; not into a copy of it."""
+    raw = event.raw
+    shared = event.values.untyped_storage().data_ptr() == raw.untyped_storage().data_ptr()
+    if shared and all(stride or size == 1 for stride, size in zip(raw.stride(), raw.shape, strict=True)):
+        event.values.copy_(values)
 
 
 def layer_names(model: nn.Module) -> dict[str, int]:
@@ -127,7 +135,7 @@ class Tracer:
                 self.skipped[call.name] = rows
             elif rows is not None:
                 key = Key(self.step, call.name, call.number, side, leaf)
-                label = blame or type(self.model).__name__
+                label = own_name(blame) or type(self.model).__name__
                 if side == "out":
                     self._inside[rows[1]] = rows[0]
                 self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
@@ -143,6 +151,10 @@ class Tracer:
                 self.layouts[path] = Layout("unknown", why=why, sure=one)
 
         for path, tensor in leaves(root, unknown):
+            if tensor.is_meta:
+                why = "is on the meta device, which holds no numbers"
+                self.layouts[path] = Layout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
+                continue
             layout = self.layouts.get(path) or layout_of(tensor, self.frame, self._inside)
             if layout.form != "unknown" and layout.shape != tuple(tensor.shape):
                 layout = layout._replace(form="unknown", why="has another shape after inputs change")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,13 +15,20 @@ from attnflow.audit.fields import Fields
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Call
 from attnflow.audit.packing import all_real
-from attnflow.audit.passes import Event, Key, Recording, Runner, refuse_nan
+from attnflow.audit.passes import Event, Key, Recording, Runner, put_back, refuse_nan
 from attnflow.audit.report import Kind, Violation
-from attnflow.audit.rows import as_numbers
+from attnflow.audit.rounding import (
+    computed_otherwise,
+    other_precision,
+    recurs,
+    rounding_bound,
+    row_change,
+    scale_of,
+    unit,
+)
 from attnflow.models.evaluation import REFUSALS, precision
 
 _NOISE: Final = 4.0  # noise is known from a few runs only
-_ROUNDING: Final = 64  # units in the last place of the largest value, where only the size of a change can tell
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Moved:
 
     event: Event  # the event, as it was before
     change: Tensor  # largest change of each forbidden row [batch, positions of the event]; 0 elsewhere
+    confirmed: bool | None = None  # as of a violation
 
     def largest(self) -> tuple[int, int]:
         """(row of the batch, joint position) of the largest change."""
@@ -44,14 +52,15 @@ class Hit:
     selected: Tensor
     drawn: Call
     moved: Moved
-    confirmed: bool | None
 
 
 class Prober:
     """Perturbs the inputs of one runner and compares every event with the unperturbed pass.
 
     Where two runs on the same inputs agree exactly, so must all that the order keeps. Any change is looked at in a
-    second precision (`is_leak`), since rounding in a mixture of experts moves rows, too.
+    second precision (`recurs`), since rounding in a mixture of experts moves rows, too. A change that float64 does not
+    show is rounding only if a module makes it small from clean inputs, and computes there what float64 computes: a
+    kernel may have another code path for float64 (`_unconfirmed`).
     """
 
     def __init__(self, runner: Runner, fields: Fields, seed: int, base: Recording | None = None) -> None:
@@ -69,7 +78,9 @@ class Prober:
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
         self.layered = runner.layer_calls > 0
         self._noise: dict[Key, float] = {}
+        self._unit = max((unit(event.raw) for event in self.base.values()), default=0.0)
         self._other: Recording | None = None
+        self._apart: set[Key] | None = None  # tensors that float64 computes otherwise from the same inputs
         self._other_fails = False
 
     @property
@@ -80,10 +91,10 @@ class Prober:
     def settle(self) -> None:
         """Repeat the base pass after itself, which shows noise, and after a perturbed one, which shows state."""
         inputs, every = self.runner.inputs, self._every(True)
-        first = self._moves(self.runner, inputs.base, every)
+        first = self._moves(self.runner, inputs.base, lambda _: every)
         if first:
             self.base = self.runner.record(inputs.base)
-            again = self._moves(self.runner, inputs.base, every)
+            again = self._moves(self.runner, inputs.base, lambda _: every)
             beyond = isinstance(self.runner.model, Function) and any(_size(moved)[1] for moved in (*first, *again))
             if not again or beyond:  # of a function all generators are seeded anew: a large difference is no noise
                 self.stateful = first[0]
@@ -91,8 +102,8 @@ class Prober:
             for moved in (*first, *again):
                 key = moved.event.key
                 self._noise[key] = max(self._noise.get(key, 0.0), float(moved.change.max()))
-        self._moves(self.runner, inputs.changed(every, inputs.draw(self.generator)), ~every)
-        self.stateful = next(iter(self._moves(self.runner, inputs.base, every)), None)
+        self._moves(self.runner, inputs.changed(every, inputs.draw(self.generator)), lambda _: ~every)
+        self.stateful = next(iter(self._moves(self.runner, inputs.base, lambda _: every)), None)
         if self.stateful is None and isinstance(self.runner.model, Function):
             self.stateful = self._in_another_order(self.runner.model.twin)
 
@@ -103,32 +114,30 @@ class Prober:
         inputs, every = self.runner.inputs, self._every(True)
         other = Runner(twin, inputs, "layers", self.runner.seed)
         other.layouts = self.runner.layouts
-        self._moves(other, inputs.changed(every, inputs.draw(self.generator)), ~every)
-        return next((moved for moved in self._moves(other, inputs.base, every) if _size(moved)[0].any()), None)
+        self._moves(other, inputs.changed(every, inputs.draw(self.generator)), lambda _: ~every)
+        later = self._moves(other, inputs.base, lambda _: every)
+        return next((moved for moved in later if _size(moved)[0].any()), None)
 
     def probe(self, selected: Tensor, rows: Sequence[int] | None = None) -> Hit | None:
         """Change the `selected` positions; the first event that moves against the order, in all or these `rows`."""
         drawn = self.runner.inputs.draw(self.generator)
         clean: dict[int, Tensor] = {}
-        moves: list[Moved] = []
 
-        def visit(event: Event) -> None:
+        def watched(event: Event) -> Tensor:
             depth = max(event.depth, 1) if self.layered else -1
             if depth not in clean:
                 clean[depth] = self.fields.clean(depth, selected)
                 if rows is not None:
                     others = torch.ones(len(selected), dtype=torch.bool).index_fill(0, torch.tensor(list(rows)), False)
                     clean[depth][others] = False
-            self._compare(event, clean[depth], moves)
+            return clean[depth]
 
-        with torch.no_grad():
-            self.runner.run(self.runner.inputs.changed(selected, drawn), visit)
-        if not moves:
-            return None
-        real, confirmed = self._confirmed(self._consequential(moves), selected, drawn)
-        real = self._consequential(real)
-        self.dirty |= {moved.event.key.module for moved in real if moved.event.key.side == "out"}
-        return Hit(selected, drawn, real[0], confirmed) if real else None
+        call = self.runner.inputs.changed(selected, drawn)
+        moves = self._consequential(self._moves(self.runner, call, watched))
+        real = self._real(moves, selected, drawn, watched) if moves else []
+        carried = moves if real and real[0].confirmed is False else real
+        self.dirty |= {moved.event.key.module for moved in carried if moved.event.key.side == "out"}
+        return Hit(selected, drawn, real[0]) if real else None
 
     def violation(self, hit: Hit) -> Violation:
         """Narrow a hit down to one source, in about log2(size of the changed set) passes.
@@ -152,8 +161,10 @@ class Prober:
         tokens, values = (self._ids(self.runner.inputs.base, source_row), self._ids(call, source_row)), (before, now)
         if before.numel() > 1 or not tokens[0]:
             tokens, values = (), ()
+        place = kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path
         return Violation(
-            *(kind, event.layer, event.blame, source, target, change, source_row, row, self.runner.path, hit.confirmed),
+            *place,
+            hit.moved.confirmed,
             tokens=tokens,
             values=tuple(float(value) for value in values),
         )
@@ -168,44 +179,14 @@ class Prober:
         for name, changed in inputs.hidden(self.generator).items():
             drawn = inputs.draw(self.generator)
             drawn = Call({**drawn.kwargs, name: changed}, drawn.noise)
-            moves = self._moves(self.runner, inputs.changed(none, drawn), watched)
+            moves = self._moves(self.runner, inputs.changed(none, drawn), lambda _: watched)
             moves = [moved for moved in moves if moved.event.raw.shape[1:2] != changed.shape[1:2]]  # its own
-            real, confirmed = self._confirmed(self._consequential(moves), none, drawn) if moves else ([], None)
-            for moved in self._consequential(real)[:1]:
+            real = self._real(self._consequential(moves), none, drawn, lambda _: watched) if moves else []
+            for moved in real[:1]:
                 event, (row, target) = moved.event, moved.largest()
                 place = "padding", event.layer, event.blame, None, target, float(moved.change.max()), None, row
-                found.append(Violation(*place, self.runner.path, confirmed, why=f"padding of {name}"))
+                found.append(Violation(*place, self.runner.path, moved.confirmed, why=f"padding of {name}"))
         return found
-
-    def rows_beside(self, name: str) -> list[Violation]:
-        """The first output whose other rows, or columns, move with row 0 of another tower's input."""
-        count, dtype = len(self.runner.inputs.kwargs[name]), self.runner.dtype
-        value = self.runner.inputs.kwargs[name].clone()
-        value[0] = value[0].flip(-1) + (value.std() if value.is_floating_point() else 0)
-        inputs = replace(self.runner.inputs, kwargs={**self.runner.inputs.kwargs, name: value})
-        calls = self.runner.inputs, inputs
-        recordings = [self.runner.record(call.base) for call in calls]
-        other, confirmed = other_precision(dtype), True
-        try:
-            with precision(self.runner.model, other):
-                recordings += [self.runner.record(call.in_precision(other).base) for call in calls]
-        except REFUSALS:  # what moved stands, unconfirmed
-            recordings, confirmed = recordings[:2] * 2, None
-        for key in recordings[0]:
-            tensors = [as_numbers(recording[key].raw) for recording in recordings]
-            if key.module or not tensors[0].ndim:
-                continue
-            readings = [tensors, *([[tensor.mT for tensor in tensors]] if tensors[0].ndim == 2 else [])]
-            changes: list[Tensor] = []
-            for before, after, *others in ([tensor.flatten(1)[:, None] for tensor in read] for read in readings):
-                change = row_change(after, before)[:, 0]
-                leak = is_leak(change[:, None], before, others[0], others[1], dtype)[:, 0]
-                changes += [torch.where(leak, change, 0.0)[1:]] if len(change) == count else []
-            if changes and all(change.any() for change in changes):
-                change, label = changes[0], f"{type(self.runner.model).__name__}{key.leaf}"
-                place = "batch", None, label, None, 0, float(change.max()), 0, 1 + int(change.argmax())
-                return [Violation(*place, confirmed=confirmed, why=f"row 0 of {name}")]
-        return []
 
     def _ids(self, call: Call, row: int) -> tuple[int, ...]:
         """The token ids of one sequence of a call; none of vectors."""
@@ -223,11 +204,24 @@ class Prober:
     def _every(self, value: bool) -> Tensor:
         return torch.full((self.runner.inputs.batch, self.runner.inputs.size), value)
 
-    def _moves(self, runner: Runner, call: Call, watched: Tensor) -> list[Moved]:
-        """What differs from the unperturbed pass in one call, of the `watched` positions."""
+    def _moves(
+        self, runner: Runner, call: Call, watched: Callable[[Event], Tensor], alone: bool = False
+    ) -> list[Moved]:
+        """What differs from the unperturbed pass in one call, of the `watched` positions.
+
+        With `alone` every module gets these rows as in the unperturbed pass, so that a change is of its own making.
+        """
         moves: list[Moved] = []
+
+        def visit(event: Event) -> None:
+            count = len(moves)
+            self._compare(event, watched(event), moves)
+            if alone and len(moves) > count:
+                rows = (moves[-1].change > 0)[:, :, None].to(event.values.device)
+                put_back(event, torch.where(rows, self.base[event.key].values, event.values))
+
         with torch.no_grad():
-            runner.run(call, lambda event: self._compare(event, watched, moves))
+            runner.run(call, visit)
         return moves
 
     def _compare(self, event: Event, watched: Tensor, moves: list[Moved]) -> None:
@@ -265,14 +259,16 @@ class Prober:
         for moved in moves:
             rows = reached[:, moved.event.offset : moved.event.offset + moved.change.shape[1]]
             rows = rows.any(0, keepdim=True) if len(moved.change) < len(rows) else rows
-            there.append(Moved(moved.event, torch.where(rows, moved.change, 0.0)))
+            there.append(replace(moved, change=torch.where(rows, moved.change, 0.0)))
         return [moved for moved in there if moved.change.any()]
 
-    def _confirmed(self, moves: list[Moved], selected: Tensor, drawn: Call) -> tuple[list[Moved], bool | None]:
-        """(the moves that are not rounding, whether that could be decided)."""
+    def _real(
+        self, moves: list[Moved], selected: Tensor, drawn: Call, watched: Callable[[Event], Tensor]
+    ) -> list[Moved]:
+        """The moves that are not rounding, in order of execution."""
         other, function = other_precision(self.runner.dtype), isinstance(self.runner.model, Function)
         if self._other_fails:
-            return self._by_size(moves) if function else (moves, None)
+            return self._by_size(moves) if function else moves
         inputs = self.runner.inputs.in_precision(other)
         try:
             with precision(self.runner.model, other):
@@ -281,34 +277,82 @@ class Prober:
                 second = self.runner.record(inputs.changed(selected, drawn))
         except (*REFUSALS, UnsupportedArchitecture):  # what moved stands, unconfirmed
             self._other_fails = True
-            return self._by_size(moves) if function else (moves, None)
+            return self._by_size(moves) if function else moves
         if function and all(torch.equal(each.values, self._other[key].values) for key, each in self.base.items()):
             self._other_fails = True  # it computes in a precision of its own
             return self._by_size(moves)
         real: list[Moved] = []
-        unsure = False
+        left: list[Moved] = []
         for moved in moves:
             before, after = self._other.get(moved.event.key), second.get(moved.event.key)
             if before is None or after is None or before.values.shape != after.values.shape:
                 real.append(moved)
                 continue
             if not bool(before.values.isfinite().all()) and bool(moved.event.values.isfinite().all()):
-                unsure = True  # a model whose masks overflow in the other precision: nothing is told by NaN
-                real.append(moved)
+                real.append(moved)  # a model whose masks overflow in the other precision: nothing is told by NaN
                 continue
-            leak = is_leak(moved.change, moved.event.values, before.values, after.values, self.runner.dtype)
-            self.rounding = max(self.rounding, float(torch.where(leak, 0.0, moved.change).max()))
-            if (leak & (moved.change > 0)).any():
-                real.append(Moved(moved.event, torch.where(leak, moved.change, 0.0)))
-        return real, None if unsure else True
+            leak = recurs(moved.change, moved.event.values, before.values, after.values, self.runner.dtype)
+            parts = (torch.where(leak, moved.change, 0.0), True), (torch.where(leak, 0.0, moved.change), None)
+            for part, (change, confirmed) in zip((real, left), parts, strict=True):
+                part += [Moved(moved.event, change, confirmed)] if change.any() else []
+        real = self._consequential(real)
+        if left and self.runner.dtype != torch.float64:
+            real += self._unconfirmed(left, selected, drawn, watched)
+        if not any(moved.confirmed is False for moved in real):  # else what is left may carry such a change on
+            self.rounding = max([self.rounding, *(float(moved.change.max()) for moved in left)])
+        places = {key: place for place, key in enumerate(self.base)}
+        return sorted(real, key=lambda moved: places[moved.event.key])
 
-    def _by_size(self, moves: list[Moved]) -> tuple[list[Moved], bool | None]:
-        """(the moves that exceed rounding, True if one does by far): where nothing runs in another precision."""
+    def _unconfirmed(
+        self, left: list[Moved], selected: Tensor, drawn: Call, watched: Callable[[Event], Tensor]
+    ) -> list[Moved]:
+        """Of the moves that float64 does not show, those that are no rounding either.
+
+        Rounding makes a small change, and more of it only where a choice turns on it (a router): so each module is
+        looked at alone. A small change is doubted where the module computes something else in float64.
+        """
+        large = [moved for moved in left if (moved.change > self._bound(moved.event)).any()]
+        if large and not isinstance(self.runner.model, Function):
+            alone = self._moves(self.runner, self.runner.inputs.changed(selected, drawn), watched, alone=True)
+            changes = {moved.event.key: moved.change for moved in alone}
+            large = [
+                Moved(moved.event, torch.where(changes[moved.event.key] > self._bound(moved.event), moved.change, 0.0))
+                for moved in left
+                if moved.event.key in changes
+            ]
+            large = [moved for moved in large if moved.change.any()]
+        if large or isinstance(self.runner.model, Function):
+            return [replace(moved, confirmed=False) for moved in large]
+        if self._apart is None:
+            self._apart = self._computed_otherwise()
+        return [replace(moved, confirmed=False) for moved in left if moved.event.key in self._apart]
+
+    def _computed_otherwise(self) -> set[Key]:
+        """The tensors most of whose rows float64 computes far otherwise, from the very same inputs."""
+        apart: set[Key] = set()
+
+        def visit(event: Event) -> None:
+            before = self.base.get(event.key)
+            if before is not None and before.values.shape == event.values.shape and not event.pooled:
+                apart.update([event.key] * computed_otherwise(event.values, before.values, self._unit))
+                put_back(event, before.values)
+
+        other = other_precision(self.runner.dtype)
+        with torch.no_grad(), precision(self.runner.model, other):
+            self.runner.run(self.runner.inputs.in_precision(other).base, visit)
+        return apart
+
+    def _bound(self, event: Event) -> float:
+        return rounding_bound(event.values, self._unit)
+
+    def _by_size(self, moves: list[Moved]) -> list[Moved]:
+        """The moves that exceed rounding, confirmed if one does by far: where nothing runs in another precision."""
         for moved in moves:
             self.rounding = max(self.rounding, float(torch.where(_size(moved)[0], 0.0, moved.change).max()))
-        real = [Moved(moved.event, torch.where(_size(moved)[0], moved.change, 0.0)) for moved in moves]
+        real = [replace(moved, change=torch.where(_size(moved)[0], moved.change, 0.0)) for moved in moves]
         real = [moved for moved in real if moved.change.any()]
-        return real, any(_size(moved)[1] for moved in real) or None
+        confirmed = any(_size(moved)[1] for moved in real) or None
+        return self._consequential([replace(moved, confirmed=confirmed) for moved in real])
 
     def _rows(
         self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int
@@ -328,33 +372,5 @@ class Prober:
 
 def _size(moved: Moved) -> tuple[Tensor, bool]:
     """(which rows moved by more than the rounding of their values, whether one did by far)."""
-    values = moved.event.values
-    scale = float(values.double().abs().nan_to_num(nan=0.0, posinf=0.0).max())
-    eps = torch.finfo(values.dtype).eps
-    return moved.change > _ROUNDING * eps * scale, float(moved.change.max()) > math.sqrt(eps) * scale
-
-
-def row_change(after: Tensor, before: Tensor) -> Tensor:
-    """The largest absolute change of each row, float64 [batch, positions] on the CPU; NaN equals NaN."""
-    same = (after == before) | (after.isnan() & before.isnan())
-    difference = (after.double() - before.double()).abs().nan_to_num(nan=torch.inf)
-    return torch.where(same, 0.0, difference).amax(-1).cpu()
-
-
-def other_precision(dtype: torch.dtype) -> torch.dtype:
-    """The precision to compare with."""
-    return torch.float32 if dtype == torch.float64 else torch.float64
-
-
-def is_leak(change: Tensor, values: Tensor, other_values: Tensor, other_moved: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which rows moved by more than rounding; `other_values` and `other_moved` are in the other precision.
-
-    A leak keeps its size in float64, while rounding shrinks with the precision; the border is their geometric mean. In
-    float64 the rounding is estimated by scaling that of float32. A leak exceeds one unit in the last place and eight
-    times the estimate, because both runs err and only a sample of the errors was seen.
-    """
-    eps, other = torch.finfo(dtype).eps, torch.finfo(other_precision(dtype)).eps
-    if other < eps:
-        return row_change(other_moved, other_values) >= change * math.sqrt(other / eps)
-    error = float(row_change(values, other_values).max()) * eps / other
-    return change > 8 * (error + eps * float(values.abs().nan_to_num(nan=0.0).max()))
+    values, eps = moved.event.values, torch.finfo(moved.event.values.dtype).eps
+    return moved.change > rounding_bound(values, eps), float(moved.change.max()) > math.sqrt(eps) * scale_of(values)

@@ -13,15 +13,18 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
+from attnflow.audit.declared import pairs_passed
 from attnflow.audit.fields import Relation
+from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Inputs, fresh
 from attnflow.audit.packing import real_positions
 from attnflow.audit.passes import frame_of
-from attnflow.audit.perturb import row_change
-from attnflow.audit.report import Violation
+from attnflow.audit.report import Violation, few
+from attnflow.audit.rounding import row_change
 from attnflow.audit.rows import Frame, canonical
 from attnflow.audit.survey import LayerCall, Survey
 from attnflow.models.evaluation import REFUSALS, precision, refusal
+from attnflow.models.loaded import unwrapped
 from attnflow.models.mixing import attends, moves_between_positions
 from attnflow.models.watching import Call, calls_of
 
@@ -34,11 +37,14 @@ _SAMPLES: Final = 3
 
 def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
     """The layer calls of one forward, in order of execution."""
-    return calls_of({name: model.get_submodule(name) for name in inputs.layers}, lambda: model(**fresh(inputs.kwargs)))
+    layers = {name: unwrapped(model.get_submodule(name)) for name in inputs.layers}
+    return calls_of(layers, lambda: model(**fresh(inputs.kwargs)))
 
 
 class ReplayedLayer:
     """A layer call as a function of one of its inputs."""
+
+    depth: Final = 1  # layers, each of which rounds
 
     def __init__(self, call: Call, name: str, frame: Frame, generator: torch.Generator) -> None:
         self.module = call.module
@@ -196,3 +202,27 @@ def holds_attention(model: nn.Module, call: LayerCall) -> bool:
     """Whether a layer has attention and no mixer of another kind."""
     modules = list(model.get_submodule(call.name).modules())
     return any(map(attends, modules)) and not any(map(moves_between_positions, modules))
+
+
+def remarks(model: nn.Module, seen: Survey, order: object) -> list[str]:
+    """What the survey showed that a reader must know: arguments without effect, layers without a mask."""
+    notes = [
+        f"{name} reaches no layer of {type(model).__name__}: it is not used as it was passed" for name in seen.unused
+    ]
+    slot = seen.inputs.slots[-1]
+    passed = pairs_passed(seen.inputs, slot) if order is None and len(seen.inputs.slots) == 1 else None
+    if passed is not None:
+        notes.append(
+            "the attention_mask of pairs is itself tested: the audit is against the declared order; "
+            "order='mask' audits against its pairs"
+        )
+    if isinstance(model, Function):
+        notes += [f"{name} has {each} numbers, and the last never moves: number i is read as the score of token i + 1"
+                  for name in sorted(model.ahead) for each in model.size[-1:]]  # fmt: skip
+        if model.twin is None:
+            notes.append("what the first call leaves behind was not looked for: the function cannot be copied")
+    asked = [call for call in seen.calls if call.asked is not None or call.masked]
+    bare = [call.name for call in seen.calls if call.asked is None and not call.masked and holds_attention(model, call)]
+    if asked and bare:
+        notes.append(f"{few(bare)}: attention without the mask that other layers get")
+    return notes

@@ -48,7 +48,8 @@ class Violation:
         target_row: row of the batch that moves with it.
         path: "forward", or the decoding path: "cached", "chunks", "drafts", "crop", "left padding", "static cache".
         confirmed: whether the change kept its size in the other floating-point precision, as a leak does and
-            rounding does not; None if that run failed or was not needed.
+            rounding does not; None if that run failed or was not needed. False if float64 does not show the change,
+            and it is no rounding: it is too large, or the module computes something else in float64.
         tokens: the two sequences of ids that show the violation, if the target is one number (a score).
         values: the target's value in each of them.
         why: what disagrees with a request, or which other input is read, in words.

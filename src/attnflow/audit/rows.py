@@ -39,6 +39,7 @@ def canonical(
     """
     if (
         not tensor.is_floating_point()
+        or tensor.is_meta
         or tensor.layout is not torch.strided
         or tensor.ndim < 1 + frame.batched
         or not tensor.numel()

@@ -75,7 +75,10 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
         seen.see(reading, reader.ids, counted, fires)
 
-    with Watch({"model": model}, take), observed([(reader, partial(see, reader)) for reader in layers]):
+    with (
+        Watch({"model": model}, take, everywhere=True),
+        observed([(reader, partial(see, reader)) for reader in layers]),
+    ):
         yield seen
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from attnflow._core.threads import alone_with
+
 _examined: Final = ContextVar("_examined", default=False)
-_turns: Final = threading.RLock()  # looks at models seed generators, and record what all models ask for
+_DROPOUTS: Final = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
+)
 
 # What a model raises when it refuses a call, a cache or a precision. torch raises RuntimeError and its subclasses, and
 # checks of arguments raise TypeError or ValueError. Models that do not check run into an assertion (ProphetNet's
@@ -57,9 +62,13 @@ def examining(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Run in eval mode; training flags and all random generators are restored afterwards."""
-    training = [(module, module.training) for module in model.modules()]
-    with examining(model):
+    """Run in eval mode; training flags and all random generators are restored afterwards.
+
+    If flags change, other threads that are in a call of the model end it first, and later calls wait.
+    """
+    trains = any(module.training for module in model.modules())
+    with alone_with(model.modules()) if trains else nullcontext(), examining(model):
+        training = [(module, module.training) for module in model.modules()]
         try:
             model.eval()
             yield
@@ -68,15 +77,43 @@ def evaluating(model: nn.Module) -> Generator[None]:
                 module.training = flag
 
 
+class WithoutDropout(TorchFunctionMode):
+    """Leaves dropout out, of a model in training mode: experts draw as many numbers for it as tokens choose them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else named["input"]
+        if func is F.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is F.scaled_dot_product_attention:
+            named["dropout_p"] = 0.0
+        return func(*args, **named)
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Generator[None]:
     """Restore every module's attributes, parameters, buffers, submodules and hooks, and what calls wrote into buffers.
 
     Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. transformers adds
-    hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns. Costs a
-    copy of the buffers.
+    hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns, and
+    those that call the model wait. Compiled parts run eagerly. Costs a copy of the buffers. Raises `RuntimeError`
+    inside a transform of `torch.func`, where its passes would be transformed, too.
     """
-    with _turns:
+    if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "attnflow cannot look at a model inside a transform of torch.func (vmap, grad, jvp, ...): do it before the "
+            "transform, and take a guard off the model for the transform"
+        )
+    # looks at models seed generators, and record what all models ask for
+    with ExitStack() as held:
+        held.enter_context(
+            alone_with([*model.modules(), *(m for f in getattr(model, "held", ()) for m in f.modules())])
+        )
+        held.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))  # it is set when it is made
+        _gathered_freed(model)
         parts = (
             cast("dict[str, Any]", part)
             for m in model.modules()
@@ -84,20 +121,28 @@ def unchanged(model: nn.Module) -> Generator[None]:
         )
         before: list[tuple[dict[str, Any], dict[str, Any]]] = [(part, dict(part)) for part in parts]
         buffers = [buffer for buffer in model.buffers() if not buffer.is_inference() and not buffer.is_meta]
-        values: list[tuple[Tensor, Tensor, int]] = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
+        values = [(buffer, buffer.clone()) for buffer in buffers]
         try:
             yield
         finally:
+            _gathered_freed(model)
             for part, content in before:
                 now = [*map(id, part), *map(id, part.values())]
                 if now != [*map(id, content), *map(id, content.values())]:  # else another thread may be in a call of it
                     part.clear()
                     part.update(content)
-            for buffer, value, version in values:
-                # else it was not written to, and a caller's graph may hold it; batch norm leaves the version as it is
-                if buffer._version != version or not torch.equal(buffer, value):
+            for buffer, value in values:
+                # else a graph of the caller may hold it; versions tell nothing, as statistics of batches have none
+                if not torch.equal(buffer.to_dense(), value.to_dense()):
                     with torch.no_grad():
                         buffer.copy_(value)
+
+
+def _gathered_freed(model: nn.Module) -> None:
+    """Let modules that FSDP shards hold their shards, as it may have gathered parameters in a first call."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            cast(Any, module).reshard()
 
 
 @contextmanager

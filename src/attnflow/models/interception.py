@@ -25,6 +25,7 @@ get their own mask from the request.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -119,6 +120,7 @@ class _Claim:
     implementation: str | None
     replaces_mask: bool
     configs: list[tuple[PreTrainedConfig, object]]  # with the name that each had before any claim
+    thread: int | None = None  # the one whose calls it holds for; None for all
     number: int = field(default_factory=_numbers.__next__)
 
     def __post_init__(self) -> None:
@@ -142,6 +144,11 @@ class _Stack:
         """The stack of a trial that began at claim `first`."""
         kept = tuple(entry for entry in self.entries if entry[0].role != "mask" or entry[0].number >= first)
         return _Stack(kept, self.kernels)
+
+    def of_thread(self) -> _Stack:
+        """The stack for the calls of this thread: without trials of others."""
+        threads = {claim.thread for claim, _ in self.entries} - {None, threading.get_ident()}
+        return _Stack(tuple(e for e in self.entries if e[0].thread not in threads), self.kernels) if threads else self
 
     def __post_init__(self) -> None:
         newest = {claim.role: interceptor for claim, interceptor in self.entries}
@@ -207,7 +214,7 @@ def intercept(
     kernels = {module: _kernels(module, implementation or _module_implementation(module)) for module in interceptors}
     _register()
     before = [(config, _before(config)) for config in configs.values()]
-    claim = _Claim(role, implementation, replaces_mask, before)
+    claim = _Claim(role, implementation, replaces_mask, before, threading.get_ident() if _trial.get() else None)
     for module, interceptor in interceptors.items():
         stack = cast("_Stack | None", module.__dict__.get(_STACK))
         old = stack or _Stack((), {})
@@ -349,8 +356,8 @@ def _attention(implementation: str, replaced: bool) -> Kernel:
         **kwargs: Any,
     ) -> Output:
         stack = cast("_Stack | None", getattr(module, _STACK, None))
-        if stack is not None and not torch.compiler.is_compiling() and _trial.get():
-            stack = stack.without_older_masks(_trial.get())
+        if stack is not None and not torch.compiler.is_compiling():
+            stack = stack.without_older_masks(_trial.get()) if _trial.get() else stack.of_thread()
         request = request_of(attention_mask)
         if replaced and request is not None and not (stack is not None and stack.replaces_mask):
             attention_mask = request.own(implementation)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 CACHES: Final = ("past_key_values", "cache_params", "cache")  # what forward and its outputs call a cache of past states
 
@@ -39,6 +40,18 @@ def split(model: nn.Module | Loaded) -> tuple[nn.Module, PreTrainedTokenizerBase
             "load a model by its name or folder with af.load_model(...)"
         )
     return model, None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside the wrappers of `torch.compile`, of checkpointing and of data parallelism."""
+    parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    names = [name for name in (*_WRAPPERS, *(["module"] if parallel else [])) if name in model._modules]
+    return unwrapped(model.get_submodule(names[0])) if names else model
+
+
+def own_name(path: str) -> str:
+    """A module's path as it is without wrappers."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> object:

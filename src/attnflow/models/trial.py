@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -49,8 +49,7 @@ def trial(
     replaces its attention on short inputs. Raises `DoesNotRun` if the model refuses its inputs. Costs a copy of the
     buffers.
     """
-    compiler = cast(Any, torch.compiler)  # its stance is set when it is made: threads take turns first
-    with without_masks(), unchanged(model), evaluating(model), torch.no_grad(), compiler.set_stance("force_eager"):
+    with without_masks(), unchanged(model), evaluating(model), torch.no_grad():
         around = models_around(list(interceptors))
         by_module = {site.module: interceptor for site, interceptor in interceptors.items()}
         interception = intercept(

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,13 +64,19 @@ Leave = Callable[[Call, Any], Any]
 class Watch:
     """Watches modules until `remove` is called or the `with` block ends, even by an error.
 
-    `enter(call)` may return `(args, kwargs)`, and `leave(call, output)` an output, in place of the call's own; None
-    changes nothing. A call that raises never reaches `leave`.
+    Calls of other threads are ignored, unless it is to watch `everywhere`. `enter(call)` may return `(args, kwargs)`,
+    and `leave(call, output)` an output, in place of the call's own; None changes nothing. A call that raises never
+    reaches `leave`.
     """
 
     def __init__(
-        self, modules: Mapping[Any, nn.Module], enter: Enter | None = None, leave: Leave | None = None
+        self,
+        modules: Mapping[Any, nn.Module],
+        enter: Enter | None = None,
+        leave: Leave | None = None,
+        everywhere: bool = False,
     ) -> None:
+        self._thread = None if everywhere else threading.get_ident()
         self._on_enter, self._on_leave = enter, leave
         self._open: list[Call] = []
         self._counts: dict[Any, int] = {}
@@ -109,7 +116,7 @@ class Watch:
     def _enter(
         self, name: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Arguments | None:
-        if self._off or kwargs is None:
+        if self._off or kwargs is None or self._thread not in (None, threading.get_ident()):
             return None
         number = self._counts[name] = self._counts.get(name, -1) + 1
         call = Call(name, module, number, self._open[-1] if self._open else None, args, kwargs)
@@ -118,8 +125,10 @@ class Watch:
         return changed
 
     def _leave(self, name: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self._off or self._thread not in (None, threading.get_ident()):
+            return None
         place = next((i for i in reversed(range(len(self._open))) if self._open[i].name == name), None)
-        if self._off or place is None:
+        if place is None:
             return None
         call, *inside = self._open[place:]
         # what was opened inside and is still open raised an error that was caught, or is this module's by another name
