@@ -63,8 +63,8 @@ def batch(**entries):
     return lambda: check_batch({"input_ids": IDS, **entries})
 
 
-def scores(function, ids=TOKENS, vocab_size=VOCABULARY):
-    return lambda: check_scores(function, ids, vocab_size)
+def scores(function, ids=TOKENS, vocab_size=VOCABULARY, **more):
+    return lambda: check_scores(function, ids, vocab_size, **more)
 
 
 def packed(**entries):
@@ -193,6 +193,24 @@ ROWS = {
     "a function with a cache": (lambda: check(bigram, TOKENS, cache=True), ValueError, "leave out cache="),
     "a loss": (scores(lambda ids: -bigram(ids)), ValueError, "lambda ids: -loss", scores(bigram)),
     "a total": (scores(lambda ids: bigram(ids).sum()), ValueError, "a score per token"),
+    "one number for each sequence": (
+        scores(lambda ids: bigram(ids).sum(-1)),
+        ValueError,
+        "a score per token, got one number for each sequence",
+        scores(bigram),
+    ),
+    "labels of other numbers": (
+        scores(lambda ids: bigram(ids)[:, -3:], labels=[-2, -1]),
+        ValueError,
+        "one for each of 3 numbers",
+        scores(lambda ids: bigram(ids)[:, -3:], labels=[-3, -2, -1]),
+    ),
+    "labels of all numbers": (scores(bigram, labels=[1]), ValueError, "one for each of 0 numbers", scores(bigram)),
+    "numbers of no tokens": (
+        scores(lambda ids: bigram(ids)[:, [4, 2, 3]]),
+        ValueError,
+        "cannot be told which tokens they score: pass labels=",
+    ),
     "scores of other ids": (scores(bigram, vocab_size=3), ValueError, "the vocabulary"),
     "scores of vectors": (scores(bigram, TOKENS.double()), ValueError, "must be ids"),
     # golden files

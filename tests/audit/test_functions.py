@@ -138,3 +138,62 @@ def test_one_number_is_nothing_tested():
     report = check(lambda ids: bigram(ids).mean(), IDS)
     assert (report.verdict, report.violations) == ("nothing tested", ())
     assert "output is one number" in str(report)
+
+
+FEWER = {
+    "the last four": slice(-4, None),
+    "the first three": slice(0, 3),
+    "every second one": slice(0, None, 2),
+    "some in the middle": slice(3, 7),
+    "those at no equal distances": [0, 1, 4, 8],
+}
+
+
+@pytest.mark.parametrize("inputs", [IDS, IDS[0]])
+@pytest.mark.parametrize("name", FEWER)
+def test_scores_of_some_tokens_alone(name, inputs):
+    """Which tokens they score is found; each is a probability of its own, and knows no later one."""
+    chosen = torch.arange(1, N)[FEWER[name]].tolist()
+
+    def some(ids, leak=0.0, known=0.0):
+        scores = bigram(ids)[..., FEWER[name]] + known
+        return scores - leak * ids[..., -1:] / VOCABULARY
+
+    report = check_scores(some, inputs, VOCABULARY)
+    assert report.ok, str(report)
+    shown = chosen if len(chosen) < 6 else [*chosen[:3], "...", *chosen[-2:]]
+    assert report.order.startswith(
+        f"causal(n=12); {len(chosen)} numbers, the scores of tokens {', '.join(map(str, shown))}"
+    )
+    (found,) = check_scores(functools.partial(some, known=0.5), inputs, VOCABULARY).violations
+    assert (found.kind, found.target in chosen) == ("sum", True)
+    leaky = functools.partial(some, leak=0.1)
+    assert check_scores(leaky, inputs, VOCABULARY).verdict == "leak"  # of the last tokens, if nothing is said
+    told = check_scores(leaky, inputs, VOCABULARY, labels=chosen).violations[0]
+    assert (told.kind, told.source, told.target in chosen) == ("order", N - 1, True)
+
+
+def test_the_score_of_one_token():
+    def last(ids):
+        return bigram(ids)[:, -1]
+
+    assert check_scores(last, IDS, VOCABULARY, labels=[-1]).ok
+    (found,) = check_scores(lambda ids: last(ids) + 0.5, IDS, VOCABULARY, labels=[-1]).violations
+    assert (found.kind, found.target) == ("sum", N - 1)
+    (found,) = check_scores(lambda ids: bigram(ids)[:, :1] - 0.1 * ids[:, 5:6], IDS, VOCABULARY, labels=[1]).violations
+    assert (found.kind, found.target, found.source) == ("order", 1, 5)
+
+
+def test_a_response_that_reads_one_token_ahead():
+    def ahead(ids):
+        return bigram(ids)[:, -4:] - 0.1 * torch.cat([ids[:, -3:], ids[:, -1:]], 1) / VOCABULARY
+
+    report = check_scores(ahead, IDS, VOCABULARY)
+    assert "the scores of tokens 8, 9, 10, 11" in report.order
+    assert {(v.target, v.source) for v in report.violations if v.kind == "order"} <= {(8, 9), (9, 10), (10, 11)}
+    assert report.violations[0].kind == "order"
+
+
+def test_what_a_first_call_leaves_is_seen_in_fewer_numbers():
+    scorer = remembering("first")
+    assert [v.kind for v in check_scores(lambda ids: scorer(ids)[:, -3:], IDS, VOCABULARY).violations] == ["state"]

@@ -55,6 +55,7 @@ class Function(nn.Module):
         self.name = name  # the argument that takes the tokens; None if they are the only one
         self.held: tuple[nn.Module, ...] = ()  # and those of its copy
         self.ahead: set[str] = set()  # outputs of n numbers that are scores of the next token, see `align`
+        self.labels: list[int] = []  # the tokens that fewer than n - 1 numbers score; empty if there are as many
         self.size: tuple[int, ...] = ()  # of the tokens
         self.twin: Function | None = None  # a copy that was never called; None if none can be made
 
@@ -84,7 +85,16 @@ class Function(nn.Module):
             value = returned[name]
             if isinstance(value, Tensor) and value.numel() == np.prod(self.size):
                 returned[name] = value.reshape(self.size)[..., :-1]
-        return returned
+        return {name: self._at_labels(value) for name, value in returned.items()} if self.labels else returned
+
+    def _at_labels(self, value: object) -> object:
+        """Fewer than n - 1 numbers, among zeros at the labels that nothing scores."""
+        shape = *self.size[:-1], len(self.labels)
+        if not isinstance(value, Tensor) or value.numel() != np.prod(shape):
+            return value
+        full = value.new_zeros(*self.size[:-1], self.size[-1] - 1)
+        full[..., torch.tensor(self.labels) - 1] = value.reshape(shape)
+        return full
 
     def align(self, inputs: Inputs, seed: int) -> tuple[str, ...]:
         """Call it on three inputs, and read off which outputs score the next token; the reasons to test nothing.
@@ -98,7 +108,8 @@ class Function(nn.Module):
         if self.twin is not None:
             self.twin.size = self.size
         answers: list[dict[str, object]] = []
-        for start in (inputs.size, inputs.size // 2, 0):
+        middle = min([inputs.size // 2, *self.labels[-1:]])
+        for start in (inputs.size, middle, 0):
             seed_all(seed)
             answers.append(self(**fresh(inputs.changed(place >= start, draw).kwargs)))
         base, half, every = ({n: v for n, v in each.items() if isinstance(v, Tensor)} for each in answers)
@@ -113,7 +124,7 @@ class Function(nn.Module):
             return ("the output does not move when every token changes: nothing can be seen in it",)
         if not _differ(base, half):
             return (
-                f"the output moves when every token changes, and not when those from {inputs.size // 2} on do: it does "
+                f"the output moves when every token changes, and not when those from {middle} on do: it does "
                 "not read them, or answers with what it remembers of a sequence that begins alike",
             )
         return ()

@@ -7,7 +7,9 @@ that obeys this, and that no later token changes, is the length of a code that s
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
@@ -34,6 +36,7 @@ def check_scores(
     tokens: Sequence[int] | Tensor,
     vocab_size: int,
     *,
+    labels: Sequence[int] | None = None,
     positions: int = 16,
     choices: int = 1024,
     tolerance: float = 1e-3,
@@ -53,11 +56,12 @@ def check_scores(
 
     Args:
         score: a function of token ids that returns log-probabilities in nats: n - 1 numbers for the labels 1 to n - 1,
-            or n numbers for all labels (for 1 to n if the last never changes). For a loss, pass
-            `lambda ids: -loss(ids)`.
+            or n numbers for all labels (for 1 to n if the last never changes). Fewer numbers, as of a response
+            alone, are scores of the tokens that move them last. For a loss, pass `lambda ids: -loss(ids)`.
         tokens: ids [n] or [batch, n]; the function is called with this shape, and with more rows if that changes
             nothing.
         vocab_size: number of choices V; ids are below it.
+        labels: the tokens that fewer than n - 1 numbers score, as positions, negative ones from the end.
         positions: number of labels to test, evenly spread.
         choices: most choices to score at each position; all of them if V is no larger.
         tolerance: how far a sum may exceed one; rounding of float32 makes about 1e-5.
@@ -70,9 +74,11 @@ def check_scores(
         prefix, and their scores. The verdict is "nothing tested" if the scores do not change with the tokens.
 
     Raises:
-        ValueError: the function returns no score per token, or only numbers above 0, as a loss does.
+        ValueError: the function returns no score per token, or only numbers above 0, as a loss does. Or it returns
+            fewer numbers, and the tokens that they score cannot be told.
 
-    Cost: that of `check`, and positions x choices scored sequences, at most 32 per call.
+    Cost: that of `check`, and positions x choices scored sequences, at most 32 per call. Fewer numbers than labels take
+    about 6 log2(n) calls more.
     """
     tokens = torch.as_tensor(tokens)
     if tokens.is_floating_point() or not 1 <= tokens.ndim <= 2 or tokens.shape[-1] < 2:
@@ -84,9 +90,17 @@ def check_scores(
         raise ValueError(
             f"tokens must lie in [0, {vocab_size}), the vocabulary; got {int(tokens.min())} to {int(tokens.max())}"
         )
+    places = _labels_of(score, tokens, labels, vocab_size, seed)
+    function = as_function(score, tokens)[0]
+    for copy in (function, function.twin):
+        if copy is not None:
+            copy.labels = places
     # First, as it sees what a first call leaves.
-    report = check(score, tokens, passes=passes, seed=seed, progress=progress)
-    scorer = _Scorer(score, tokens, seed)
+    report = check(function, tokens, passes=passes, seed=seed, progress=progress)
+    if places:
+        few = ", ".join(map(str, places if len(places) < 6 else [*places[:3], "...", *places[-2:]]))
+        report = replace(report, order=f"{report.order}; {len(places)} numbers, the scores of tokens {few}")
+    scorer = _Scorer(score, tokens, places, seed)
     least, most = float(scorer.base.min()), float(scorer.base.max())
     if least >= 0 and most > 0:
         raise ValueError(
@@ -98,6 +112,79 @@ def check_scores(
     labels = scorer.labels(positions, vocab_size)
     sums = [scorer.sum(label, vocab_size, choices, tolerance, progress) for label in labels]
     return _judged(report, sums, vocab_size, tolerance, scorer)
+
+
+def _labels_of(
+    score: Callable[..., object], tokens: Tensor, labels: Sequence[int] | None, vocab_size: int, seed: int
+) -> list[int]:
+    """The tokens that fewer than n - 1 numbers score; an empty list where there are as many numbers as labels."""
+    function = as_function(score, tokens)[0]
+    function = function.twin or function  # so that the audit sees what a first call leaves
+    rows, n = torch.atleast_2d(tokens).shape
+
+    def numbers(ids: Tensor) -> Tensor | None:
+        """[rows, numbers for each sequence], if these are fewer than its labels."""
+        seed_all(seed)
+        with torch.no_grad():
+            output = function(input_ids=ids)
+        values = [value for value in output.values() if isinstance(value, Tensor) and value.is_floating_point()]
+        if any(value.numel() in (rows * n, rows * (n - 1)) for value in values):
+            return None
+        lead = tokens.ndim - 1
+        few = [value for value in values if value.shape[:lead] == tokens.shape[:lead] and value.ndim <= tokens.ndim]
+        return few[0].reshape(rows, -1) if few and 0 < few[0].numel() < rows * (n - 1) else None
+
+    base = numbers(tokens)
+    count = 0 if base is None else base.shape[1]
+    if labels is not None:
+        places = [label + n if label < 0 else label for label in labels]
+        if places != sorted(set(places)) or len(places) != count or not all(0 < place < n for place in places):
+            raise ValueError(
+                f"labels must be rising positions from 1 to {n - 1}, one for each of {count} numbers of a row; got "
+                f"{list(labels)}. Leave them out if there are {n - 1} or {n} numbers"
+            )
+        return places
+    if base is None:
+        return []
+    if count == 1:
+        raise ValueError(
+            "expected a score per token, got one number for each sequence: return the numbers before they are added "
+            "up, or say which token it scores, as labels=[-1]"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [(tokens + torch.randint(1, vocab_size, tokens.shape, generator=generator)) % vocab_size for _ in range(2)]
+
+    @functools.cache
+    def moved(start: int) -> list[bool]:
+        """Which numbers move when the tokens from `start` on change."""
+        before = torch.arange(n) < start
+        after = [numbers(torch.where(before, tokens, other)) for other in drawn]
+        return torch.stack([(base != each).any(0) for each in after if each is not None]).any(0).tolist()
+
+    def last(column: int) -> int:
+        return bisect_left(range(n), True, key=lambda start: not moved(start)[column]) - 1
+
+    return _in_steps(last, count) or _in_turn([last(column) for column in range(count)], n)
+
+
+def _in_steps(last: Callable[[int], int], count: int) -> list[int]:
+    """Positions at equal distances, if the tokens that move the first, a middle and the last number say so."""
+    first, final = last(0), last(count - 1)
+    places = list(range(first, final + 1, max(1, (final - first) // (count - 1))))
+    return places if first > 0 and len(places) == count and last(count // 2) == places[count // 2] else []
+
+
+def _in_turn(places: list[int], n: int) -> list[int]:
+    """Rising positions; those of the last tokens where no number stops before its own, so that a leak shows there."""
+    if places[0] > 0 and places == sorted(set(places)):
+        return places
+    ends = list(range(n - len(places), n))
+    if all(place >= end for place, end in zip(places, ends, strict=True)):
+        return ends
+    raise ValueError(
+        f"{len(places)} numbers for each sequence are moved last by the tokens {places[:8]}, so that it cannot be told "
+        "which tokens they score: pass labels="
+    )
 
 
 @dataclass(frozen=True)
@@ -115,8 +202,9 @@ class _Sum:
 class _Scorer:
     """Calls a function for scores [batch, rows]."""
 
-    def __init__(self, score: Callable[..., object], tokens: Tensor, seed: int) -> None:
+    def __init__(self, score: Callable[..., object], tokens: Tensor, labels: list[int], seed: int) -> None:
         self.function: Function = as_function(score, tokens)[0]
+        self.function.labels = labels
         self.tokens = torch.atleast_2d(tokens)
         self.flat = tokens.ndim == 1
         self.seed = seed
