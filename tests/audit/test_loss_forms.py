@@ -235,7 +235,6 @@ def test_labels_that_differ_from_most():
     assert counts(check_batch(other, MODEL)) == {"shift": 1}
     assert counts(check_batch(other, eos=2, pad=0)) == {"shift": 1}
     row = torch.stack([LABELS[0], AHEAD[1]])
-    assert counts(check_batch({**BATCH, "labels": row}, MODEL))["shift"] == 2
-    assert check_batch({**BATCH, "labels": LABELS.where(LABELS < 0, torch.tensor([50]) + LABELS % 2)}).verdict != (
-        "no mistake"
-    )
+    assert counts(check_batch({**BATCH, "labels": row}, MODEL))["shift"] == 3
+    unlike = {**BATCH, "labels": LABELS.where(LABELS < 0, 50 + LABELS % 2)}  # two tokens that no model explains
+    assert check_batch(unlike).verdict == "nothing tested"
