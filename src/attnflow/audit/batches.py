@@ -253,6 +253,8 @@ def _report(
 ) -> BatchReport:
     """Check what is written in the batch, by what was seen of its loss; `seen` holds what the runs showed."""
     given, whole = reading.labels is not None, reading
+    if family.prefix and batch.get("token_type_ids") is None:
+        family = replace(family, causal=False)  # all of it is the prefix
     if loss is not None:
         read = tuple(name for name in reading.unknown if not WEIGHTS.fullmatch(name))  # compared with the loss's own
         reading = whole = replace(reading, unknown=read)

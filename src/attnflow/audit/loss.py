@@ -82,7 +82,7 @@ def in_columns(targets: Targets, reading: Reading) -> SeenLoss | None:
             width, start = fits[0] if fits and width is None else (width, start)
     width, start = width or n, start or 0
 
-    def columns(values: Tensor, empty: int | float | bool) -> Tensor | None:
+    def columns(values: Tensor, empty: int | float) -> Tensor | None:
         flat = values.numel()
         whole = values.ndim == 1 or 1 in values.shape or (values.ndim == 2 and len(values) == batch)
         if flat % batch or flat < batch * width or not whole:
