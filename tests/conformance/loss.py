@@ -31,7 +31,7 @@ Step = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """A label, the position that it trains (None where that is not one token's loss), and its weight among the others."""
+    """A label, the position that it trains (None where it is not one token), and its weight among the others."""
 
     row: int
     column: int

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnflow as af
-from tests.leaks import batches, losses, models, scorers
+from tests.leaks import alone, batches, borders, losses, models, requests, scorers
 from tests.leaks.others import probe_finds, source_check_finds, sources
 from tests.leaks.parts import IDS, VOCABULARY
 
@@ -60,6 +60,14 @@ AUDITS = {  # kind: (file, cases, our check, the function to probe)
     ),
     "batches": (batches, batches.CASES, audit_batch, None),
     "losses": (losses, losses.CASES, lambda case: af.audit.check_loss(*case, losses.MODEL), None),
+    "rows alone": (alone, alone.CASES, lambda case: af.audit.check_alone(*case), None),
+    "requests": (requests, requests.CASES, lambda case: af.audit.check(*case), None),
+    "borders and precisions": (
+        borders,
+        borders.CASES,
+        lambda mix: af.audit.check(models.Net(mix).eval(), TEXT, af.masks.causal(TEXT.shape[1]), passes=8),
+        lambda mix: models.Net(mix).eval(),
+    ),
 }
 CASES = [(kind, cause) for kind, (_, cases, *_) in AUDITS.items() for cause in cases]
 

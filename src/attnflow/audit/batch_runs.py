@@ -69,10 +69,13 @@ def rows_alone(model: nn.Module, batch: Mapping[str, Any], reading: Reading, see
         size = f"{gap.difference:.3g} of {gap.scale:.3g}"
         message = f"outputs of {what} ({gap.output}) are others alone, by {size}: {gap.cause}"
         seen.mistakes.append(Mistake("alone", gap.row, gap.column or 0, 1, message))
-    seen.untested += [(f"alone: {what}", why) for what, why in report.uncompared]
-    if report.ok:
+    told = {*reading.starts, *(() if reading.counts is None else reading.counts[:1])}  # read as documents and labels
+    left = [(f"alone: {what}", why) for what, why in report.uncompared if what not in told]
+    seen.untested += left
+    same = report.compared == report.documents and not report.differences and not left
+    if same and report.compared:
         seen.checked.append(f"alone: {report.compared} rows or documents have the same outputs as in the batch")
-    return report.ok and report.compared == report.documents
+    return same
 
 
 def _call(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
