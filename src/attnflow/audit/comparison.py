@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from attnflow._core.errors import AttnflowError
-from attnflow.audit.cutting import Part, Place, Rows, rows_of, stirred
+from attnflow.audit.cutting import Part, Place, Rows, attached_masks, rows_of, stirred
 from attnflow.audit.inputs import config_of, fresh, takes_use_cache
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import as_numbers, leaves
@@ -128,6 +128,9 @@ class Comparison:
             parts = [part for part in batch.parts(documents) if not batch.trivial(part)]
             order = sorted({p.row for p in parts}, key=lambda row: sum(int(a.real[row].sum()) for a in batch.axes))
             self.parts = [part for part in parts if part.row in order[:rows]]
+        if attached_masks(self.model) and any(len(part.columns[-1]) < batch.axes[-1].length for part in self.parts):
+            self.uncompared["rows"] = "the attached mask is made for whole rows, not for parts of them"
+            self.parts = []
 
     def run(self, kwargs: Mapping[str, Any], seed: int = 0) -> Outputs:
         """All tensors that the model returns, by name."""

@@ -323,3 +323,14 @@ def stirred(rows: Rows, place: int, where: Tensor, seed: int) -> dict[str, Any]:
         other = rows.pool[torch.randint(len(rows.pool), values.shape, generator=generator)].to(values)
     chosen = where.to(values.device).reshape(*where.shape, *(1,) * (values.ndim - 2))
     return {**rows.kwargs, name: torch.where(chosen, other, values)}
+
+
+def attached_masks(model: nn.Module) -> list[Any]:
+    """The masks of ours that the model runs under."""
+    try:
+        from attnflow.masks.hf.attention import MaskedAttention
+        from attnflow.models.interception import in_force
+    except ImportError:  # without transformers nothing is attached
+        return []
+    interceptors = (part for module in model.modules() for part in in_force(module, "mask"))
+    return [part for part in interceptors if isinstance(part, MaskedAttention)]

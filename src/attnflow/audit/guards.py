@@ -19,11 +19,13 @@ from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow._core.threads import Turns, untraced
+from attnflow.audit.alone import compare_alone
 from attnflow.audit.audit import audited
+from attnflow.audit.cutting import attached_masks
 from attnflow.audit.declared import Order
 from attnflow.audit.inputs import Inputs, fresh, read
 from attnflow.audit.packing import BOUNDARIES
-from attnflow.audit.report import AuditReport
+from attnflow.audit.report import AuditReport, Violation
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import REFUSALS, WithoutDropout, evaluating, examined, examining, refusal, unchanged
@@ -31,6 +33,7 @@ from attnflow.models.loaded import Loaded, split, unwrapped
 
 _LOG: Final = logging.getLogger("attnflow.audit")
 _counting: Final = threading.Lock()
+_ALONE: Final = 2  # rows, and documents of each, that run alone
 _LOSS_ARGUMENTS: Final = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 
 
@@ -118,6 +121,8 @@ class Guard(Handle):
         with unchanged(model), examining(model):
             batch = read(model, without_loss(model, call, sequences))
             report = _in_its_mode(model, batch, order, self._passes)
+            if self._order is None and not report.violations and not attached_masks(model):
+                report = _with_rows_alone(model, batch, report)
         return replace(report, seconds=time.perf_counter() - began)
 
     def _restore(self) -> None:
@@ -174,7 +179,8 @@ def guard(
         LeakFound: the model is called with a batch that leaks; the error's witness is (source, target).
         UnsupportedArchitecture: the model is called and declares no order: give `order`.
 
-    Cost: about passes + 6 forward passes over `sequences` rows for each audit.
+    Cost: about passes + 6 forward passes over `sequences` rows for each audit, and up to five of parts of them that
+    run alone. These are compared unless `order` is given or a mask is attached.
     """
     if every is not None:
         integer("every", every, 1)
@@ -207,6 +213,22 @@ def _in_its_mode(model: nn.Module, inputs: Inputs, order: Order, passes: int) ->
     return replace(report, notes=(*report.notes, *notes))
 
 
+def _with_rows_alone(model: nn.Module, inputs: Inputs, report: AuditReport) -> AuditReport:
+    """The report with what a few rows and documents read that they do not have alone; other differences are notes."""
+    try:
+        alone = compare_alone(model, inputs.kwargs, rows=_ALONE, documents=_ALONE)
+    except (AttnflowError, *REFUSALS) as error:
+        return replace(report, notes=(*report.notes, f"rows were not compared with themselves alone: {refusal(error)}"))
+    read = [gap for gap in alone.differences if gap.cause.startswith("it reads")]
+    violations = tuple(
+        Violation("alone", None, gap.output, None, gap.column or 0, gap.difference, None, gap.row, why=gap.cause)
+        for gap in read
+    )
+    notes = tuple(str(gap) for gap in alone.differences if gap not in read)
+    passes = report.forward_passes + alone.forward_passes
+    return replace(report, violations=violations, notes=(*report.notes, *notes), forward_passes=passes)
+
+
 def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | None = None) -> dict[str, Any]:
     """A batch's model call without the arguments for the loss, on its first sequences or on all (None)."""
     call = dict(batch)
@@ -226,13 +248,7 @@ def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | No
 
 def _by_sequence(model: nn.Module) -> bool:
     """Whether each sequence of the batch has a mask of its own, so that none can be left out."""
-    try:
-        from attnflow.masks.hf.attention import MaskedAttention
-        from attnflow.models.interception import in_force
-    except ImportError:  # without transformers nothing is attached
-        return False
-    masks = (one for module in model.modules() for one in in_force(module, "mask"))
-    return any(isinstance(one, MaskedAttention) and one.forms.shape[0] > 1 for one in masks)
+    return any(mask.forms.shape[0] > 1 for mask in attached_masks(model))
 
 
 def _of_first(order: Order, sequences: int) -> Order:

@@ -12,7 +12,7 @@ from attnflow._core.results import Result
 
 _AROUND = 4  # ids shown on each side of those that differ
 _SHOWN = 215  # characters: pytest cuts a message at 240, the last line included
-Kind = Literal["order", "batch", "cache", "state", "missing", "sum", "request", "padding"]
+Kind = Literal["order", "batch", "cache", "state", "missing", "sum", "request", "padding", "alone"]
 Verdict = Literal["clean", "leak", "nothing tested"]
 Mode = Literal["perturb", "quick"]
 
@@ -25,6 +25,7 @@ _MEANING: dict[Kind, str] = {
     "missing": "the order lets the target read the source, and nothing of the source arrives in this layer",
     "request": "the mask that the model asks for is not the one that its configuration and the inputs describe",
     "padding": "the target moves with padding of another input, which a mask among the inputs hides",
+    "alone": "the row or document that begins or holds the target has other outputs alone (`check_alone`)",
 }
 
 
@@ -36,8 +37,9 @@ class Violation:
         kind: "order", "batch" (across sequences of the batch), "cache" (cached decoding differs from the full
             forward), "state" (an earlier call of the model leaves a trace), "missing" (a pair that the order allows
             and nothing passes; `check(both_sides=True)`), "sum" (probabilities above one; `check_scores`), "request"
-            (the model asks transformers for another mask than its configuration and the inputs describe) or "padding"
-            (padding of another input, such as encoder states, is read).
+            (the model asks transformers for another mask than its configuration and the inputs describe), "padding"
+            (padding of another input, such as encoder states, is read) or "alone" (a row or document reads in its
+            batch what it does not have alone; `guard`).
         layer: index of the layer that holds `module`; None before the first layer, after the last and between layers.
         module: dotted name of the innermost module whose inputs are clean and whose output breaks the order. For the
             model's own output it is the model's class, with the name of an output that has no axis of positions.
@@ -75,6 +77,8 @@ class Violation:
         if self.kind == "sum":
             return f"sum: {self.module}: probabilities at position {self.target} sum to {1 + self.change:.6g}"
         where = self.module if self.layer is None else f"{self.module} (layer {self.layer})"
+        if self.kind == "alone":
+            return f"alone: {where}: row {self.target_row} from position {self.target} on is another alone: {self.why}"
         if self.kind == "request":
             pair = f"position {self.target} and key {self.source}, sequence {self.target_row}"
             return f"request: {where}: {self.why}; first {pair}"
