@@ -277,3 +277,39 @@ def test_a_pair_that_attention_lacks():
     assert check(tiny("Mistral"), tokens(1), both_sides=True).ok
     with open_attention(tiny("Llama", attn_implementation="eager"), 1, narrow) as whole:
         assert check(whole, tokens(1), both_sides=True).ok
+
+
+def permuted(ranks, **more):
+    """XLNet and inputs whose perm_mask lets each token read those of lower rank."""
+    torch.manual_seed(0)
+    config = transformers.XLNetConfig(vocab_size=61, d_model=32, n_layer=2, n_head=4, d_inner=48)
+    ranks = torch.tensor(ranks)
+    hidden = (ranks[..., :, None] <= ranks[..., None, :]).float()
+    ids = torch.randint(5, 60, (2, ranks.shape[-1]), generator=torch.Generator().manual_seed(0))
+    return transformers.XLNetLMHeadModel(config).eval(), {
+        "input_ids": ids,
+        "perm_mask": hidden.expand(2, -1, -1),
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "ranks", [list(range(8)), [3, 1, 0, 2, 5, 4, 7, 6], [[3, 1, 0, 2, 5, 4, 7, 6], [0, 7, 1, 6, 2, 5, 3, 4]]]
+)
+def test_the_order_of_a_permutation(ranks):
+    model, given = permuted(ranks)
+    report = check(model, given)
+    assert (report.verdict, report.order) == ("clean", "the order of perm_mask"), str(report)
+    layer = model.transformer.layer[1].ff
+    with wrapped(layer, lambda out, hidden: out + hidden.roll(1, 0)):  # [positions, batch, width]
+        assert check(model, given).verdict == "leak"
+    with wrapped(layer, lambda out, hidden: out + hidden.flip(1)):
+        assert check(model, given).violations[0].kind == "batch"
+
+
+def test_targets_of_a_permutation_are_named_as_not_tested():
+    for targets in (torch.eye(8)[6:], torch.eye(8)[1:]):
+        model, given = permuted(list(range(8)), target_mapping=targets.expand(2, -1, -1))
+        report = check(model, given)
+        assert report.verdict == "nothing tested", str(report)
+        assert any("target_mapping" in each for each in report.untested)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nested import nested_tensor
 from torch.nn.functional import cross_entropy
@@ -161,6 +162,98 @@ def test_a_pooled_vector_is_compared_where_only_padding_is_forbidden(reads):
     report = check(model, given)
     assert report.verdict == ("leak" if reads else "clean"), str(report)
     assert [violation.module for violation in report.violations[:1]] == ["Pooled"] * reads
+
+
+def after(real, hidden, offset=0):
+    """The vector of each sequence's last real token, or of one before it."""
+    last = real.shape[1] - 1 - real.flip(1).argmax(1)
+    return hidden[torch.arange(len(hidden)), last - offset]
+
+
+POOLS = {  # how, side of the padding, what is wrong: pads are read, or the end is not
+    "the last real token": (lambda real, h: after(real, h), "right", ""),
+    "the last real token, padding on the left": (lambda real, h: after(real, h), "left", ""),
+    "the last place": (lambda real, h: h[:, -1], "right", "pads"),
+    "the last place, padding on the left": (lambda real, h: h[:, -1], "left", ""),
+    "as many places as there are tokens": (lambda real, h: h[torch.arange(2), real.sum(1) - 1], "left", "end"),
+    "the first place": (lambda real, h: h[:, 0], "right", "end"),
+    "the first place, padding on the left": (lambda real, h: h[:, 0], "left", "pads"),
+    "the mean of the real tokens": (lambda real, h: (h * real[..., None]).sum(1) / real.sum(1)[:, None], "right", ""),
+    "the mean of all places": (lambda real, h: h.mean(1), "right", "pads"),
+    "a reward of the last real token": (lambda real, h: after(real, h).sum(-1), "left", ""),
+    "a reward of the last place": (lambda real, h: h[:, -1].sum(-1), "right", "pads"),
+    "a reward of the token before": (lambda real, h: after(real, h, 1).sum(-1), "right", "end"),
+}
+
+
+@pytest.mark.parametrize("mode", ["perturb", "quick"])
+@pytest.mark.parametrize("name", POOLS)
+def test_which_token_is_pooled(name, mode):
+    pool, side, wrong = POOLS[name]
+    model = tiny("Llama").base_model
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [8]])).long()
+    mask = mask.flip(1) if side == "left" else mask
+
+    class Pooled(type(model)):
+        def forward(self, **kwargs):
+            return pool(kwargs["attention_mask"], super().forward(**kwargs).last_hidden_state)
+
+    model.__class__ = Pooled
+    ids = tokens(2, LENGTH).masked_fill(mask == 0, 0)
+    report = check(model, {"input_ids": ids, "attention_mask": mask}, mode=mode, passes=1, both_sides=False)
+    assert report.verdict == ("leak" if wrong == "pads" else "nothing tested"), str(report)
+    if wrong == "pads":
+        assert not mask[report.violations[0].target_row, report.violations[0].source]
+    short = any("does not move with the last real token" in each for each in report.untested)
+    assert short == (wrong == "end" or name == "the first place, padding on the left")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", [0, 2])
+def test_a_classifier_that_is_told_another_padding_token(pad, side):
+    """transformers pools the last token that is not `pad_token_id`, which is a pad where the padding is another one."""
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=pad, bos_token_id=1, eos_token_id=2, num_labels=3,
+    )  # fmt: skip
+    ids = tokens(2, LENGTH)
+    ids[0, slice(0, 3) if side == "left" else slice(-3, None)] = 0
+    given = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    report = check(transformers.LlamaForSequenceClassification(config).eval(), given, both_sides=False)
+    assert report.verdict == ("leak" if (pad, side) == (2, "right") else "nothing tested"), str(report)
+
+
+def test_what_pools_without_the_end_is_noted_beside_positions():
+    model = Returns(lambda y, ids: {"logits": y, "pooled": y[:, 3]}, False).eval()
+    report = check(model, tokens(2, LENGTH) % VOCABULARY, order=af.masks.causal(LENGTH))
+    assert report.ok
+    assert any("pooled does not move with the last real token of row 0, at 11" in note for note in report.notes)
+
+
+def test_nothing_says_that_sequences_were_kept_apart_unless_it_was_seen():
+    def both(model, ids, **more):
+        report = check(model, ids, order=af.masks.full(LENGTH), **more)
+        return "kept apart" in str(report) or "no sequence moves with another" in str(report)
+
+    ids = torch.randint(VOCABULARY, (2, LENGTH))
+    clean, mean = Returns(lambda y, ids: y, False).eval(), Returns(lambda y, ids: y + y.mean(0), False).eval()
+    pooled = Returns(lambda y, ids: y.mean(1) + y.mean((0, 1)), False).eval()
+    assert both(clean, ids)
+    assert both(clean, ids, mode="quick")
+    assert both(Returns(lambda y, ids: y.mean(1), False).eval(), ids)
+    for model in (mean, pooled, Counting(lambda y, ids: y, False).eval()):
+        assert not both(model, ids)
+    assert not both(clean, ids[:1])
+
+
+class Counting(Returns):
+    """Counts its calls, and adds the number to what it returns."""
+
+    calls = 0
+
+    def forward(self, input_ids):
+        self.calls += 1
+        return super().forward(input_ids) + self.calls
 
 
 def test_a_pooled_vector_keeps_sequences_apart():

@@ -24,7 +24,7 @@ from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
-from attnflow.audit.rows import Layout
+from attnflow.audit.rows import Layout, outputs_in_words
 from attnflow.audit.survey import survey
 from attnflow.audit.towers import rows_beside
 from attnflow.masks.catalogue import causal
@@ -130,6 +130,8 @@ def audited(
     silent: tuple[str, ...] = ()
     if isinstance(model, Function):
         order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
+    if asked.kwargs.get("target_mapping") is not None:
+        silent += ("the stream of queries that target_mapping asks for has rows for its targets, not for positions",)
     seen = survey(model, asked, seed if mode == "quick" else None)
     call, relation = seen.inputs, relation_of(model, seen, order)
     say: Progress = progress or (lambda done, total, what: None)
@@ -175,6 +177,8 @@ class Auditor:
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
     moved: set[str] = field(default_factory=set[str])  # outputs without positions that moved at all
+    apart: bool = False  # whether all sequences were changed, and none moved another one
+    short: dict[str, str] = field(default_factory=dict[str, str])  # what pools a sequence without its end, and why
 
     def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
         """Whether a few perturbations move nothing at the layers, and no decoding path differs."""
@@ -183,13 +187,15 @@ class Auditor:
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
         self.passes = min(self.passes, self.call.size) if cheap else 2
-        crossing, order = self._crossing(), list(self._plan(cheap).passes)
+        crossing, order = self._crossing(), [*self._padding(), *self._plan(cheap).passes]
         if not cheap and crossing:  # every other sequence whole: what crosses shows in those between
             half = crossing[:2]
             order = [s | half[p % 2] for p, s in enumerate(order or half)]
         tried = [*crossing, *order] if cheap else order
         if self._beside(prober) or any(prober.probe(selected) is not None for selected in tried):
             return False
+        self._look_at_ends(prober)
+        self.apart = cheap and bool(crossing)
         self.moved |= prober.moved
         self.forward_passes += runner.passes
         if cache is not False:
@@ -202,7 +208,7 @@ class Auditor:
         prober = Prober(runner, self.fields, self.seed)
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
-        sets, order = self._crossing(), self._plan().passes
+        sets, order = self._crossing(), [*self._padding(), *self._plan().passes]
         if isinstance(self.model, Function) and order:  # a choice that a function makes may turn on few other tokens
             sets, order = sets * _DRAWS, [order[i % len(order)] for i in range(max(len(order), self.passes))]
         total = len(sets) + len(order)
@@ -211,7 +217,7 @@ class Auditor:
         if prober.stateful is not None:
             violations.append(prober.state_violation())
             self.notes.append("outputs depend on earlier calls, so the order was not tested: repair that first")
-            sets, order = [], ()
+            sets, order = [], []
         crosstalk = False
         for done, selected in enumerate([*sets, *order]):
             self.progress(done, total, f"{what}: perturbation")
@@ -225,6 +231,9 @@ class Auditor:
                 crosstalk |= violations[-1].kind == "batch"
         if not isinstance(runner, SteppedRunner):
             violations += self._beside(prober)
+        if not isinstance(runner, SteppedRunner) and prober.stateful is None:
+            self._look_at_ends(prober)
+            self.apart = bool(sets) and not crosstalk
         if prober.rounding:
             change = f"{prober.rounding:.2g}"
             self.notes.append(f"changes up to {change} were rounding (they scale with the precision), not leaks")
@@ -278,6 +287,21 @@ class Auditor:
         sets = batch_sets(self.call.batch // self.call.group, self.call.size)
         return [each.repeat_interleave(self.call.group, 0) for each in sets]
 
+    def _padding(self) -> list[Tensor]:
+        """The set of all padding, for outputs that pool sequences with padding."""
+        pads = ~all_real(self.call)
+        return [pads] if pads.any() and any(layout.pools for layout in self.layouts.values()) else []
+
+    def _look_at_ends(self, prober: Prober) -> None:
+        """Note the outputs that summarise a sequence without its last real token."""
+        if not any(layout.pools for layout in self.layouts.values()):
+            return
+        real = all_real(self.call)
+        ends = real & (real.flip(-1).cumsum(-1).flip(-1) == 1)
+        for path, rows in prober.unmoved(ends).items():
+            row = rows[0]
+            self.short[path] = f"does not move with the last real token of row {row}, at {int(ends[row].nonzero())}"
+
     def report(self, order: str, mode: Mode) -> AuditReport:
         """Everything seen, as a report."""
         untested, unsure = self._outputs()
@@ -307,45 +331,24 @@ class Auditor:
         )
 
     def _outputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(what the caller receives and was not tested, so that nothing is clean; notes on other outputs).
-
-        Beside an output with positions, one number and one vector for each sequence are summaries, and what no input
-        moves is not looked at. A vector was tested whole where the order forbids nothing but padding.
-        """
-        named = {path.lstrip(".") or "the output": (path, layout) for path, layout in self.layouts.items()}
-        untested, notes = list[str](), list[str]()
-        positions = any(layout.aligned for _, layout in named.values())
-        lengths, pads = {slot.length for slot in self.call.slots}, ~all_real(self.call)
-        relation = self.fields.relation
+        """What the caller receives and was not tested, and notes on other outputs; see `outputs_in_words`."""
+        relation, pads = self.fields.relation, ~all_real(self.call)
         field = self.fields.at(-1 if relation.repeat else len(relation.layers))
         whole = bool((field | pads[:, :, None] | pads[:, None, :]).all())
         turned = {each.shape[::-1] for each in self.layouts.values() if each.form == "related columns"}
         turned = {shape for shape in turned if shape[0] != shape[1]}  # of a square one, others may have the shape
+        layouts = {
+            path: layout._replace(form="related") if layout.form == "pooled" and layout.shape in turned else layout
+            for path, layout in self.layouts.items()
+        }
         mixed = any(violation.kind == "batch" for violation in self.violations)
-        for name, (path, layout) in named.items():
-            if layout.form == "pooled" and layout.shape in turned:
-                layout = layout._replace(form="related")
-            if layout.related and not mixed and max(layout.shape) > 1:
-                notes.append(f"{name} {list(layout.shape)} relates rows by design: {self._rows_of(layout)}; an entry "
-                             "may depend on both of its rows, and on no other")  # fmt: skip
-            if layout.pooled and layout.sure and whole:
-                continue
-            if layout.aligned:
-                if layout.rows > 1 and layout.rows not in lengths:
-                    first = min(layout.offset - slot.offset for slot in self.call.slots if slot.offset <= layout.offset)
-                    place = f"i + {first}" if first else "i"
-                    notes.append(f"{name} has {layout.rows} rows: row i was read as position {place}")
-                continue
-            shape, moves = list(layout.shape), path in self.moved or not layout.sure
-            kept = "; sequences were kept apart" if self.call.batch > 1 and not mixed else ""
-            why = layout.why or f"has shape {shape}, without an axis of positions{kept}"
-            summary = layout.sure and (not shape or layout.pooled or layout.related)
-            if not positions or (moves and not summary):
-                untested.append(f"{name} {why}")
-            elif moves and layout.form == "unknown":
-                notes.append(f"not tested: {name} {why}")
-        if not named:
+        related = {path: self._rows_of(layout) for path, layout in layouts.items() if layout.related and not mixed}
+        runs = [(slot.offset, slot.length) for slot in self.call.slots]
+        untested, notes = outputs_in_words(layouts, self.moved, self.short, runs, related, whole, self.apart)
+        if not self.layouts:
             untested.append(f"{type(self.model).__name__} returns no tensor")
+        if self.apart and not self._plan().forbidden:
+            notes.append("no sequence moves with another one")
         return tuple(untested), tuple(notes)
 
     def _rows_of(self, layout: Layout) -> str:

@@ -123,6 +123,10 @@ def declared(model: nn.Module, seen: Survey) -> Relation:
     slot, *others = inputs.slots
     if others or (slot.name or "").startswith("decoder_"):
         return _encoder_decoder(model, seen)
+    hidden = inputs.kwargs.get("perm_mask")  # of XLNet: 1 hides a key from a query, but no token from itself
+    if isinstance(hidden, Tensor):
+        allow = (hidden.detach().cpu() == 0).expand(inputs.batch, slot.length, slot.length)
+        return Relation(tuple(_of_one_batch([allow], real_positions(inputs, slot))), True, "the order of perm_mask")
     stack = _Stack(model, config, inputs, slot, _causal(model, config, seen))
     real = real_positions(inputs, slot)
     layers = _of_one_batch([stack.relation(call) for call in seen.calls] or [stack.base], real)

@@ -289,7 +289,7 @@ def _far(event: Event, whole: Event, pads: int) -> tuple[int, int, float] | None
     rows = _aligned(event, whole, pads)
     if rows is None:
         return None
-    change, far = row_change(*rows), math.sqrt(unit(whole.raw)) * scale_of(whole.values)
+    change, far = row_change(*rows), math.sqrt(unit(whole.values)) * scale_of(whole.values)
     return _largest_of(change, change > far, event, pads)
 
 

@@ -78,7 +78,7 @@ class Prober:
                 refuse_nan(runner.inputs, event.key.module, event.offset, event.values)
         self.layered = runner.layer_calls > 0
         self._noise: dict[Key, float] = {}
-        self._unit = max((unit(event.raw) for event in self.base.values()), default=0.0)
+        self._unit = max((unit(event.values) for event in self.base.values()), default=0.0)
         self._other: Recording | None = None
         self._apart: set[Key] | None = None  # tensors that float64 computes otherwise from the same inputs
         self._other_fails = False
@@ -138,6 +138,21 @@ class Prober:
         carried = moves if real and real[0].confirmed is False else real
         self.dirty |= {moved.event.key.module for moved in carried if moved.event.key.side == "out"}
         return Hit(selected, drawn, real[0]) if real else None
+
+    def unmoved(self, selected: Tensor) -> dict[str, list[int]]:
+        """{path of an output that pools: the sequences whose row holds still when the `selected` positions change}."""
+        still: dict[str, Tensor] = {}
+
+        def visit(event: Event) -> None:
+            before = self.base.get(event.key)
+            if event.pooled and before is not None and self.runner.layouts[event.key.leaf].pools:
+                moved = (event.values != before.values).flatten(1).any(1).cpu()
+                still[event.key.leaf] = still.get(event.key.leaf, torch.ones_like(moved)) & ~moved
+
+        with torch.no_grad():
+            for _ in range(2):
+                self.runner.run(self.runner.inputs.changed(selected, self.runner.inputs.draw(self.generator)), visit)
+        return {path: rows.nonzero()[:, 0].tolist() for path, rows in still.items() if rows.any()}
 
     def violation(self, hit: Hit) -> Violation:
         """Narrow a hit down to one source, in about log2(size of the changed set) passes.
@@ -231,7 +246,8 @@ class Prober:
         if before is None or before.values.shape != event.values.shape:
             return
         if event.pooled:
-            if self.runner.layouts[event.key.leaf].pooled:  # else rows may be pads
+            layout = self.runner.layouts[event.key.leaf]
+            if layout.pools or layout.pooled:  # else rows may be pads
                 watched = watched | self._pads
             watched = watched.all(1, keepdim=True)
         else:

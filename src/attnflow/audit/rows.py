@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final, Literal, NamedTuple, cast
@@ -119,6 +119,11 @@ class Layout(NamedTuple):
         """Whether a whole sequence is summed up in one vector."""
         return self.form in ("pooled", "related", "related columns")
 
+    @property
+    def pools(self) -> bool:
+        """Whether it is one vector or number for each sequence."""
+        return self.sure and (self.form == "pooled" or (self.form == "one per sequence" and len(self.shape) == 1))
+
 
 def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Layout:
     """The layout of a received tensor; `inside` {offset: [batch, positions, features]} are the last outputs before it.
@@ -221,6 +226,48 @@ def settled(layout: Layout, before: Tensor, after: Tensor, frame: Frame) -> Layo
         if moved[0] and not moved[1:].any():
             return guess
     return layout._replace(form="one per sequence" if layout.related else layout.form, sure=True)
+
+
+def outputs_in_words(
+    layouts: Mapping[str, Layout],
+    moved: Set[str],
+    short: Mapping[str, str],
+    runs: Sequence[tuple[int, int]],
+    related: Mapping[str, str],
+    whole: bool,
+    apart: bool,
+) -> tuple[list[str], list[str]]:
+    """(what the caller receives and was not tested, so that nothing is clean; notes on other outputs).
+
+    Beside an output with positions, one number and one vector for each sequence are summaries, and what no input moves
+    is not looked at. A vector was tested `whole` where the order forbids nothing but padding. `short` says what does
+    not read the end of a sequence, `related` which rows an output of similarities relates; `runs` are (first position,
+    length); `apart` are sequences that move no other one.
+    """
+    named = {path.lstrip(".") or "the output": (path, layout) for path, layout in layouts.items()}
+    untested, notes = list[str](), list[str]()
+    positions = any(layout.aligned for layout in layouts.values())
+    for name, (path, layout) in named.items():
+        if path in related and max(layout.shape) > 1:
+            words = f"relates rows by design: {related[path]}; an entry may depend on both of its rows, and on no other"
+            notes.append(f"{name} {list(layout.shape)} {words}")
+        if path in short:
+            (notes if positions else untested).append(f"{name} {short[path]}: it is pooled from earlier ones")
+        elif layout.aligned and layout.rows > 1 and layout.rows not in {length for _, length in runs}:
+            first = min(layout.offset - offset for offset, _ in runs if offset <= layout.offset)
+            place = f"i + {first}" if first else "i"
+            notes.append(f"{name} has {layout.rows} rows: row i was read as position {place}")
+        if path in short or layout.aligned or (layout.pooled and layout.sure and whole):
+            continue
+        shape, moves = list(layout.shape), path in moved or not layout.sure
+        kept = "; sequences were kept apart" if apart else ""
+        why = layout.why or f"has shape {shape}, without an axis of positions{kept}"
+        summary = layout.sure and (not shape or layout.pooled or layout.related)
+        if not positions or (moves and not summary):
+            untested.append(f"{name} {why}")
+        elif moves and layout.form == "unknown":
+            notes.append(f"not tested: {name} {why}")
+    return untested, notes
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
