@@ -238,3 +238,36 @@ def test_labels_that_differ_from_most():
     assert counts(check_batch({**BATCH, "labels": row}, MODEL))["shift"] == 3
     unlike = {**BATCH, "labels": LABELS.where(LABELS < 0, 50 + LABELS % 2)}  # two tokens that no model explains
     assert check_batch(unlike).verdict == "nothing tested"
+
+
+def test_labels_that_have_all_the_probability_are_named():
+    sure = llama()
+    with torch.no_grad():
+        sure.lm_head.weight.mul_(300)
+    ids = IDS[:1]
+    labels = F.pad(sure(ids).logits.argmax(-1)[:, :-1], (1, 0), value=-100)  # its own guesses
+    labels[0, 3] = 5
+    report = check_loss(sure, {"input_ids": ids, "labels": labels})
+    assert [run.weight for run in report.trained] == pytest.approx([1 / 8] * len(report.trained))
+    (hidden,) = [why for what, why in report.unchecked if "is trained" in what]
+    assert hidden.startswith("the model gives it all the probability")
+    labels = labels.where(labels < 0, (labels + 1) % V)  # of which it is not sure, and which nothing trains
+    report = check_loss(
+        lambda _: flat(sure(ids).logits[:, :3], labels[:, 1:4]), {"input_ids": ids, "labels": labels}, sure
+    )
+    assert "untrained" in counts(report)
+
+
+@pytest.mark.parametrize("scale", [30, 300])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_confident_model_is_not_accused(scale, smoothing):
+    """Where the label has nearly all the probability, its entry of the gradient is lost in rounding."""
+    sure = llama()
+    with torch.no_grad():
+        sure.lm_head.weight.mul_(scale)
+    ids = IDS[:1]
+    guesses = F.pad(sure(ids).logits.argmax(-1)[:, :-1], (1, 0), value=-100)
+    for labels in (guesses, guesses.where(torch.arange(9) % 2 == 0, (ids + 3) % V)):
+        batch = {"input_ids": ids, "labels": labels}
+        step = lambda _, labels=labels: flat(sure(ids).logits[:, :-1], labels[:, 1:], label_smoothing=smoothing)  # noqa: E731
+        assert not {"targets", "weights", "untrained", "rows"} & set(counts(check_loss(step, batch, sure)))

@@ -31,7 +31,7 @@ Step = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """A label, the position that it trains (None where it is not one token), and its weight among the others."""
+    """A label, the position that it trains (None if that is not one token's loss), and its weight among the others."""
 
     row: int
     column: int
@@ -84,7 +84,7 @@ def _right(model: PreTrainedModel) -> Inputs:
         labels[1, 6:] = IGNORED
         return inputs | {"labels": labels}
     ids = inputs["input_ids"]
-    both = _reads_later(model, inputs)
+    both = type(model).__name__.endswith("ForMaskedLM") or _reads_later(model, inputs)
     where = _trained(model, inputs | {"labels": _only(ids, [(0, 6)])})
     shift = 1 if where[0].position is None else 6 - where[0].position
     if both:
@@ -102,12 +102,16 @@ def _right(model: PreTrainedModel) -> Inputs:
 
 
 def _reads_later(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Whether earlier outputs move with the last token."""
+    """Whether outputs move with a later token, of some."""
     model, dtype = oracles.precise(model, inputs)
-    ids = inputs["input_ids"].clone()
-    ids[:, -1] = made.LOWEST + (ids[:, -1] - made.LOWEST + 7) % (made.HIGHEST - made.LOWEST)
-    before, after = oracles.output(model, inputs), oracles.output(model, inputs | {"input_ids": ids})
-    return bool((before - after)[:, :-1].abs().amax() > oracles.MOVED[dtype] * before.abs().amax())
+    before = oracles.output(model, inputs)
+    for place in (LENGTH // 4, LENGTH // 2, LENGTH - 1):
+        ids = inputs["input_ids"].clone()
+        ids[:, place] = made.LOWEST + (ids[:, place] - made.LOWEST + 7) % (made.HIGHEST - made.LOWEST)
+        moved = (before - oracles.output(model, inputs | {"input_ids": ids}))[:, :place].abs().amax()
+        if moved > oracles.MOVED[dtype] * before.abs().amax():
+            return True
+    return False
 
 
 def _only(labels: Tensor, places: list[tuple[int, int]]) -> Tensor:
@@ -181,7 +185,8 @@ def _mistakes(model: PreTrainedModel, batch: Inputs, truth: list[Trained]) -> It
             yield "a label on padding", model, padded
     rows = [sum(other.row == label.row for other in truth) for label in truth]
     yield "a mean for each row", _written(model, truth, [1 / count for count in rows]), batch
-    yield "a label is left out", _written(model, truth, [float(label != truth[1]) for label in truth]), batch
+    left = next((label for label in truth if label.weight is not None), truth[0])
+    yield "a label is left out", _written(model, truth, [float(label != left) for label in truth]), batch
     yield "other tokens", _written(model, truth, [1.0] * len(truth), 1), batch
 
 

@@ -1,4 +1,4 @@
-"""Models whose rows are others in a batch, each beside its clean twin: a model and the batch of its call."""
+"""Models whose rows are others in a batch, each beside its clean twin: a model, and the batch of its call."""
 
 import torch
 from torch import nn

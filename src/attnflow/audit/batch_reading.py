@@ -38,12 +38,14 @@ _UNSHIFTED: Final = frozenset(
     | {"musicgen_decoder", "musicgen_melody", "musicgen_melody_decoder", "mvp", "pegasus", "plbart", "trocr"}
     | {"whisper", "xlm"}
 )
-_ALWAYS_CAUSAL: Final = frozenset({"gpt_neox", "gpt_neox_japanese", "evolla"})  # whatever their is_decoder says
+_ALWAYS_CAUSAL: Final = frozenset(
+    {"gpt_neox", "gpt_neox_japanese", "evolla", "nemotron_h_omni"}
+)  # whatever their is_decoder says
 _IMAGE_BLOCKS: Final = frozenset({"gemma3", "gemma3_text", "gemma4", "gemma4_text", "t5gemma2"})
 _CLASSES: Final = re.compile(
     r"For(Sequence|Token|Image|Audio|Video)\w*Classification|ForQuestionAnswering|ForMultiple|ForNextSentence"
 )
-_CAUSAL: Final = re.compile(r"ForCausalLM|LMHead|ForConditionalGeneration|DoubleHeads|ModelWithLMHead")
+_CAUSAL: Final = re.compile(r"ForCausalLM|LMHead|ForConditionalGeneration|DoubleHeads|ModelWithLMHead|Text2Text")
 _MASKED: Final = re.compile(r"ForMaskedLM|ForPreTraining")
 
 

@@ -156,9 +156,10 @@ def check_loss(
         except LossUnread as error:
             raise ValueError(f"the loss cannot be read: {error}") from error
         family = replace(family_of(targets.model if model is None else model), **_given(None, None, eos, pad))
-        family = replace(family, causal=family.causal if family.transformers else family.causal is not False)
-        if not isinstance(subject, nn.Module):
-            family = replace(family, shift=None)  # the function's, whatever the model's own loss does
+        if not isinstance(subject, nn.Module):  # the function's, whatever the model's own loss does
+            family = replace(family, shift=None)
+        if not family.transformers or not isinstance(subject, nn.Module):
+            family = replace(family, causal=family.causal is not False)
         reading, findings = read_batch(entries, family, where), Findings()
         if family.classes:
             findings.untested.append(("the loss", "its labels are classes, not tokens"))

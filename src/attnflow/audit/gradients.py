@@ -28,7 +28,7 @@ class Targets:
     penalty: Tensor  # float64: c where the loss adds c x log(partition function)^2
     temperature: Tensor  # float64: logits are divided by it
     value: Tensor  # float64: what the position adds to the loss, if the loss is a weighted sum
-    certain: Tensor  # bool: the gradient is zero as one token has all the probability, which hides the target
+    certain: Tensor  # int64: the token that has all the probability, which would hide it as a target; else NOTHING
     loss: float
     rest: float  # of the loss, beyond what the positions add up to; NaN if some of them are unknown
     precision: float  # to which weights are known
@@ -101,12 +101,13 @@ def _rowwise(
     for rows in places.split(max(1, _NUMBERS // vocabulary)):
         for name, values in fit(z[rows].double(), g[rows].double()).items():
             columns[name][rows.cpu()] = values.cpu()
-    certain = torch.zeros(len(z), dtype=torch.bool)
+    certain = torch.full((len(z),), NOTHING)
     for rows in (~trained).nonzero()[:, 0].split(max(1, _NUMBERS // vocabulary)):
         numbers = z[rows].double() if head is None else z[rows].double() @ head.T
-        certain[rows.cpu()] = (numbers.softmax(-1).amax(-1) > 1 - 16 * eps).cpu()
+        share, token = numbers.softmax(-1).max(-1)
+        certain[rows.cpu()] = token.where(share > 1 - 16 * eps, NOTHING).cpu()
     parts = {name: values.reshape(shape) for name, values in columns.items()}
-    precision = max(1e-3, 2 * eps)
+    precision = max(1e-3, 4 * eps)
     return Targets(
         **cast(Any, parts),
         certain=certain.reshape(shape),
@@ -121,7 +122,13 @@ def _fit(z: Tensor, g: Tensor, eps: float) -> dict[str, Tensor]:
     """Fit gradients g = a softmax(z / T) - b [target] - s, float64 [rows, vocabulary], by least squares."""
     limit = max(1e-3, 16 * eps)
     slope = torch.ones(len(z), 1, dtype=z.dtype, device=z.device)
-    parts = _linear(z, g, g.argmin(-1))
+    share, top = z.softmax(-1).max(-1)
+    others = g.scatter(1, top[:, None], torch.nan)  # beside a token that has all the probability
+    least, most = others.nan_to_num(torch.inf).amin(-1), others.nan_to_num(-torch.inf).amax(-1)
+    sure = (share > 1 - 16 * eps) & (-least <= 0.5 * g.gather(1, top[:, None])[:, 0].abs().clamp(min=1e-300))
+    parts = _linear(z, g, top.where(sure, g.argmin(-1)))
+    even = sure & (most - least <= 0.5 * torch.maximum(most.abs(), least.abs()))  # smoothing alone is left of it
+    parts["residual"] = torch.where(even, torch.inf, parts["residual"])
     spread = parts["s"] * z.shape[-1]  # a target is not spread negatively; a temperature looks like that
     parts["residual"] = torch.where(spread < -limit * (parts["b"] + spread).abs(), torch.inf, parts["residual"])
     first = parts["worst"]
@@ -131,7 +138,7 @@ def _fit(z: Tensor, g: Tensor, eps: float) -> dict[str, Tensor]:
         turned = _slope(z, g) if other == "temperature" else torch.ones_like(slope)
         token = first if other == "penalty" else g.argmax(-1) if other == "negative" else g.argmin(-1)
         again = _linear(z * turned, g, token)
-        better = again["residual"] < parts["residual"]
+        better = (again["residual"] < parts["residual"]) & (parts["residual"] > limit) & ~sure
         parts = {name: torch.where(better, again[name], values) for name, values in parts.items()}
         slope = torch.where(better[:, None], turned, slope)
     token, inverse = parts["token"], slope[:, 0]
@@ -145,7 +152,7 @@ def _fit(z: Tensor, g: Tensor, eps: float) -> dict[str, Tensor]:
     penalty = torch.where(log_sum.abs() > 1e-6, excess / (2 * log_sum), 0.0)
     smooth = weight * ((1 - smoothing) * nll + smoothing * mean)
     return {
-        "token": torch.where(parts["residual"] <= limit, token, UNKNOWN),
+        "token": torch.where((parts["residual"] <= limit) & ~even & (b.abs() > 0.02 * weight.abs()), token, UNKNOWN),
         "weight": weight,
         "smoothing": smoothing,
         "penalty": penalty,

@@ -52,7 +52,7 @@ class SeenLoss:
 
     token: Tensor  # int64 [batch, n]
     weight: Tensor  # float64 [batch, n]
-    certain: Tensor  # bool [batch, n]
+    certain: Tensor  # int64 [batch, n]
     shift: int | None  # position i is trained on label i + shift; None if no shift fits
     targets: Targets
 
@@ -97,7 +97,7 @@ def in_columns(targets: Targets, reading: Reading) -> SeenLoss | None:
     token, weight, certain = (
         columns(targets.token, NOTHING),
         columns(targets.weight, 0.0),
-        columns(targets.certain, False),
+        columns(targets.certain, NOTHING),
     )
     if token is None or weight is None or certain is None:
         return None
@@ -114,7 +114,8 @@ def really_trained(reading: Reading, loss: SeenLoss) -> Reading:
     """The batch with labels only where the loss trains them, for the checks of labels."""
     if reading.labels is None or loss.shift is None:
         return reading
-    back = moved(loss.trained, -loss.shift, False)
+    hidden = loss.certain == loss.wanted(reading.labels)
+    back = moved(loss.trained | hidden, -loss.shift, False)
     return replace(reading, labels=reading.labels.where(back, IGNORED))
 
 
@@ -153,7 +154,11 @@ def _against_labels(
         message = f"the loss trains the token before an answer, whose label is {IGNORED}: a prompt, or padding"
         findings.add("untrained", prompt, message)
         findings.add("untrained", extra & ~prompt, f"the loss trains a token whose label is {IGNORED}")
-        lost = ~trained & (wanted != IGNORED) & ~loss.certain & (loss.targets.calls == 1)
+        lost = ~trained & (wanted != IGNORED) & (loss.targets.calls == 1)
+        if hidden := int((lost & (loss.certain == wanted)).sum()):
+            why = "the model gives it all the probability, so that its gradient is zero"
+            findings.unchecked.append((f"whether each of {plural(hidden, 'label')} is trained", why))
+        lost &= loss.certain != wanted
         reason = _explained(lost, trained & (wanted != IGNORED), batch, loss.shift) if lost.any() else None
         if reason is not None:
             findings.notes.append(f"the loss is taken where {reason} says, at {int(trained.sum())} positions")

@@ -206,6 +206,8 @@ def _targets(shown: Pass) -> Targets:
     """What the last tensor of logits says that the loss is made of; else the last hidden states."""
     best: Targets | None = None
     parts = [*shown.logits, *shown.states]
+    if not all(part.gradient is None or part.gradient.isfinite().all() for part in parts):
+        raise LossUnread("its gradient is not finite")
     if any(part.gradient is not None for part in parts) and not any(map(_matters, parts)):
         raise LossUnread("its gradient by the logits is zero everywhere: it trains nothing")
     logits = [part for part in reversed(shown.logits) if _matters(part)][:_TRIED]
@@ -284,7 +286,7 @@ def _in_order(sought: list[int], known: list[int], last: bool) -> list[int]:
 
 def _scattered(targets: Targets, states: Tensor, places: Tensor) -> Targets:
     """The targets at these rows of the hidden states, and nothing at the others."""
-    untrained = {"token": NOTHING, "temperature": 1.0}
+    untrained = {"token": NOTHING, "certain": NOTHING, "temperature": 1.0}
 
     def at(name: str) -> Tensor:
         values = cast(Tensor, getattr(targets, name))
@@ -296,7 +298,7 @@ def _scattered(targets: Targets, states: Tensor, places: Tensor) -> Targets:
 
 def _union(first: Targets, second: Targets) -> Targets:
     """Both, where they train other positions."""
-    here = first.trained | first.certain
+    here = first.trained | (first.certain != NOTHING)
     parts = {name: getattr(first, name).where(here, getattr(second, name)) for name in _COLUMNS}
     return replace(first, **parts, precision=max(first.precision, second.precision))
 
