@@ -46,13 +46,12 @@ def test_a_patch_release_is_not_newer_and_a_minor_one_is(monkeypatch, tried, giv
 def imported(tried):
     code = f"import attnflow._core.version as v; v.NEWEST_TRIED.update({tried!r})\n"
     code += "".join(f"import {name}\n" for name in ENTRIES)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    return done.stderr
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
 
 
 def test_the_warning_comes_once_and_only_beyond_the_table():
-    assert imported({}) == ""
+    assert "newer than" not in imported({})
     printed = imported({"transformers": "4.57", "torch": "2.1"})
     assert printed.count("newer than attnflow") == 1
-    assert re.match(r"torch 2\.\S+, transformers 5\.\S+: newer than", printed)
+    assert re.search(r"torch 2\.\S+, transformers 5\.\S+: newer than", printed)
     assert "install 'torch==2.1.*' 'transformers==4.57.*'" in printed

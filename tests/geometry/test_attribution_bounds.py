@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
+from attnflow.models.loaded import CACHES
 from tests.conformance.miniature import architectures, build
 from tests.models import deep
 
@@ -120,13 +121,7 @@ ARGUMENTS = {
     ),
     "a strange name": ({"inputs": {"pixels": IDS}}, UNSUPPORTED, "LlamaForCausalLM does not run on these inputs"),
     "a short mask": ({"inputs": {**RIGHT, "input_ids": IDS}}, ValueError, "it needs one entry for each token"),
-    "a cache": ({"inputs": {"input_ids": IDS, "past_key_values": CACHE}}, ValueError, "pass the whole sequence"),
-    "a cache by its new name": ({"inputs": {"input_ids": IDS, "cache": CACHE}}, ValueError, "cache holds states of"),
-    "a cache of states": (
-        {"inputs": {"input_ids": IDS, "cache_params": CACHE}},
-        ValueError,
-        "cache_params holds states",
-    ),
+    **{f"as {n}": ({"inputs": {"input_ids": IDS, n: CACHE}}, ValueError, f"{n} holds states of") for n in CACHES},
     "a query under a left pad": ({"inputs": LEFT, "query": 1}, ValueError, "query 1 is a pad by the attention_mask"),
     "a query under a right pad": ({"inputs": RIGHT}, ValueError, "query 11 is a pad by the attention_mask"),
     "a key under a left pad": ({"inputs": LEFT, "keys": 1}, ValueError, "may attend to, [3, 4, 5"),
@@ -277,8 +272,7 @@ INPUTS = {
     "right pads": (RIGHT, 8),
     "right pads, as bools": ({**RIGHT, "attention_mask": RIGHT["attention_mask"].bool()}, -4),
     "no mask": ({"input_ids": IDS, "attention_mask": None}, -1),
-    "a new cache": ({"input_ids": IDS, "past_key_values": DynamicCache()}, -1),
-    "a new cache by its new name": ({"input_ids": IDS, "cache": DynamicCache()}, -1),
+    **{f"a new cache as {name}": ({"input_ids": IDS, name: DynamicCache()}, -1) for name in CACHES},
     "after another document": (PACKED, -1),
     "a cache wanted": ({"input_ids": IDS, "use_cache": True}, -1),
 }

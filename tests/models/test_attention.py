@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
@@ -49,6 +51,21 @@ def test_gradients_reach_the_parameters_in_their_place(name):
         used = sum(int((p.grad != 0).sum()) for p in live.parameters.values())
         assert used == live.query().numel() + live.key().numel()
         model.zero_grad()
+
+
+@pytest.mark.parametrize("scaling", [1.0, 1.3])
+@pytest.mark.parametrize(("name", "module"), [("Llama", modeling_llama), ("Qwen3", modeling_qwen3)])
+def test_sines_may_come_before_cosines(name, module, scaling, monkeypatch):
+    """As in GPT-J and CodeGen, from transformers 5.24 on."""
+    model, apply = ZOO[name].build(), module.apply_rotary_pos_emb
+    plain = attention_layers(model)[0]
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, sin, cos, **other: apply(q, k, cos, sin, **other))
+    rotation = model.model.rotary_emb
+    rotation.attention_scaling = scaling
+    rotation.register_forward_hook(lambda _, __, output: output[::-1])
+    read = attention_layers(model)[0]
+    assert torch.equal(read.query(), plain.query())
+    assert torch.equal(read.key(), plain.key())
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
