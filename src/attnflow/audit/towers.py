@@ -15,7 +15,7 @@ from attnflow.models.evaluation import REFUSALS, precision
 
 
 def rows_beside(runner: Runner, name: str) -> list[Violation]:
-    """The first output whose other rows, or columns, move with row 0 of another tower's input."""
+    """The first output whose other rows, on either of its first axes, move with row 0 of another tower's input."""
     count, dtype = len(runner.inputs.kwargs[name]), runner.dtype
     value = runner.inputs.kwargs[name].clone()
     value[0] = value[0].flip(-1) + (value.std() if value.is_floating_point() else 0)
@@ -29,10 +29,13 @@ def rows_beside(runner: Runner, name: str) -> list[Violation]:
     except REFUSALS:  # what moved stands, unconfirmed
         recordings, confirmed = recordings[:2] * 2, None
     for key in recordings[0]:
-        tensors = [as_numbers(recording[key].raw) for recording in recordings]
-        if key.module or not tensors[0].ndim:
+        if key.module or any(key not in recording for recording in recordings):
             continue
-        readings = [tensors, *([[tensor.mT for tensor in tensors]] if tensors[0].ndim == 2 else [])]
+        tensors = [as_numbers(recording[key].raw) for recording in recordings]
+        if not tensors[0].ndim or len({tensor.shape for tensor in tensors}) > 1:
+            continue
+        turned = [tensor.transpose(0, 1) for tensor in tensors if tensor.ndim > 1]  # columns, or stacked layers
+        readings = [reading for reading in (tensors, turned) if reading]
         changes: list[Tensor] = []
         for before, after, *others in ([tensor.flatten(1)[:, None] for tensor in read] for read in readings):
             change = row_change(after, before)[:, 0]
