@@ -117,7 +117,7 @@ class Guard(Handle):
         began = time.perf_counter()
         with unchanged(model), examining(model):
             batch = read(model, without_loss(model, call, sequences))
-            report = _in_its_mode(model, batch, order, self._passes)
+            report = _in_its_mode(model, batch, order, self._passes)  # other tests of the same call belong here
         return replace(report, seconds=time.perf_counter() - began)
 
     def _restore(self) -> None:
