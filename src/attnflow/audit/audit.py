@@ -311,7 +311,7 @@ class Auditor:
         for key, event in (self.base or {}).items():
             if key.side == "out":
                 name = own_name(key.module) or type(self.model).__name__
-                status = "breaks" if name in breaks else "carries" if name in dirty else "clean"
+                status = "breaks" if name in breaks else "carries" if own_name(key.module) in dirty else "clean"
                 modules.setdefault(name, ModuleResult(name, event.layer, status))
         return AuditReport(
             violations=tuple(self.violations),
