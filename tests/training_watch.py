@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 import attnflow as af
 from attnflow.masks.flex import allowed_of_rows, is_row_intervals
+from attnflow.models.evaluation import examined
 from attnflow.tasks import Collator, Label, Task, Token
 from attnflow.tasks.embedding import embed
 
@@ -102,7 +103,8 @@ def watching_training() -> Iterator[TrainingWatch]:
         watch.busy = True
         try:
             output = plain(model, *args, **kwargs)
-            watch.call(model, args, kwargs)  # afterwards: hooks of the user's see the user's call first
+            if not examined():  # else `check_loss` looks at a loss, which may well be wrong
+                watch.call(model, args, kwargs)  # afterwards: hooks of the user's see the user's call first
             return output
         finally:
             watch.busy = False
