@@ -397,6 +397,8 @@ def test_documents_that_begin_beside_the_end_token(name):
     for starts, words in ((late, "one token late"), (early, "one token too early")):
         report = check_batch(packed(ids, starts), CAUSAL)
         assert any(m.kind == "documents" and words in m.message for m in report.mistakes), report
+    turns = [5, 6, 7, EOS, 9, 5, 6, 8, EOS, 9]  # a newline follows the token, as in ChatML
+    assert check_batch(packed(turns, [0, 5]), CAUSAL).ok
     begins = [EOS, 5, 6, EOS, 8, 9, 10, EOS, 12]  # the token begins documents, as GPT-2's does
     assert not check_batch(packed(begins, [0, 3, 7]), CAUSAL).mistakes
 

@@ -91,9 +91,12 @@ class Checks(Findings):
         ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real & ~reading.padding
         begins, behind = reading.starts[name], moved(ends, -1, False)
         early = begins & ends & ~behind & moved(reading.real & ~ends & ~begins, 1, False)
-        first = reading.real & (reading.real.cumsum(-1) == 1)
-        early &= ~(first & ends).any(-1, keepdim=True)  # else documents begin with that token
         late = begins & ~behind & moved(ends, -2, False) & ~moved(begins, -1, False)
+        count = reading.real.cumsum(-1)
+        first, last = reading.real & (count == 1), reading.real & (count == count[:, -1:])
+        early &= ~(first & ends).any(-1, keepdim=True)  # else documents begin with that token
+        plain = (last & ends).any(-1, keepdim=True)  # else something follows it, as a newline does in ChatML
+        early, late = early & plain, late & plain
         self.add("documents", early, f"{name} begins a document at an end token, one token too early")
         checked = f"documents: {name} begins them behind end tokens" if (begins & behind).any() else None
         self.add("documents", late, f"{name} begins a document one token late: the end token is two before it", checked)
