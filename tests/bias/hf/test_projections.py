@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import attnflow as af
 from tests.bias.hf.common import disturb, layer_biases, outputs
@@ -35,13 +36,18 @@ def test_layers_of_different_widths_have_networks_of_different_widths():
     ("model_type", "name", "words"),
     [
         ("jetmoe", "JetMoeForCausalLM", r"queries are more than components.*'rotated' or 'hidden'"),
-        ("swin", "SwinModel", "does not state its number of heads"),  # its config has a list of them
         ("hrm_text", "HrmTextForCausalLM", r"in several lists of layers \(model.L_module.layers, model.H_module"),
     ],
 )
 def test_attention_that_cannot_be_read_says_what_to_do(model_type, name, words):
     model = made(model_type, name)
     with pytest.raises(af.UnsupportedArchitecture, match=words):
+        af.bias.attach(model)
+
+
+def test_widths_that_its_heads_do_not_divide():
+    model = transformers.SwinModel(transformers.SwinConfig(image_size=32, patch_size=4, embed_dim=64))
+    with pytest.raises(af.UnsupportedArchitecture, match="does not state its number of heads"):
         af.bias.attach(model)
 
 
