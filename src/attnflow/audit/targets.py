@@ -16,6 +16,9 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs as _with_keywords,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -169,11 +172,9 @@ def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
     with ExitStack() as stack, torch.enable_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
         stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))
-        for handle in (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-            register_optimizer_step_pre_hook(refuse),
-        ):
+        leaving = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
+        stack.callback(_with_keywords.pop, leaving.id, None)  # `remove` leaves it behind, and torch.compile warns of it
+        for handle in (register_module_forward_pre_hook(enter), leaving, register_optimizer_step_pre_hook(refuse)):
             stack.callback(handle.remove)
         yield shown
 
