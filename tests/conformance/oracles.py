@@ -69,8 +69,8 @@ def tensors_of(result: Any) -> list[Tensor]:
 def rows_mix(model: PreTrainedModel, inputs: Inputs) -> bool:
     """Whether anything of row 1 moves when all of row 0 is another, of the call's two rows.
 
-    An output whose rows lie behind one another, such as patches of all images, is read in halves. Of [2, 2], an entry
-    may be of both rows; the last one is of row 1 alone.
+    An output whose rows lie behind one another, such as patches of all images, is read in halves. Of [2, 2, ...], an
+    entry may be of both rows, or of stacked layers; the last one is of row 1 alone.
     """
     model, dtype = _precise(model, inputs)
     inputs = fitting(model, inputs)
@@ -97,7 +97,7 @@ def rows_mix(model: PreTrainedModel, inputs: Inputs) -> bool:
         if one.shape != two.shape or one.dim() == 0 or len(one) % 2 or not one.is_floating_point():
             continue
         half = len(one) // 2
-        last = (slice(1, None), slice(1, None)) if tuple(one.shape) == (2, 2) else (slice(half, None),)
+        last = (slice(1, None), slice(1, None)) if tuple(one.shape[:2]) == (2, 2) else (slice(half, None),)
         noise = 4 * (one[last] - same[last]).abs().amax().nan_to_num()
         floor = torch.maximum(noise, MOVED[dtype] * one.abs().nan_to_num().amax())
         if bool(((one[last] - two[last]).abs().nan_to_num() > floor).any()):
