@@ -133,8 +133,8 @@ def test_a_batch_whose_rows_are_as_alone():
     ("name", "change", "message"),
     [
         ("Llama", lambda batch: {**batch, "labels": batch["input_ids"]}, "the batch is not what the model needs"),
-        ("GPT2", lambda batch: batch, "others in the batch than alone"),
-        ("Llama", lambda batch: {**batch, "pixel_values": torch.ones(5, 2)}, "not everything could be compared"),
+        ("GPT2", lambda batch: batch, "alone: sequence"),
+        ("Llama", lambda batch: {**batch, "pixel_values": torch.ones(5, 2)}, "nothing tested"),
     ],
 )
 def test_a_batch_with_a_mistake(name, change, message):
