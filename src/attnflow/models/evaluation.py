@@ -112,7 +112,9 @@ def unchanged(model: nn.Module) -> Generator[None]:
         held.enter_context(
             alone_with([*model.modules(), *(m for f in getattr(model, "held", ()) for m in f.modules())])
         )
-        held.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))  # it is set when it is made
+        compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+        if compiled:  # else FlexAttention, which transformers compiles itself, would form all its scores
+            held.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))  # it is set when it is made
         _gathered_freed(model)
         parts = (
             cast("dict[str, Any]", part)
