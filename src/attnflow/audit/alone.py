@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,10 @@ from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.audit.comparison import Comparison, Difference, WithoutDropout
 from attnflow.audit.cutting import BOUNDARY_NAME
-from attnflow.audit.inputs import read
+from attnflow.audit.inputs import LOSS_ARGUMENTS, read, with_decoder_inputs
 from attnflow.models.evaluation import evaluating, unchanged
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.offload import device_of
-
-_LOSS: Final = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 
 
 def check_alone(
@@ -81,11 +79,7 @@ def check_alone(
 def bound(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]:
     """(the call that a batch makes, on the model's device; what it holds for the loss; what forward does not take)."""
     parameters = inspect.signature(model.forward).parameters
-    call, losses, left = dict(batch), dict[str, Any](), list[tuple[str, str]]()
-    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    decoder = [call.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds") if call.get(name) is not None]
-    if callable(shifted) and call.get("labels") is not None and not decoder:
-        call["decoder_input_ids"] = shifted(labels=call["labels"])
+    call, losses, left = with_decoder_inputs(model, batch), dict[str, Any](), list[tuple[str, str]]()
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in list(call):
         needed = name in parameters and parameters[name].default is inspect.Parameter.empty
@@ -94,7 +88,7 @@ def bound(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], d
         if name not in parameters and not hands_on:
             del call[name]
             left.append((name, "the model's forward does not take it"))
-        elif name in _LOSS and not needed:
+        elif name in LOSS_ARGUMENTS and not needed:
             losses[name] = call.pop(name)
     return call, losses, left
 

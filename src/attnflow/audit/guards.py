@@ -23,7 +23,7 @@ from attnflow.audit.alone import compare_alone
 from attnflow.audit.audit import audited
 from attnflow.audit.cutting import attached_masks
 from attnflow.audit.declared import Order
-from attnflow.audit.inputs import Inputs, fresh, read
+from attnflow.audit.inputs import LOSS_ARGUMENTS, Inputs, fresh, read, with_decoder_inputs
 from attnflow.audit.packing import BOUNDARIES
 from attnflow.audit.report import AuditReport, Violation
 from attnflow.masks.batches import MaskGrid
@@ -34,7 +34,6 @@ from attnflow.models.loaded import Loaded, split, unwrapped
 _LOG: Final = logging.getLogger("attnflow.audit")
 _counting: Final = threading.Lock()
 _ALONE: Final = 2  # rows, and documents of each, that run alone
-_LOSS_ARGUMENTS: Final = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 
 
 class Guard(Handle):
@@ -231,11 +230,7 @@ def _with_rows_alone(model: nn.Module, inputs: Inputs, report: AuditReport) -> A
 
 def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | None = None) -> dict[str, Any]:
     """A batch's model call without the arguments for the loss, on its first sequences or on all (None)."""
-    call = dict(batch)
-    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    decoder = [call.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds") if call.get(name) is not None]
-    if callable(shifted) and call.get("labels") is not None and not decoder:  # made of the labels
-        call["decoder_input_ids"] = shifted(labels=call["labels"])
+    call = with_decoder_inputs(model, batch)
     if call.get("fused_lm_head"):  # TRL's loss without logits: its forward needs labels, and runs without a cache
         call["use_cache"] = False
     tensors = {name: value for name, value in call.items() if isinstance(value, Tensor) and value.ndim > 1}
@@ -243,7 +238,7 @@ def without_loss(model: nn.Module, batch: Mapping[str, Any], sequences: int | No
     whole = any("pixel" in name or "image" in name for name in tensors)  # images belong to the batch, not to its rows
     if sequences is None or whole or any(not _can_be_cut(value) for value in call.values()):
         sequences = size
-    return {name: _rows(name, value, size, sequences) for name, value in call.items() if name not in _LOSS_ARGUMENTS}
+    return {name: _rows(name, value, size, sequences) for name, value in call.items() if name not in LOSS_ARGUMENTS}
 
 
 def _by_sequence(model: nn.Module) -> bool:

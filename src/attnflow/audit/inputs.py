@@ -17,6 +17,7 @@ from attnflow.models.offload import without_numbers
 _WRITTEN = ("past", "cache", "state")  # words in the names of arguments that a forward writes into
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,15 @@ def read(
     ids = [tensor for tensor in tensors.values() if not tensor.is_floating_point()]
     pool = _pool(model, ids) if ids else torch.arange(0)
     return Inputs(kwargs, tuple(slots), next(iter(sizes.values()), 1), batched, pool)
+
+
+def with_decoder_inputs(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call with the decoder's inputs that an encoder-decoder makes of its labels, if it is given no others."""
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    given = call.get("labels") is None or any(call.get(name) is not None for name in _DECODER)
+    return (
+        dict(call) if given or not callable(shifted) else {**call, "decoder_input_ids": shifted(labels=call["labels"])}
+    )
 
 
 def config_of(model: nn.Module) -> Any:
