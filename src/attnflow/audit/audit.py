@@ -81,7 +81,7 @@ def check(
             add a note (None), or ignore them (False). Only layers of attention are tested, and not in mode "quick".
         passes: number of perturbations; see `AuditReport.coverage`. n - 1 are exhaustive for a causal order. The first
             and last positions and the borders of blocks of 64 and 16 rows, where kernels go wrong, come first. Those
-            of the first and last blocks are always tested, by up to twelve perturbations more than given.
+            of the first and last blocks are always tested, by up to sixteen perturbations more than given.
         watch: "layers" watches only layers and the model's output, which takes little memory.
         dtype: audit in this precision (torch.float64 finds weaker leaks); parameters are restored afterwards.
         seed: seed of the replacement tokens.

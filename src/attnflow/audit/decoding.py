@@ -86,7 +86,8 @@ class SteppedRunner(Runner):
         prompted = getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False)
         if prompted or not any(decoder.length in value.shape for value in kwargs.values() if isinstance(value, Tensor)):
             raise UnsupportedArchitecture(
-                f"{type(self.model).__name__} adds positions of its own, in every step anew: audit it with cache=False"
+                f"{type(self.model).__name__} adds positions of its own to every step, so it does not decode in steps "
+                "of the inputs: audit it with cache=False"
             )
         state: dict[str, Any] = {} if self._decoding.cache is None else {name: self._decoding.cache()}
         start = encoded = 0

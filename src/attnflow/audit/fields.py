@@ -15,6 +15,7 @@ from attnflow.audit.report import Violation
 
 _RANKING_DEPTH: Final = 64  # deep enough to rank positions by the order; ties fall back to their number
 _STAGES: Final = 6
+_EARLY: Final = 4  # sets beyond the passes for what only the first layers may not read
 _PLAN_WORK: Final = 500_000_000  # multiply-adds that one step of planning may cost
 _BLOCKS: Final = (64, 16)  # rows that kernels work on at a time
 
@@ -118,7 +119,8 @@ def plan(
     are tested at up to six depths; `seen[depth]` marks the positions that some module shows there.
 
     The complements of the fields at `_borders` come first. With `beyond` those at the ends of each run [start, end) are
-    always among the sets, and half of the passes are left for other pairs: up to twelve sets more for each run.
+    always among the sets, and half of the passes are left for other pairs: up to twelve sets more for each run. Four
+    more are for what growing fields forbid to the first layers alone.
     """
     depths: list[int] = []  # where fields or positions differ, ascending; of many, a few evenly spread ones
     for depth in sorted(seen):
@@ -161,7 +163,7 @@ def _greedy(stages: Sequence[Tensor], passes: int, borders: _Borders, beyond: bo
 
     limit = max(16, _PLAN_WORK // max(1, size * size * len(stages)))
 
-    def take(candidates: Tensor, most: int) -> None:
+    def take(candidates: Tensor, most: int, counted: Tensor | float = 1.0) -> None:
         if len(candidates) > limit:
             candidates = candidates[torch.linspace(0, len(candidates) - 1, limit).long()]
         pool = candidates.float()
@@ -169,7 +171,7 @@ def _greedy(stages: Sequence[Tensor], passes: int, borders: _Borders, beyond: bo
         while len(chosen) < most and len(pool):
             gain = torch.zeros(len(pool))
             for rows, left, total in zip(rows_of, untested, totals, strict=True):
-                gain += (rows * (left @ pool.T)).sum(0) / max(1.0, total)
+                gain += (rows * ((left * counted) @ pool.T)).sum(0) / max(1.0, total)
             best = int(gain.argmax())
             if gain[best] == 0:
                 break
@@ -182,7 +184,10 @@ def _greedy(stages: Sequence[Tensor], passes: int, borders: _Borders, beyond: bo
     take(~stages[-1][always], len(always) if beyond else passes)
     most = max(passes, len(chosen) + room)
     take(~stages[-1][borders.others], passes if beyond else 0)
-    take(_candidates(stages), most)
+    candidates = _candidates(stages)
+    take(candidates, most)
+    if beyond and len(stages) > 1:  # what growing fields forbid to the first layers alone, which cuts never test
+        take(candidates, len(chosen) + _EARLY, fields[-1])
     return chosen, int(sum(float(left.sum()) for left in untested)), int(sum(totals))
 
 
