@@ -1,4 +1,4 @@
-# make demo: install, then the main job.  make test: install, then the checks.  make test-all: the slow ones, too.
+# make demo: install, then the main job.  make test: install, then the checks (ROOM=masks: of one room).  make test-all: the slow ones, too.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -54,7 +54,10 @@ imports: $(ENV)  ## the direction of dependencies
 	$(call say,import-linter)
 	$(VENV)/bin/lint-imports --no-cache
 
-QUICK := tests src/attnflow --doctest-modules -m "not slow and not compiled" -n $(WORKERS) --dist worksteal
+# `make test ROOM=masks` runs the tests and doctests of one room.
+ROOM ?=
+TESTED := $(if $(ROOM),tests/$(ROOM:_core=core) src/attnflow/$(ROOM),tests src/attnflow)
+QUICK := $(TESTED) --doctest-modules -m "not slow and not compiled" -n $(WORKERS) --dist worksteal
 
 unit: $(ENV)  ## tests and doctests, without the slow ones
 	$(call say,tests)

@@ -1,10 +1,12 @@
 """The package as a whole: what importing it costs, what it offers, what a wheel of it holds."""
 
+import inspect
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
+import types
 import zipfile
 from pathlib import Path
 
@@ -66,6 +68,24 @@ def test_there_are_not_too_many_public_names():
     """A name that no guide, example or test of a user's needs is not public."""
     names = [name for module in ROOMS if module.__name__ != "attnflow.testing" for name in module.__all__]
     assert len(names) <= 106
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__.rpartition(".")[2])
+def test_public_names_and_their_methods_are_documented(room):
+    """Internal names speak for themselves (ruff's D1 is off); public ones are explained."""
+    explained = {}
+    for name in room.__all__:
+        value = getattr(room, name)
+        explained |= {name: value} if callable(value) else {}
+        members = vars(value) if inspect.isclass(value) else {}
+        explained |= {
+            f"{name}.{key}": getattr(value, key) for key, member in members.items() if _is_method(key, member)
+        }
+    assert [name for name, value in explained.items() if not inspect.getdoc(value)] == []
+
+
+def _is_method(name, member):
+    return not name.startswith("_") and isinstance(member, property | classmethod | staticmethod | types.FunctionType)
 
 
 def test_an_unknown_name_is_an_attribute_error():

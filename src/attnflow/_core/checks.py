@@ -55,7 +55,6 @@ def size(name: str, value: object) -> int:
 
 @contextmanager
 def sizes_up_to(positions: int) -> Generator[None]:
-    """Lower the limit of `size`, for what a file or a command names."""
     token = _SIZE.set(positions)
     try:
         yield
@@ -129,7 +128,6 @@ def index_array(name: str, values: object, limit: int | None = None) -> IntArray
 
 
 def permutation(name: str, values: object, size: int | None = None) -> IntArray:
-    """Check that `values` is a permutation of range(n)."""
     array = index_array(name, values)
     n = len(array) if size is None else size
     if len(array) != n or not np.array_equal(np.sort(array), np.arange(n)):
@@ -138,6 +136,5 @@ def permutation(name: str, values: object, size: int | None = None) -> IntArray:
 
 
 def preview(values: Iterable[object], limit: int = 12) -> str:
-    """Format the first few values for a message."""
     items = [str(v) for _, v in zip(range(limit + 1), values, strict=False)]
     return "[" + ", ".join(items[:limit]) + (", ...]" if len(items) > limit else "]")

@@ -82,7 +82,6 @@ def write_folder(path: str | os.PathLike[str]) -> Generator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the directory of a folder, is on the disk."""
     if sys.platform == "win32" and path.is_dir():
         return  # has no such call
     opened = os.open(path, os.O_RDONLY)
@@ -93,7 +92,6 @@ def sync(path: Path) -> None:
 
 
 def _part_of(target: Path) -> Path:
-    """Return a new name beside `target`, on the same disk, and remove what killed writers left there."""
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {target.name}: no folder {target.parent}; create it first")
     for left in target.parent.glob(f".{target.name}.*.part"):

@@ -13,18 +13,15 @@ _HIDDEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def visible(text: object) -> str:
-    """Put `text` on one line, with control, format, surrogate and unassigned characters made visible."""
     hidden = {c: _VISIBLE.get(ord(c), "\ufffd") for c in set(str(text)) if unicodedata.category(c) in _HIDDEN}
     return "".join(hidden.get(character, character) for character in str(text))
 
 
 def escape(text: object) -> str:
-    """Escape `text` for an element or a quoted attribute."""
     return html.escape(visible(text), quote=True)
 
 
 def shorten(text: object, limit: int) -> str:
-    """Make `text` visible and cut it to `limit` characters, with an ellipsis as the last."""
     shown = visible(text)
     return shown if len(shown) <= limit else shown[: max(limit - 1, 0)].rstrip() + "…"
 
@@ -52,7 +49,6 @@ def element(tag: str, content: str = "", /, **attributes: object) -> str:
 
 
 def number(value: float) -> str:
-    """Format a coordinate with at most two decimals and no trailing zeros."""
     return _trim(f"{value:.2f}") if abs(value) >= 0.005 else "0"
 
 

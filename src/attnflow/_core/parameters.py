@@ -44,8 +44,6 @@ EXAMPLES: Final[Mapping[str, Mapping[str, str]]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that text or JSON can set."""
-
     name: str
     kind: Literal["int", "bool", "ints", "text"]  # "ints": a list of integers
     required: bool
@@ -53,14 +51,12 @@ class Parameter:
     choices: tuple[str, ...] = ()  # the allowed texts, if they are few
 
     def bounded(self, value: int) -> int:
-        """Return `value`, or refuse one that is too large to be intended."""
         if value > LARGEST_NAMED:
             limit = f"{LARGEST_NAMED:,}"
             raise ValueError(f"{self.name} is at most {limit} by name, got {value}: for more, call it in Python")
         return value
 
     def read(self, text: str) -> object:
-        """Parse typed text."""
         items = text.strip().removeprefix("[").removesuffix("]").split(",")
         try:
             if self.kind == "bool":
@@ -76,7 +72,6 @@ class Parameter:
         return self.bounded(value) if isinstance(value, int) else value
 
     def check(self, value: object, where: str) -> object:
-        """Check the kind of a JSON value."""
         if value is None and not self.required and self.default is None:
             return None
         if self.kind == "int":
@@ -88,8 +83,6 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Named(Generic[_T]):
-    """A function called by name, with its parameters and a one-line summary."""
-
     name: str
     function: Callable[..., _T]
     parameters: tuple[Parameter, ...]

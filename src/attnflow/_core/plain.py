@@ -93,7 +93,6 @@ def close_to(name: str, names: Iterable[str]) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Describe a JSON value for a message."""
     if isinstance(value, Mapping | list | tuple):
         return "an object" if isinstance(value, Mapping) else "a list"
     return f"the text {value!r:.40}" if isinstance(value, str) else json.dumps(value, default=repr)

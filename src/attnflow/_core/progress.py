@@ -41,7 +41,6 @@ class Reporter:
             print(f"{what} {done}/{total}" if total else what, file=self._stream, flush=True)
 
     def stage(self, what: str) -> None:
-        """Show the current step on a terminal when there is nothing to count."""
         if self._stream.isatty():
             self._draw(0, 0, what)
 

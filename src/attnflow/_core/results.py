@@ -137,7 +137,6 @@ class Result:
         return target
 
     def _repr_html_(self) -> str:
-        """Return the HTML that notebooks show."""
         return renderer().notebook(self)
 
 
@@ -169,8 +168,6 @@ def _load_array(values: Mapping[str, Any], _: object) -> npt.NDArray[Any]:
 
 
 def _of(kind: type) -> Callable[[Any], bool]:
-    """Match fields of type `kind`, bare or under a jaxtyping annotation."""
-
     def matches(annotation: Any) -> bool:
         array = getattr(annotation, "array_type", annotation)
         return isinstance(array, type) and issubclass(array, kind)

@@ -25,7 +25,6 @@ _making: Final = threading.Lock()
 
 
 def untraced(function: _F) -> _F:
-    """Run a function outside of a compiled model, whose graph ends there."""
     return cast(_F, torch.compiler.disable(function))
 
 
@@ -44,7 +43,6 @@ class PerThread(Generic[_T]):
 
     @untraced
     def __call__(self) -> _T:
-        """Return the value of this thread."""
         if not hasattr(self._here, "value"):
             self._here.value = self._make()
             with _making:
@@ -52,7 +50,6 @@ class PerThread(Generic[_T]):
         return cast(_T, self._here.value)
 
     def all(self) -> list[_T]:
-        """List the values of the threads that are alive."""
         with _making:
             return list(self._values)
 
@@ -151,11 +148,9 @@ class Turns:
 
     @property
     def mine(self) -> bool:
-        """Whether this thread is inside a call, or runs alone."""
         return self._alone == threading.get_ident() or self._runs(threading.get_ident())
 
     def enter(self) -> None:
-        """Begin a call, from a hook of its module."""
         frame = sys._getframe()
         while frame.f_back is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
             frame = frame.f_back
@@ -173,7 +168,6 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """Run what is inside while no other thread is in a call."""
         here = threading.get_ident()
         with _looks.parking(), self._changed:
             self._waiting += 1
@@ -191,7 +185,6 @@ class Turns:
                 self._changed.notify_all()
 
     def _runs(self, thread: int) -> bool:
-        """Whether the call that a thread has begun is on its stack."""
         begun = self._inside.get(thread)
         frame = None if begun is None else sys._current_frames().get(thread)
         while frame is not None and frame is not begun:

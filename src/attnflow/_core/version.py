@@ -33,7 +33,6 @@ def installed(name: str) -> str | None:
 
 
 def untried() -> dict[str, str]:
-    """Return the installed versions that are newer than any that attnflow was tried with, by package."""
     versions = {name: installed(name) for name in NEWEST_TRIED}
     return {name: v for name, v in versions.items() if v is not None and _minor(v) > _minor(NEWEST_TRIED[name])}
 
@@ -52,5 +51,4 @@ def warn_of_untried() -> None:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """(major, minor) of a version."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -126,7 +126,6 @@ def audited(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """`check` of a model that is held in the mode and the precision in which it is to be looked at."""
     silent: tuple[str, ...] = ()
     if isinstance(model, Function):
         order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
@@ -181,7 +180,6 @@ class Auditor:
     short: dict[str, str] = field(default_factory=dict[str, str])  # what pools a sequence without its end, and why
 
     def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
-        """Whether a few perturbations move nothing at the layers, and no decoding path differs."""
         prober = Prober(runner, self.fields, self.seed, base)
         self._accept(runner, prober.base)
         size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
@@ -203,7 +201,6 @@ class Auditor:
         return not self.violations
 
     def perturb(self, runner: Runner, what: str) -> None:
-        """Test crosstalk between sequences first, then the order."""
         self.progress(0, 1, f"{what}: base pass")
         prober = Prober(runner, self.fields, self.seed)
         if not isinstance(runner, SteppedRunner):
@@ -271,7 +268,6 @@ class Auditor:
         ]
 
     def compare_paths(self, cache: bool | Sequence[int]) -> None:
-        """Compare all decoding paths with the full forward."""
         comparison = Comparison(self.model, self.call, self.watch, self.seed)
         for path in decoding_paths(self.model, self.call, cache):
             self.progress(0, 1, f"cached: {path.name}")
@@ -283,12 +279,10 @@ class Auditor:
         self.forward_passes += comparison.passes
 
     def _crossing(self) -> list[Tensor]:
-        """Sets of sequences that tell any two that are given to the model apart."""
         sets = batch_sets(self.call.batch // self.call.group, self.call.size)
         return [each.repeat_interleave(self.call.group, 0) for each in sets]
 
     def _padding(self) -> list[Tensor]:
-        """The set of all padding, for outputs that pool sequences with padding."""
         pads = ~all_real(self.call)
         return [pads] if pads.any() and any(layout.pools for layout in self.layouts.values()) else []
 
@@ -303,7 +297,6 @@ class Auditor:
             self.short[path] = f"does not move with the last real token of row {row}, at {int(ends[row].nonzero())}"
 
     def report(self, order: str, mode: Mode) -> AuditReport:
-        """Everything seen, as a report."""
         untested, unsure = self._outputs()
         breaks, plan = {violation.module for violation in self.violations}, self._plan()
         dirty = set(map(own_name, self.dirty))
@@ -352,7 +345,6 @@ class Auditor:
         return tuple(untested), tuple(notes)
 
     def _rows_of(self, layout: Layout) -> str:
-        """What the two axes of an output of similarities count."""
         here, beside = self.call.slots[-1].title, self.call.beside(self.call.kwargs).items()
         if layout.form == "pairs":
             return f"[rows of {here}, rows of {here}]"

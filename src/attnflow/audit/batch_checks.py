@@ -31,7 +31,6 @@ class Checks(Findings):
 
     @property
     def documents(self) -> int:
-        """Number of documents of all rows."""
         pairs = zip(self.reading.documents, self.reading.real, strict=True)
         return sum(len(row[real].unique()) for row, real in pairs)
 
@@ -102,7 +101,6 @@ class Checks(Findings):
         self.add("documents", late, f"{name} begins a document one token late: the end token is two before it", checked)
 
     def _ends_inside(self) -> None:
-        """Name an end token with text behind it, where no entry tells packed documents from turns of one."""
         reading = self.reading
         if reading.ids is None or not self.family.ends or reading.single:
             return
@@ -119,7 +117,6 @@ class Checks(Findings):
             self.untested.append(("documents", why))
 
     def _mixing(self, names: list[str]) -> None:
-        """Check whether the attention mask connects documents that are to stay apart."""
         reading = self.reading
         if reading.allow is not None:
             documents, real = reading.documents, reading.real
@@ -184,7 +181,6 @@ class Checks(Findings):
             self.add("mask", read, message, "mask: no padding that is read")
 
     def _answers(self) -> None:
-        """Check that every sequence, document and answer has labels, up to its end token."""
         reading, labels = self.reading, self.labels
         if reading.labels is None and reading.targets is None:
             return
@@ -232,7 +228,6 @@ class Checks(Findings):
             self.add("unsupervised", silent, message, checked)
 
     def _unended(self, ends: Tensor) -> Tensor:
-        """The last token of answers that padding or another document follows, where no end token is in the answer."""
         reading = self.reading
         assert reading.labels is not None
         unended = torch.zeros_like(ends)
@@ -283,7 +278,6 @@ class Checks(Findings):
             self.checked.append("vocabulary: ids and labels are in it")
 
     def order(self) -> str:
-        """The information flow that the batch allows, in words."""
         reading, causal = self.reading, self.family.causal
         if reading.allow is not None:
             return "the pairs of attention_mask"

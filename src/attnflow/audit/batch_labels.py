@@ -62,8 +62,6 @@ class Mistake:
 
 @dataclass
 class Findings:
-    """The results of a batch's checks, in the parts of a `BatchReport`."""
-
     mistakes: list[Mistake] = field(default_factory=list[Mistake])
     checked: list[str] = field(default_factory=list[str])
     unchecked: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -80,7 +78,6 @@ class Findings:
             self.checked.append(checked)
 
     def extend(self, other: Findings) -> None:
-        """Add what another check found, but no kind of mistake twice at one place."""
         known = {(mistake.kind, mistake.sequence, mistake.position) for mistake in self.mistakes}
         self.mistakes += [m for m in other.mistakes if (m.kind, m.sequence, m.position) not in known]
         self.checked += other.checked
@@ -91,8 +88,6 @@ class Findings:
 
 @dataclass
 class Labels(Findings):
-    """What the checks of labels found, and how the labels are taken."""
-
     words: str = ""  # how they are taken
     shift: int | None = None  # the loss takes label i from position i - shift; None if that is not known
     offset: int | None = None  # label i is the token at i + offset; None if that is not known, or differs
@@ -112,7 +107,6 @@ def supervised(reading: Reading, shift: int) -> Tensor:
 
 
 def read_labels(reading: Reading, family: Family) -> Labels:
-    """Find out how the labels are taken, and which can be read where they are predicted."""
     if family.classes:
         unchecked = [("labels", "they are classes, not tokens")]
         return Labels(words=f"{family.name}: labels are classes", unchecked=unchecked)
@@ -165,12 +159,10 @@ def read_labels(reading: Reading, family: Family) -> Labels:
 
 
 def _hidden(inputs: Tensor) -> bool:
-    """Whether one token stands for half of several, twice at least."""
     return len(inputs) > 1 and int((inputs == inputs.mode().values).sum()) >= max(2, len(inputs) / 2)
 
 
 def _share(reading: Reading, offset: int) -> float:
-    """The share of labels that equal the token at `offset`, of those with such a token in their document."""
     same, there = _equal(reading, offset)
     return float(same.sum() / there.sum()) if there.any() else 0.0
 
@@ -192,7 +184,6 @@ def moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
 
 
 def _readable(labels: Labels, reading: Reading, family: Family) -> None:
-    """Find labels whose token stands where the predicting position can read it."""
     shift, offset = labels.shift, labels.offset
     assert shift is not None
     if labels.masked:
@@ -243,7 +234,6 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
 
 
 def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: Tensor, causal: bool) -> Tensor:
-    """Whether each target can read its source, through any layers."""
     real = reading.real[row]
     if reading.allow is not None:
         if not len(target):

@@ -51,8 +51,6 @@ _MASKED: Final = re.compile(r"ForMaskedLM|ForPreTraining")
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models takes labels."""
-
     name: str = ""  # the class of the model; "" where no model is given
     shift: int | None = None  # the loss takes label i from position i - shift; None if that is not known
     causal: bool | None = None  # whether positions read only what is before them; None if that is not known
@@ -146,8 +144,6 @@ def _id(value: object) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The contents of a batch, for its checks."""
-
     # [batch, n, width] token ids; several at one position are averaged, -100 fills up. None without ids
     ids: Tensor | None
     labels: Tensor | None  # [batch, n], -100 where there is none; None without labels of this form
@@ -172,7 +168,6 @@ class Reading:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(sequences, positions)."""
         return self.real.shape[0], self.real.shape[1]
 
 
@@ -270,7 +265,6 @@ def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, Tensor | N
 
 
 def _zeros_and_ones(value: Any) -> str:
-    """The type of a mask of pairs that holds zeros and ones, or bool."""
     parts = list(cast(Mapping[str, Any], value).values()) if isinstance(value, Mapping) else [value]
     for mask in [as_tensor(part) for part in parts if part is not None and not isinstance(part, BlockMask)]:
         if mask.ndim == 4 and bool(((mask == 0) | (mask == 1)).all() & (mask == 1).any()):
@@ -286,7 +280,6 @@ def _isolated(allow: Tensor) -> Tensor:
 
 
 def _runs(marked: Tensor) -> Tensor:
-    """The marked positions that are connected to either end."""
     ends = marked.long()
     return (ends.cumprod(-1) + ends.flip(-1).cumprod(-1).flip(-1)) > 0
 
@@ -336,7 +329,6 @@ def _answers(batch: Mapping[str, Any], size: tuple[int, int]) -> Tensor | None:
 
 
 def _is_read(key: str, read: set[str], problems: tuple[str, ...], family: Family) -> bool:
-    """Whether an entry was read, or tells nothing of documents, positions and losses."""
     plain = key.removeprefix("decoder_")
     if plain in read or _HARMLESS.fullmatch(plain) or any(problem.startswith(f"{key} ") for problem in problems):
         return True
@@ -344,7 +336,6 @@ def _is_read(key: str, read: set[str], problems: tuple[str, ...], family: Family
 
 
 def _counts(batch: Mapping[str, Any], size: tuple[int, int]) -> tuple[str, Tensor] | None:
-    """A mask of zeros and ones over the labels, by its name."""
     for name in filter(_LOSS_MASK.fullmatch, batch):
         mask = as_tensor(batch[name])
         if mask.numel() == size[0] * size[1] and bool(((mask == 0) | (mask == 1)).all()):

@@ -26,23 +26,18 @@ _DOCUMENTS: Final = re.compile("len|seq|doc|seg|bound|split", re.IGNORECASE)  # 
 
 @runtime_checkable
 class Rows(Protocol):
-    """A list of rows, or a dataset."""
-
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of data as one batch, and where its positions come from."""
-
     tensors: dict[str, Tensor]
     starts: tuple[int, ...]  # of packed rows: the position where each begins; () for padded rows
     notes: tuple[str, ...]  # what was made of the rows, and what was not read
     documents: str | None  # "rows" if each padded row is one document by its form; None if that is not known
 
     def place(self, sequence: int, position: int) -> tuple[int, int]:
-        """(row, position) of the data at a place of the batch."""
         row = bisect_right(self.starts, position) - 1 if self.starts else sequence
         return row, position - self.starts[row] if self.starts else position
 
@@ -232,5 +227,4 @@ def _positions(name: str, numbers: Tensor, tokens: int) -> Tensor:
 
 
 def _few(names: Sequence[str]) -> str:
-    """The first of several names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

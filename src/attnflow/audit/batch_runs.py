@@ -89,7 +89,6 @@ def _call(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_model(model: nn.Module, batch: Mapping[str, Any]) -> object:
-    """Call a model as a training does."""
     return model(**_call(model, batch))
 
 

@@ -288,7 +288,6 @@ def _report(
 
 
 def _given(shift: int | None, causal: bool | None, eos: int | Sequence[int] | None, pad: int | None) -> dict[str, Any]:
-    """What the caller says of the family."""
     ends = None if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     values = {"shift": shift, "causal": causal, "ends": ends, "pad": pad}
     return {name: value for name, value in values.items() if value is not None}
@@ -297,7 +296,6 @@ def _given(shift: int | None, causal: bool | None, eos: int | Sequence[int] | No
 def _renamed(
     batch: object, names: Mapping[str, str] | None, documents: Documents
 ) -> tuple[Mapping[str, Any], str | None]:
-    """(the batch by the names that are known here, the entry that tells documents)."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a batch as a mapping, such as a collator returns, got {type(batch).__name__}")
     entries = dict(cast(Mapping[str, Any], batch))
@@ -318,8 +316,6 @@ def _renamed(
 
 
 def _together(reports: Sequence[BatchReport]) -> BatchReport:
-    """The report of several micro-batches, each finding with the number of its batch."""
-
     def named(number: int, text: str) -> str:
         return f"micro-batch {number}: {text}"
 

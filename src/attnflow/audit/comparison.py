@@ -58,8 +58,6 @@ class Difference:
 
 
 class Gap(NamedTuple):
-    """How far an output is from the same output of another pass."""
-
     output: str
     column: int | None
     difference: float
@@ -67,13 +65,10 @@ class Gap(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """The share of the largest number."""
         return self.difference / (self.scale or 1.0)
 
 
 class Suspect(NamedTuple):
-    """A part whose outputs differ by more than a few roundings."""
-
     part: Part
     gap: Gap
     alone: Outputs
@@ -95,8 +90,6 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class Comparison:
-    """Passes of one model over a batch, over its parts alone, and over changes of the batch."""
-
     def __init__(self, model: nn.Module, kwargs: Mapping[str, Any], seed: int) -> None:
         self.model, self.seed, self.passes = model, seed, 0
         self.batch = rows_of(model, {name: value for name, value in kwargs.items() if name not in _KEPT})
@@ -133,8 +126,6 @@ class Comparison:
             self.parts = []
 
     def run(self, kwargs: Mapping[str, Any], seed: int = 0) -> Outputs:
-        """All tensors that the model returns, by name."""
-
         def other(path: str, value: object) -> None:
             if not isinstance(value, int | float) and "cache" not in type(value).__name__.lower():
                 self.uncompared.setdefault(path.lstrip("."), f"is a {type(value).__name__}, which is not looked into")
@@ -154,7 +145,6 @@ class Comparison:
             return {}
 
     def begin(self, losses: Mapping[str, Any]) -> None:
-        """Run the batch, with its labels where the model then returns a loss per token or row, or needs them."""
         labelled = {**self.batch.kwargs, **losses}
         try:
             self.base = self.run(self.batch.kwargs)
@@ -213,7 +203,6 @@ class Comparison:
             )
 
     def _gap(self, name: str, outputs: Outputs, alone: Outputs, part: Part, rows: Rows | None = None) -> Gap | str:
-        """How far one output of a part is from the same alone, or why that cannot be said."""
         place = (rows or self.batch).where(outputs[name], alone[name], part, "encoder" in name)
         if isinstance(place, str):
             return place
@@ -258,13 +247,11 @@ class Comparison:
 
     @cached_property
     def _another(self) -> Outputs:
-        """The batch with other random numbers."""
         return self.run(self.batch.kwargs, seed=1)
 
     # -------- experiments
 
     def _cause(self, suspect: Suspect) -> str:
-        """The likeliest cause of a difference, in words."""
         part, batch = suspect.part, self.batch
         cache = "pass use_cache=False: beside a cache, position_ids keep no documents apart"
         if self._equal(self._without_cache, suspect):
@@ -290,7 +277,6 @@ class Comparison:
         return "not known"
 
     def _moves(self, outputs: Outputs, suspect: Suspect) -> bool:
-        """Whether other outputs of the batch differ from its own in this part."""
         part, gap, alone = suspect
         if gap.output not in outputs:
             return False
@@ -302,7 +288,6 @@ class Comparison:
         return self._distance(gap.output, before, after).difference > self._least(gap)
 
     def _equal(self, outputs: Outputs, suspect: Suspect) -> bool:
-        """Whether other outputs of the batch are in this part what they are alone."""
         return self._apart(outputs, suspect, self.batch) <= self._least(suspect.gap)
 
     def _apart(self, outputs: Outputs, suspect: Suspect, rows: Rows) -> float:

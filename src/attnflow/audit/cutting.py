@@ -40,14 +40,11 @@ class Axis:
 
     @property
     def length(self) -> int:
-        """The number of positions, padding included."""
         return self.real.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A row, or a document of it."""
-
     row: int
     document: int
     columns: tuple[Tensor, ...]  # of each axis
@@ -56,8 +53,6 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A model call as rows and documents that can be cut out of it."""
-
     kwargs: dict[str, Any]
     axes: tuple[Axis, ...]  # the last one holds the documents
     size: int  # number of rows
@@ -68,7 +63,6 @@ class Rows:
     stuck: str = ""  # why nothing can be cut
 
     def parts(self, documents: int | None) -> list[Part]:
-        """All rows and documents that hold a token."""
         if not self.axes:
             return [Part(row, 0, (), True) for row in range(self.size)]
         parts: list[Part] = []
@@ -87,14 +81,12 @@ class Rows:
         return self.kwargs[self.axes[-1].name].cpu(), self.axes[-1].real
 
     def trivial(self, part: Part) -> bool:
-        """Whether the part alone is called just as the batch is."""
         if self.size > 1 or any(len(run) < axis.length for run, axis in zip(part.columns, self.axes, strict=True)):
             return False
         positions = [self.kwargs.get(f"{axis.prefix}position_ids") for axis in self.axes]
         return all(p is None or torch.equal(as_tensor(p).flatten(), torch.arange(p.numel())) for p in positions)
 
     def alone(self, part: Part) -> dict[str, Any]:
-        """What the model is called with for this part alone."""
         kwargs: dict[str, Any] = {}
         for name, value in self.kwargs.items():
             if name not in self.dropped or name in self.needed:
@@ -119,7 +111,6 @@ class Rows:
         return {name: self.cut(name, value, every) for name, value in self.kwargs.items()}
 
     def axis_of(self, name: str) -> int | None:
-        """The number of the axis that an entry beside the ids belongs to."""
         prefixes = [axis.prefix for axis in self.axes]
         if name == "labels" and prefixes:
             return len(prefixes) - 1
@@ -326,7 +317,6 @@ def stirred(rows: Rows, place: int, where: Tensor, seed: int) -> dict[str, Any]:
 
 
 def attached_masks(model: nn.Module) -> list[Any]:
-    """The masks of ours that the model runs under."""
     try:
         from attnflow.masks.hf.attention import MaskedAttention
         from attnflow.models.interception import in_force

@@ -99,7 +99,6 @@ def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
 
 
 def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
-    """(whether one mask serves all layers, the masks)."""
     if isinstance(order, Mask | MaskGrid):
         return True, (order,)
     if isinstance(order, Flow):
@@ -188,7 +187,6 @@ class _Stack:
         return allow
 
     def disputes(self) -> tuple[tuple[tuple[Violation, bool], ...], tuple[str, ...]]:
-        """(what the layers ask for against the configuration and the inputs, what cannot be known)."""
         disputed: list[tuple[Violation, bool]] = []
         for words, (call, found) in self._disputed.items():
             row, *pair = found.pairs.nonzero()[0].tolist()
@@ -203,7 +201,6 @@ class _Stack:
         return not known or any(map(moves_between_positions, self.model.get_submodule(call.name).modules()))
 
     def _asked(self, kind: str | None, request: MaskRequest | None) -> tuple[Tensor, str]:
-        """(relation, how it is narrower than the whole stack's, in words)."""
         if request is None or kind in _POINTWISE or kind in _RECURRENT:
             return self._configured(kind)
         from attnflow.models.mask_request import asks_causal, pairs_asked
@@ -233,7 +230,6 @@ class _Stack:
         return allow, label
 
     def _configured(self, kind: str | None) -> tuple[Tensor, str]:
-        """The relation that the configuration gives a layer."""
         if kind in _POINTWISE:
             return torch.eye(self.length, dtype=torch.bool)[None], "nothing but itself"
         if kind is None or kind in _FULL or kind in _RECURRENT:

@@ -25,8 +25,6 @@ from attnflow.models.watching import Watch
 
 @dataclass(frozen=True)
 class DecodingPath:
-    """One decoding path of a call."""
-
     name: str  # of it in a report
     chunks: tuple[int, ...]  # lengths of prefill and decoding steps
     drafts: int = 0  # tokens that are fed and rejected after the prefill: the cache is cropped again
@@ -70,8 +68,6 @@ def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]
 
 
 class SteppedRunner(Runner):
-    """Runs a call as prefill and decoding steps with a cache."""
-
     def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int, decoding: DecodingPath) -> None:
         super().__init__(model, inputs, watch, seed)
         self._decoding = decoding
@@ -130,7 +126,6 @@ class SteppedRunner(Runner):
                     self._reject(kwargs, state, name, start)
 
     def _reject(self, kwargs: Mapping[str, Any], state: dict[str, Any], name: str, start: int) -> None:
-        """Feed wrong tokens as drafts, then crop the cache, as speculative decoding does."""
         wrong = self.inputs.draw(torch.Generator().manual_seed(self.seed + 1)).kwargs
         part = fresh(sliced(self.inputs, {**kwargs, **wrong}, start, start + self._decoding.drafts)) | state
         if hasattr(state[name], "activate_past_recording"):  # sliding layers forget, unless they are told
@@ -266,7 +261,6 @@ class Comparison:
 def _beyond(
     event: Event, whole: Event, exact: Event, exactly: Event, pads: int, dtype: torch.dtype, other: torch.dtype
 ) -> tuple[int, int, float] | None:
-    """(row, position, change) of an event's largest difference beyond rounding."""
     pairs: list[Tensor] = []
     for one, two in ((event, whole), (exactly, exact)):
         rows = _aligned(one, two, pads)
@@ -286,7 +280,6 @@ def _beyond(
 
 
 def _far(event: Event, whole: Event, pads: int) -> tuple[int, int, float] | None:
-    """As `_beyond`, of a difference that is far more than rounding in this precision."""
     rows = _aligned(event, whole, pads)
     if rows is None:
         return None
@@ -302,7 +295,6 @@ def _largest_of(change: Tensor, wrong: Tensor, event: Event, pads: int) -> tuple
 
 
 def _aligned(event: Event, whole: Event, pads: int) -> tuple[Tensor, Tensor] | None:
-    """(rows of a step behind its padding, the same rows of the full forward)."""
     start = max(event.offset - pads, 0) - whole.offset
     rows = event.values[:, max(pads - event.offset, 0) :]
     full = whole.values[:, max(start, 0) : start + rows.shape[1]]
@@ -310,7 +302,6 @@ def _aligned(event: Event, whole: Event, pads: int) -> tuple[Tensor, Tensor] | N
 
 
 def _of_pairs(event: Event) -> bool:
-    """Whether it holds attention weights, whose keys a cache orders in its own way."""
     return event.raw.ndim > 3 and event.raw.shape[-2] == event.raw.shape[-1] == event.values.shape[1]
 
 

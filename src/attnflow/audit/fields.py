@@ -75,8 +75,6 @@ class Fields:
 
 @dataclass(frozen=True)
 class Plan:
-    """The positions to change in each pass."""
-
     passes: tuple[Tensor, ...]  # bool [batch, n] each
     coverage: float  # share of the forbidden pairs that they test
     forbidden: int  # number of forbidden pairs
@@ -154,7 +152,6 @@ def batch_sets(batch: int, size: int) -> list[Tensor]:
 
 
 def _greedy(stages: Sequence[Tensor], passes: int, borders: _Borders, beyond: bool) -> tuple[list[Tensor], int, int]:
-    """(sets, untested forbidden pairs, all forbidden pairs), summed over the stages."""
     size = stages[0].shape[0]
     fields = [field.float() for field in stages]
     untested = [1 - field for field in fields]

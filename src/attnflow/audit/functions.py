@@ -60,11 +60,9 @@ class Function(nn.Module):
         self.twin: Function | None = None  # a copy that was never called; None if none can be made
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of all modules that the callable and its copy hold."""
         return (parameter for module in self.held for parameter in module.parameters(recurse=False))
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """The buffers of all modules that the callable and its copy hold."""
         return (buffer for module in self.held for buffer in module.buffers(recurse=False))
 
     def forward(self, **kwargs: Any) -> dict[str, object]:
@@ -187,7 +185,6 @@ def _shift(tokens: Tensor, other: Tensor) -> int | None:
 
 
 def _numbers(value: object) -> object:
-    """What a function returned, with arrays and lists of numbers as tensors."""
     if isinstance(value, Tensor) and value.is_meta:
         raise ValueError("the function returned a tensor on the meta device, which holds no numbers: run it on another")
     if isinstance(value, Tensor):
@@ -208,7 +205,6 @@ def _numbers(value: object) -> object:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The global names that a piece of code uses."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -216,7 +212,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _module_of(call: object) -> str:
-    """The module that a callable was written in."""
     while isinstance(call, functools.partial):
         call = call.func
     while hasattr(call, "__wrapped__"):

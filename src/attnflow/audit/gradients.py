@@ -45,7 +45,6 @@ class Targets:
 
 
 def of_logits(logits: Tensor, gradient: Tensor) -> Targets:
-    """What the gradient of a loss by its logits says that it trains."""
     eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(logits.dtype).eps)
     return _rowwise(logits, gradient, eps, lambda z, g: _fit(z, g, eps), "logits")
 

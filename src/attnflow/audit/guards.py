@@ -61,7 +61,6 @@ class Guard(Handle):
 
     @property
     def ok(self) -> bool:
-        """Whether calls were audited, none of the due ones was refused, and all audits are ok."""
         return bool(self.reports) and not self.refusals and all(report.ok for report in self.reports)
 
     def results(self) -> Sequence[AuditReport]:

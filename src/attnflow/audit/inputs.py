@@ -49,7 +49,6 @@ class Slot:
 
     @property
     def title(self) -> str:
-        """A name for messages."""
         return self.name or f"what enters {self.entry.layer if self.entry else 'the model'}"
 
 
@@ -63,8 +62,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The keyword arguments of a model call, and the slots among them."""
-
     kwargs: dict[str, Any]  # what forward is called with
     slots: tuple[Slot, ...]  # one for a decoder or an encoder; encoder and decoder slots for an encoder-decoder
     batch: int  # number of sequences; 1 where the inputs have no batch axis
@@ -74,17 +71,14 @@ class Inputs:
 
     @property
     def size(self) -> int:
-        """The number of positions of all slots."""
         return sum(slot.length for slot in self.slots)
 
     @property
     def base(self) -> Call:
-        """The unchanged call."""
         return Call(self.kwargs, {})
 
     @property
     def layers(self) -> frozenset[str]:
-        """The paths of the layers of all audited stacks."""
         return frozenset[str]().union(*(slot.layers for slot in self.slots))
 
     def beside(self, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -121,7 +115,6 @@ class Inputs:
         return changed
 
     def values(self, slot: Slot) -> Tensor:
-        """The slot's argument, given a batch axis."""
         tensor = cast(Tensor, self.kwargs[cast(str, slot.name)])
         return tensor if self.batched else tensor[None]
 
@@ -169,7 +162,6 @@ class Inputs:
         return Call(kwargs, noise)
 
     def in_precision(self, dtype: torch.dtype | None) -> Inputs:
-        """The same call with floating-point tensors in `dtype`."""
         if dtype is None:
             return self
         floating = {n: v for n, v in self.kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()}
@@ -183,7 +175,6 @@ class Inputs:
 
 
 def fresh(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for one pass, with copies of the caches and states that a model writes into."""
     return {name: _copied(value, any(word in name for word in _WRITTEN)) for name, value in kwargs.items()}
 
 
@@ -207,7 +198,6 @@ def _copied(value: Any, written: bool) -> Any:
 def read(
     model: nn.Module, inputs: str | Sequence[int] | Tensor | Mapping[str, Any], tokenizer: Any | None = None
 ) -> Inputs:
-    """`inputs` as keyword arguments, with a slot for each argument that holds a value per position."""
     if without_numbers(model):
         raise ValueError(f"{type(model).__name__} has parameters on the meta device: load its weights before an audit")
     given = tokenized(inputs, tokenizer)
@@ -262,7 +252,6 @@ def config_of(model: nn.Module) -> Any:
 
 
 def takes_use_cache(model: nn.Module) -> bool:
-    """Whether a call takes `use_cache`, also through the keywords that heads of transformers hand on."""
     named = inspect.signature(model.forward).parameters.values()
     passes_on = hasattr(model, "config") and any(each.kind is each.VAR_KEYWORD for each in named)
     return accepted(model, "use_cache") is not None or passes_on

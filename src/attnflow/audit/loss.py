@@ -48,8 +48,6 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class SeenLoss:
-    """A loss that was read off itself, in the columns of its batch."""
-
     token: Tensor  # int64 [batch, n]
     weight: Tensor  # float64 [batch, n]
     certain: Tensor  # int64 [batch, n]
@@ -264,7 +262,6 @@ def between_batches(losses: list[SeenLoss]) -> str | None:
 
 
 def terms(loss: SeenLoss, batch: Mapping[str, Any]) -> list[str]:
-    """What the loss is made of, a line each."""
     targets, there = loss.targets, loss.token >= 0
     weights, count = loss.weight[there], int(there.sum())
     lines: list[str] = []
@@ -309,7 +306,6 @@ def _rest(targets: Targets) -> tuple[str, bool]:
 
 
 def trained_runs(loss: SeenLoss, labels: Tensor | None) -> tuple[Trained, ...]:
-    """The trained positions by row, neighbours of one weight together."""
     runs: list[Trained] = []
     wanted = None if labels is None or loss.shift is None else loss.wanted(labels)
     for row, column in (loss.token >= 0).nonzero().tolist():
@@ -325,6 +321,5 @@ def trained_runs(loss: SeenLoss, labels: Tensor | None) -> tuple[Trained, ...]:
 
 
 def shown(runs: tuple[Trained, ...]) -> list[str]:
-    """A line for each run, of the first sequences."""
     lines = [f"loss: {run}" for run in runs[: 2 * _SHOWN]]
     return lines + ([f"loss: and {len(runs) - len(lines)} more"] if len(runs) > len(lines) else [])

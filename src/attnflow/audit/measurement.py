@@ -214,7 +214,6 @@ def record(
 
 
 def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
-    """One relation per sample, or their union where nothing distinguishes the samples."""
     slots = {slot.name for slot in inputs.slots}
     marks = [value for name, value in inputs.kwargs.items() if isinstance(value, Tensor) and name not in slots]
     marks = [mark for mark in marks if not mark.is_floating_point() and mark.ndim > 1 and len(mark) == inputs.batch]
@@ -225,8 +224,6 @@ def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
 
 
 class _Whole:
-    """The whole model, from its inputs to its last output for each sequence."""
-
     def __init__(self, model: nn.Module, inputs: Inputs, seed: int) -> None:
         self.module = model
         self.columns = range(inputs.size)
@@ -238,7 +235,6 @@ class _Whole:
         self._drawn = [inputs.draw(generator) for _ in range(SAMPLES)]
 
     def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
-        """The last outputs with inputs in `dtype`, the input at `column` replaced by sample `sample`."""
         inputs = self._inputs.in_precision(dtype)
         selected = torch.zeros(inputs.batch, inputs.size, dtype=torch.bool)
         if column is not None:

@@ -166,7 +166,6 @@ def real_positions(inputs: Inputs, slot: Slot) -> Tensor:
 
 
 def unplaced_padding(inputs: Inputs) -> list[str]:
-    """Masks whose padding has no known place among the positions that the layers get."""
     words: list[str] = []
     for slot in inputs.slots:
         name = _name_of(slot, "attention_mask")
@@ -223,7 +222,6 @@ def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) ->
 
 
 def as_tensor(value: object) -> Tensor:
-    """A tensor, array or nested list as a tensor on the CPU."""
     return (value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))).detach().cpu()
 
 
@@ -256,7 +254,6 @@ def _changes(numbers: Tensor, real: Tensor) -> Tensor:
 
 
 def _before(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """(the value at the previous real position, whether there is one and the position itself is real)."""
     last = torch.where(real, torch.arange(real.shape[1]), -1).cummax(-1).values
     last = F.pad(last[:, :-1], (1, 0), value=-1)
     return values.gather(1, last.clamp(min=0)), real & (last >= 0)

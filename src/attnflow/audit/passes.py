@@ -27,8 +27,6 @@ Watched = Literal["modules", "layers"]
 
 
 class Key(NamedTuple):
-    """The name of one tensor of a pass, the same in every pass over inputs of one shape."""
-
     step: int
     module: str
     call: int
@@ -38,8 +36,6 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """A tensor with a sequence axis that enters or leaves a module."""
-
     key: Key  # its name
     blame: str  # the module that made it: the module itself for its output, the caller for its input
     layer: int | None  # index of the surrounding layer, None outside of layers
@@ -79,8 +75,6 @@ def layer_names(model: nn.Module) -> dict[str, int]:
 
 
 class Tracer:
-    """Turns the calls of watched modules into events, over one pass or the steps of a cached run."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -102,7 +96,6 @@ class Tracer:
         self.begin(0)
 
     def begin(self, step: int, depth: int = 0) -> None:
-        """Start a pass, or a step of a cached run that skips the first `depth` layers (the encoder)."""
         self.step = step
         self.depth = depth  # layers begun in this pass
         self.layer_calls: dict[str, int] = {}  # how often each layer was called in the last pass
@@ -141,8 +134,6 @@ class Tracer:
                 self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
 
     def _receive(self, call: ModuleCall, root: object) -> None:
-        """Show every tensor of the model's own output, in the layout of the first pass."""
-
         def unknown(path: str, value: object) -> None:
             # A cache of keys and values or states is audited on its own, by decoding.
             if "cache" not in type(value).__name__.lower() and not hasattr(value, "get_seq_length"):
@@ -185,7 +176,6 @@ class Runner:
         self._widths = frozenset(size for parameter in inner for size in parameter.shape[:2])
 
     def run(self, call: Call, visit: Callable[[Event], None]) -> None:
-        """Run one pass (or one cached run), and show every event to `visit` in order of execution."""
         seed_all(self.seed)
         with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments):
             kept = call.kwargs.get("logits_to_keep")
@@ -250,7 +240,6 @@ class Runner:
 
 
 def frame_of(inputs: Inputs) -> Frame:
-    """The frame of one full forward."""
     streams = any(slot.entry is not None and slot.entry.axis > 0 for slot in inputs.slots)
     return Frame(inputs.batch, inputs.batched, {slot.length: slot.offset for slot in inputs.slots}, streams)
 
@@ -301,7 +290,6 @@ def moved(
 
 
 def entering(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The first tensor of vectors among a layer's arguments."""
     values = (*args, *kwargs.values())
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 3), None)
 

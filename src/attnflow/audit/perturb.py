@@ -33,22 +33,17 @@ _NOISE: Final = 4.0  # noise is known from a few runs only
 
 @dataclass(frozen=True)
 class Moved:
-    """The rows of an event that moved against the declared order."""
-
     event: Event  # the event, as it was before
     change: Tensor  # largest change of each forbidden row [batch, positions of the event]; 0 elsewhere
     confirmed: bool | None = None  # as of a violation
 
     def largest(self) -> tuple[int, int]:
-        """(row of the batch, joint position) of the largest change."""
         row, column = divmod(int(self.change.argmax()), self.change.shape[1])
         return row, column + self.event.offset
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A perturbation and the first event that it moved."""
-
     selected: Tensor
     drawn: Call
     moved: Moved
@@ -85,7 +80,6 @@ class Prober:
 
     @property
     def noise(self) -> float:
-        """The largest difference between two runs on the same inputs."""
         return max(self._noise.values(), default=0.0)
 
     def settle(self) -> None:
@@ -185,7 +179,6 @@ class Prober:
         )
 
     def padding_read(self) -> list[Violation]:
-        """What moves with other inputs where their masks hide them, as encoder states that a decoder is called with."""
         found: list[Violation] = []
         inputs, none, watched = self.runner.inputs, self._every(False), self._every(True)
         for slot in inputs.slots:  # what stands beside the tokens may be of the other input itself
@@ -210,7 +203,6 @@ class Prober:
         return () if ids is None or ids.is_floating_point() else tuple(torch.atleast_2d(ids)[row].tolist())
 
     def state_violation(self) -> Violation:
-        """The state that `settle` saw, as a violation."""
         assert self.stateful is not None
         event, (row, target) = self.stateful.event, self.stateful.largest()
         change = float(self.stateful.change.max())
@@ -387,6 +379,5 @@ class Prober:
 
 
 def _size(moved: Moved) -> tuple[Tensor, bool]:
-    """(which rows moved by more than the rounding of their values, whether one did by far)."""
     values, eps = moved.event.values, torch.finfo(moved.event.values.dtype).eps
     return moved.change > rounding_bound(values, eps), float(moved.change.max()) > math.sqrt(eps) * scale_of(values)

@@ -36,14 +36,11 @@ _SAMPLES: Final = 3
 
 
 def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
-    """The layer calls of one forward, in order of execution."""
     layers = {name: unwrapped(model.get_submodule(name)) for name in inputs.layers}
     return calls_of(layers, lambda: model(**fresh(inputs.kwargs)))
 
 
 class ReplayedLayer:
-    """A layer call as a function of one of its inputs."""
-
     depth: Final = 1  # layers, each of which rounds
 
     def __init__(self, call: Call, name: str, frame: Frame, generator: torch.Generator) -> None:
@@ -57,7 +54,6 @@ class ReplayedLayer:
         self._noise: dict[int, Tensor] = {}
 
     def outputs(self, dtype: torch.dtype | None, column: int | None = None, sample: int = 0) -> Outputs:
-        """The output with arguments in `dtype`, input position `column` moved by noise `sample`."""
         moved = self._tensor.clone()
         if column is not None:
             rows = cast(tuple[Tensor, int], _rows(moved, self._frame))[0]
@@ -199,7 +195,6 @@ def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:
 
 
 def holds_attention(model: nn.Module, call: LayerCall) -> bool:
-    """Whether a layer has attention and no mixer of another kind."""
     modules = list(model.get_submodule(call.name).modules())
     return any(map(attends, modules)) and not any(map(moves_between_positions, modules))
 

@@ -188,7 +188,6 @@ class AuditReport(Result):
         return "\n".join(lines) + ">"
 
     def __str__(self) -> str:
-        """The verdict, what was tested, the violations as a table, and remarks."""
         return self.text()
 
     def text(self, width: int | None = None) -> str:
@@ -237,10 +236,8 @@ class AuditReport(Result):
 
 
 def _cut(text: str, limit: int) -> str:
-    """At most `limit` characters from the end of `text`, which distinguishes modules."""
     return text if len(text) <= limit else f"...{text[3 - limit :]}"
 
 
 def few(names: Sequence[str], limit: int = 4) -> str:
-    """The first few of many names, for a message."""
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

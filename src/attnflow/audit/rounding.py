@@ -24,7 +24,6 @@ def row_change(after: Tensor, before: Tensor) -> Tensor:
 
 
 def other_precision(dtype: torch.dtype) -> torch.dtype:
-    """The precision to compare with."""
     return torch.float32 if dtype == torch.float64 else torch.float64
 
 
@@ -43,12 +42,10 @@ def recurs(change: Tensor, values: Tensor, other_values: Tensor, other_moved: Te
 
 
 def scale_of(values: Tensor) -> float:
-    """The largest absolute value."""
     return float(values.double().abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
 def unit(values: Tensor) -> float:
-    """The unit in the last place of one, in the precision that products of `values` are computed in."""
     eps, device = torch.finfo(values.dtype).eps, values.device.type
     if values.dtype == torch.float64:
         return eps

@@ -68,7 +68,6 @@ def tokenized(row: Mapping[str, Any], tokenizer: Any, remarks: list[str]) -> tup
 
 
 def _ended(name: str, text: Any, tokenizer: Any, remarks: list[str]) -> str:
-    """The text with the end token behind it."""
     if not isinstance(text, str):
         raise ValueError(f"{name} must be text{' like prompt' if name == 'completion' else ''}, got {kind_of(text)}")
     end = tokenizer.eos_token or ""
@@ -78,7 +77,6 @@ def _ended(name: str, text: Any, tokenizer: Any, remarks: list[str]) -> str:
 
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation, each with a role."""
     messages: list[Any] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if not messages:
         what = "an empty list" if isinstance(value, Sequence) and not len(value) else kind_of(value)
@@ -92,8 +90,6 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 class _Chat:
-    """The chat template of a tokenizer, with what a row passes to it."""
-
     def __init__(self, row: Mapping[str, Any], tokenizer: Any) -> None:
         tools, more = row.get("tools"), row.get("chat_template_kwargs") or {}
         taken = [name for name in more if name in inspect.signature(tokenizer.apply_chat_template).parameters]

@@ -15,8 +15,6 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Frame:
-    """The lengths and offsets that identify sequence axes."""
-
     batch: int  # number of sequences
     batched: bool
     segments: Mapping[int, int]  # {length: joint position of the first one}
@@ -106,22 +104,18 @@ class Layout(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether rows belong to positions."""
         return not (self.pooled or self.form in ("one per sequence", "pairs", "unknown"))
 
     @property
     def related(self) -> bool:
-        """Whether numbers are of two rows each, as similarities of texts and images are."""
         return self.form in ("related", "related columns", "pairs")
 
     @property
     def pooled(self) -> bool:
-        """Whether a whole sequence is summed up in one vector."""
         return self.form in ("pooled", "related", "related columns")
 
     @property
     def pools(self) -> bool:
-        """Whether it is one vector or number for each sequence."""
         return self.sure and (self.form == "pooled" or (self.form == "one per sequence" and len(self.shape) == 1))
 
 

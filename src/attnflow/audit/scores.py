@@ -156,7 +156,6 @@ def _labels_of(
 
     @functools.cache
     def moved(start: int) -> list[bool]:
-        """Which numbers move when the tokens from `start` on change."""
         before = torch.arange(n) < start
         after = [numbers(torch.where(before, tokens, other)) for other in drawn]
         return torch.stack([(base != each).any(0) for each in after if each is not None]).any(0).tolist()
@@ -189,8 +188,6 @@ def _in_turn(places: list[int], n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Sum:
-    """The probabilities of the choices at one position, for each sequence."""
-
     label: int
     total: Tensor  # [batch]: of the choices that were scored
     estimate: Tensor  # [batch]: of all choices, without bias
@@ -270,7 +267,6 @@ class _Scorer:
 
 
 def _judged(report: AuditReport, sums: list[_Sum], vocab_size: int, tolerance: float, scorer: _Scorer) -> AuditReport:
-    """The report of the order, with what the sums show."""
     totals = torch.stack([each.total for each in sums])  # [positions, batch]
     estimates = torch.stack([each.estimate for each in sums])
     whole = sums[0].scored == vocab_size

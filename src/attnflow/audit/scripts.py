@@ -25,8 +25,6 @@ _VOCABULARY: Final = 50  # ids that any vocabulary has, where the size of it is 
 
 
 class Audited(NamedTuple):
-    """What a name in a script stands for, with the inputs and the order that its function returned beside it."""
-
     subject: nn.Module | Loaded | Callable[..., object]
     inputs: Any = None
     order: Any = None
@@ -112,7 +110,6 @@ def _parts(target: str) -> tuple[Path, str]:
 
 
 def _contents(file: str, module: types.ModuleType) -> str:
-    """List what a script defines that could be audited."""
     names = [
         name
         for name, value in vars(module).items()

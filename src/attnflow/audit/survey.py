@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerCall:
-    """One call of a layer."""
-
     name: str  # its path
     index: int  # its number in its list
     shape: tuple[int, ...]  # of the first tensor that it is called with
@@ -95,7 +93,6 @@ _Arrival = tuple[int, int, Any]
 
 @contextmanager
 def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[list[LayerCall], list[_Arrival]]]:
-    """(layer calls, masks that reach the modules inside) of what runs in this context."""
     calls: list[LayerCall] = []
     seen: list[_Arrival] = []
     inside: list[int] = []
@@ -223,7 +220,6 @@ def _axes(
 
 
 def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
-    """Note at each layer call the request that made the mask reaching it."""
     for number, call in enumerate(calls):
         if call not in result.calls:
             continue

@@ -38,8 +38,6 @@ class LossUnread(Exception):
 
 @dataclass(eq=False)
 class Returned:
-    """A tensor that a module returned, and the gradient of the loss by it."""
-
     tensor: Tensor
     call: int  # number of the outermost call in which it was returned
     source: Tensor | None = None  # what its module made it of, row by row
@@ -52,8 +50,6 @@ class Returned:
 
 @dataclass(eq=False)
 class Pass:
-    """What one run of the loss showed."""
-
     logits: deque[Returned]  # what may be logits, the last tensors
     states: deque[Returned]  # what may be the hidden states of the last layer
     wide: deque[Tensor]  # what modules returned of [batch, positions, width]
@@ -98,7 +94,6 @@ def read_targets(
 
 
 def _differentiate(loss: Tensor, parts: Sequence[Returned]) -> None:
-    """Keep the gradient of the loss by each part."""
     tensors = [part.tensor for part in parts]
     scale = 1024.0 if any(t.dtype == torch.float16 for t in tensors) else 1.0  # small gradients would be lost
     whole = torch.full_like(loss, scale)
@@ -181,7 +176,6 @@ def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
 
 @contextmanager
 def _without_gradients(model: nn.Module) -> Generator[None]:
-    """Set the gradients of the parameters aside, for a step that calls backward."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in before:
         parameter.grad = None
@@ -232,7 +226,6 @@ def _matters(part: Returned) -> bool:
 
 
 def _joined(part: Returned, shown: Pass) -> Targets:
-    """What the logits show, where they were made of a part of the hidden states at its positions, with other parts."""
     targets, places = of_logits(part.tensor, cast(Tensor, part.gradient)), _places(part, shown.wide)
     size = part.tensor.shape[-1]
     others = [o for o in shown.logits if o.call != part.call and o.tensor.shape[-1] == size and _matters(o)]
@@ -286,7 +279,6 @@ def _in_order(sought: list[int], known: list[int], last: bool) -> list[int]:
 
 
 def _scattered(targets: Targets, states: Tensor, places: Tensor) -> Targets:
-    """The targets at these rows of the hidden states, and nothing at the others."""
     untrained = {"token": NOTHING, "certain": NOTHING, "temperature": 1.0}
 
     def at(name: str) -> Tensor:
@@ -298,7 +290,6 @@ def _scattered(targets: Targets, states: Tensor, places: Tensor) -> Targets:
 
 
 def _union(first: Targets, second: Targets) -> Targets:
-    """Both, where they train other positions."""
     here = first.trained | (first.certain != NOTHING)
     parts = {name: getattr(first, name).where(here, getattr(second, name)) for name in _COLUMNS}
     return replace(first, **parts, precision=max(first.precision, second.precision))

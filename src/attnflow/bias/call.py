@@ -106,12 +106,10 @@ class Call:
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
         return self.query.shape[1]
 
     @property
     def heads_per_kv(self) -> int:
-        """Query heads that share one key-value head."""
         return self.query.shape[1] // self.key.shape[1]
 
     def tensors(self) -> list[Tensor]:
@@ -121,7 +119,6 @@ class Call:
         return [self.query, self.key, self.value, *sinks, *terms]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
-        """The same call on other tensors, in the order of `tensors()`."""
         query, key, value, *rest = tensors
         sinks = None if self.sinks is None else rest.pop(0)
         terms: list[Term] = []

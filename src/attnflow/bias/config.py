@@ -48,13 +48,11 @@ class LayerShape:
     is_causal: bool
 
     def groups(self, share_heads: ShareHeads) -> int:
-        """Number of networks of this layer."""
         if share_heads is True:
             return 1
         return self.num_kv_heads if share_heads == "kv" else self.num_heads
 
     def widths(self, reference: Reference) -> tuple[int, int]:
-        """(width of a query's vector, width of a key's vector) as one network reads them."""
         if reference == "hidden":
             return self.hidden_size, self.hidden_size
         if reference == "per_head":

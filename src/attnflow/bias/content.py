@@ -59,7 +59,6 @@ class KeyNetwork(Kind["GuidanceConfig | KeyConfig"]):
     def term(
         self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
     ) -> Additive | Guidance:
-        """The same number for every query."""
         return Additive(unflatten(columns, self.maps).squeeze(-1))
 
 
@@ -80,7 +79,6 @@ class GuidanceNetwork(KeyNetwork):
         return flatten(self.key(keys))
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Guidance:
-        """The network on every (query, key)."""
         rows = self.query(queries) + spread(self.hidden_bias, self.maps)[:, None]
         parameters = (self.norm.weight, self.norm.bias, self.output_weight, self.output_bias)
         return Guidance(rows, unflatten(columns, self.maps), *(spread(p, self.maps) for p in parameters))
@@ -181,7 +179,6 @@ class LowRank(Kind["LowRankConfig"]):
         return flatten(self.key(keys))
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Product:
-        """The inner products."""
         return Product(self.query(queries) / math.sqrt(self.config.rank), unflatten(columns, self.maps))
 
 
@@ -203,7 +200,6 @@ class _OfKeys(Kind["BilinearConfig | DotConfig"]):
     """B_ij = u_i . k_j with the key's vector itself."""
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
-        """The key's vector."""
         return wide(keys.reference(self.config.reference))
 
     def by_map(self, columns: Tensor) -> Tensor:
@@ -225,7 +221,6 @@ class Bilinear(_OfKeys):
         as_last(self.query.weight, self.query.weight.shape[-1], config.init)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Product:
-        """(W^T q_i) . k_j."""
         rows = self.query(queries) / math.sqrt(math.prod(self.query.weight.shape[1:]))
         return Product(rows, self.by_map(columns))
 

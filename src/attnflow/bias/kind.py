@@ -83,11 +83,9 @@ class Pairwise(nn.Module):
         self.network, self.name = network, reference
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
-        """The key's vector."""
         return wide(keys.reference(self.name))
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Dense:
-        """What the module returns."""
         rows = queries.reference(self.name)
         bias = self.network(rows, columns.to(rows.dtype))
         expected = (rows.shape[1], columns.shape[1])
@@ -132,7 +130,6 @@ class LayerBias(nn.Module):
     def terms(
         self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None = None
     ) -> tuple[Term, ...]:
-        """The terms of one call, from the columns of all keys in the order of `columns`."""
         parts = columns.split(self._widths, dim=-1)
         return tuple(
             cast(ScoreTerm, kind).term(queries, part, slots) for kind, part in zip(self.kinds, parts, strict=True)
@@ -150,7 +147,6 @@ class LayerBias(nn.Module):
 
 
 def layer_biases(model: nn.Module) -> Iterator[tuple[str, LayerBias]]:
-    """(path, bias) of every attention layer of a model that has one."""
     for name, module in model.named_modules():
         if isinstance(module, LayerBias):
             yield name, module
@@ -176,7 +172,6 @@ class Kind(nn.Module, Generic[_Config]):
         return keys.positions.to(torch.float64 if last.dtype == torch.float64 else torch.float32)[..., None]
 
     def is_zero(self) -> bool:
-        """Whether the last layer, gain or table is zero."""
         return not any(bool(attrgetter(name)(self).any()) for name in self.last)
 
 
@@ -233,10 +228,8 @@ def spread(parameter: Tensor, maps: int) -> Tensor:
 
 
 def flatten(features: Float[Tensor, "batch groups tokens out"]) -> Float[Tensor, "batch tokens width"]:
-    """Features of all maps side by side, as the cache holds them."""
     return features.transpose(1, 2).flatten(2)
 
 
 def unflatten(columns: Float[Tensor, "batch keys width"], maps: int) -> Float[Tensor, "batch groups keys out"]:
-    """The inverse of `flatten`."""
     return columns.unflatten(-1, (maps, -1)).transpose(1, 2)

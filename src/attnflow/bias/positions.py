@@ -31,7 +31,6 @@ class DenseTable(Kind["DenseConfig"]):
         nn.init.normal_(self.values, std=config.std)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Dense:
-        """The table at the positions of queries and keys."""
         table, length = self.values, self.config.max_length
         keys, rows = columns.squeeze(-1).long(), queries.positions
         last = 0 if torch.compiler.is_compiling() else max(int(keys.max()), int(rows.max()))
@@ -123,7 +122,6 @@ class Relative(Kind["RelativeConfig"]):
         nn.init.normal_(self.table, std=config.std)
 
     def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Offset:
-        """The table over distances."""
         keys = columns.squeeze(-1).long()
         return Offset(wide(self.table), self.bucket_of, queries.positions, keys, self.config.max_distance)
 

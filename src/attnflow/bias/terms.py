@@ -34,9 +34,7 @@ class Term(Protocol):
     """
 
     @property
-    def groups(self) -> int:
-        """Number of distinct maps."""
-        ...
+    def groups(self) -> int: ...
 
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
         """B for a block of pairs, in float32 (or float64); the batch dimension may be 1."""
@@ -46,9 +44,7 @@ class Term(Protocol):
         """The tensors that it is made of, by name, in a fixed order; their gradients are computed by blocks."""
         ...
 
-    def with_tensors(self, tensors: list[Tensor]) -> Term:
-        """The same term on other tensors, given in the order of `tensors()`."""
-        ...
+    def with_tensors(self, tensors: list[Tensor]) -> Term: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +53,6 @@ class _Tensors:
 
     @property
     def groups(self) -> int:
-        """Number of distinct maps."""
         return next(iter(self.tensors().values())).shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -65,7 +60,6 @@ class _Tensors:
         return {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
 
     def with_tensors(self: T, tensors: Iterable[Tensor]) -> T:
-        """The same term on other tensors, given in the order of `tensors()`."""
         return replace(self, **dict(zip(self.tensors(), tensors, strict=True)))
 
 
@@ -114,7 +108,6 @@ class Product(_Tensors):
     columns: Float[Tensor, "batch groups keys rank"]
 
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
-        """B for a block of pairs."""
         return wide(self.rows)[:, :, rows] @ wide(self.columns)[:, :, columns].mT
 
 
@@ -131,7 +124,6 @@ class Additive(_Tensors):
     rows: Float[Tensor, "batch_or_1 groups queries"] | None = None
 
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
-        """B for a block of pairs."""
         keys = wide(self.columns)[:, :, None, columns]
         if self.rows is None:
             count = (rows.stop or 0) - (rows.start or 0)
@@ -160,16 +152,13 @@ class Offset(_Tensors):
 
     @property
     def groups(self) -> int:
-        """Number of distinct maps."""
         return self.table.shape[0]
 
     def buckets(self, rows: slice, columns: slice) -> Int[Tensor, "batch queries keys"]:
-        """The place in the table of each pair of a block."""
         distance = self.column_positions[:, None, columns] - self.row_positions[:, rows, None] + self.origin
         return self.bucket_of[distance.clamp(0, self.bucket_of.shape[0] - 1)]
 
     def tile(self, rows: slice, columns: slice) -> Float[Tensor, "batch groups queries keys"]:
-        """B for a block of pairs."""
         return wide(self.table)[:, self.buckets(rows, columns)].movedim(0, 1)
 
 

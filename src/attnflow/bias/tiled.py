@@ -161,7 +161,6 @@ class GuidanceTiles(Tiles):
         self.to_offset += upstream.sum(dim=(1, 2))
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradient of each of the term's tensors, from all blocks gathered."""
         factor = (self.gain * self.weight)[:, None]
         sides: list[Tensor | None] = []
         to_gain = torch.zeros_like(self.gain)
@@ -299,8 +298,6 @@ def blocks_of(call: Call) -> Iterator[Block]:
 
 
 class RowTiles:
-    """One call, ready to be computed block by block."""
-
     def __init__(self, call: Call, seed: int | None, learns: bool = False) -> None:
         """`seed` decides which weights dropout drops, None for none; `learns`: gradients of the terms are needed."""
         self.call, self.seed, self.learns = call, seed, learns
@@ -310,7 +307,6 @@ class RowTiles:
         ]
 
     def forward(self) -> Tensor:
-        """The output, in the type of the values."""
         call = self.call
         output = call.value.new_zeros((*call.query.shape[:3], call.value.shape[3]))
         for block in blocks_of(call):

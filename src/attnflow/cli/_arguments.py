@@ -158,7 +158,6 @@ def load(name: str, tokenizer: bool = True, without: str = "this command reads t
 
 
 def describe(name: str, loaded: Loaded) -> str:
-    """Describes a loaded model in one line."""
     model = loaded.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     layers = getattr(model.config, "num_hidden_layers", None)
@@ -166,7 +165,6 @@ def describe(name: str, loaded: Loaded) -> str:
 
 
 def sample() -> str:
-    """Returns real text, with line breaks and indents as single spaces."""
     from attnflow.models import sample_text
 
     return " ".join(sample_text(characters=4000).split())

@@ -89,13 +89,11 @@ def _broken(text: str, width: int, first: str, other: str) -> list[str]:
 
 
 def complain(message: str) -> None:
-    """Prints a message to stderr, on a terminal wrapped between words."""
     width = shutil.get_terminal_size().columns
     print(wrapped(message, width) if sys.stderr.isatty() else message, file=sys.stderr)
 
 
 def print_result(result: Result) -> None:
-    """Prints a result as strict JSON, which its `from_json` reads."""
     print(result.to_json().rstrip("\n"))
 
 
@@ -116,7 +114,6 @@ def print_json(schema: str, payload: Mapping[str, object]) -> None:
 
 
 def style(ok: bool) -> str:
-    """Returns the style of a verdict."""
     return "bold green" if ok else "bold red"
 
 

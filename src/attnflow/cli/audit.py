@@ -21,8 +21,6 @@ _DATA: Final = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 class _ModelByDefault(TyperGroup):
-    """Reads `audit MODEL` as a command of its own, whose options its help shows."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         by_name = args[:1] and args[0] in ("batch", "-h", "--help")
         data = next((word for word in args if word.endswith(_DATA)), None)
@@ -153,7 +151,6 @@ def audit(
 
 
 def _positions(inputs: object) -> int:
-    """Counts the tokens that a script's inputs have in each sequence."""
     for value in inputs.values() if isinstance(inputs, Mapping) else (inputs,):
         if len(shape := getattr(value, "shape", ())) > 1:
             return int(shape[1])
@@ -179,7 +176,6 @@ def _with_flags(text: str) -> str:
 
 @contextmanager
 def _naming_flags() -> Generator[None]:
-    """Names the flags in errors of the library that name its arguments."""
     try:
         yield
     except (ValueError, TypeError, AttnflowError) as error:

@@ -99,8 +99,6 @@ def _print(report: BatchReport, places: _Places, title: str) -> None:
 
 @dataclass(frozen=True)
 class _Lines:
-    """The first rows of a file."""
-
     rows: list[dict[str, object]]
     unit: str  # "line" (from 1) or "row" (from 0)
     numbers: list[int]
@@ -112,7 +110,6 @@ class _Lines:
 
 
 def _read(path: Path, limit: int) -> _Lines:
-    """Read the first rows, and count the others."""
     from attnflow._core.files import to_read
 
     if to_read(path).is_dir():
@@ -212,14 +209,11 @@ def _model(name: str, tokenizer: Any, texts: bool) -> Any:
 
 @dataclass(frozen=True)
 class _Places:
-    """Names places of a batch as places of the file."""
-
     read: RowBatch
     lines: _Lines
     tokenizer: Any
 
     def of(self, text: str, sequence: int | None = None) -> str:
-        """Return a line of a report, about the `sequence` that it names or the given one, with places of the file."""
         named = re.search(r"\b(?:sequence|row) (\d+)", text)
         sequence = int(named[1]) if named else sequence
         places = [int(place) for match in _POSITIONS.finditer(text) for place in match.groups()[1:] if place]
@@ -251,7 +245,6 @@ class _Places:
         return repr(text) if text else f"token {token}"
 
     def mistake(self, mistake: Mistake) -> dict[str, object]:
-        """Return a mistake with its place in the file."""
         row, position = self.read.place(mistake.sequence, mistake.position)
         return {
             "kind": mistake.kind,

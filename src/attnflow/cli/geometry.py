@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class _ScoreByDefault(TyperGroup):
-    """Reads `geometry MODEL...` as `geometry score MODEL...`."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from attnflow._core.plain import close_to
 
@@ -177,7 +175,6 @@ def geometry_why(
 
 
 def _chosen(found: ScoreAttribution, row: Row) -> str:
-    """Says why this head was chosen, and names the token."""
     from attnflow.geometry.attribution import telling
     from attnflow.report.attribution import CHOICE, key_name
 

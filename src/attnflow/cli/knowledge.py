@@ -26,7 +26,6 @@ def build(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A short name, a folder, a GGUF file or a hub id.")],
     json_output: JsonFlag = False,
 ) -> None:
-    """Build a store from the feed-forward entries of a model."""
     require(model)
     from attnflow.knowledge.hf.convert import from_ffn, save_entries
     from attnflow.knowledge.store import Store

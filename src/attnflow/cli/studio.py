@@ -75,7 +75,6 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
 
 
 def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
-    """Returns the masks that a model declares for a short text, with its tokens."""
     from attnflow.audit.declared import declared_order
     from attnflow.models.loaded import text_inputs, token_texts
     from attnflow.report.live.design import design_for

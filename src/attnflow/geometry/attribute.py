@@ -115,8 +115,6 @@ def attribute_one(
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A recorded pass of a model up to one attention module."""
-
     stream: ResidualStream
     seen: Seen
     layer: int
@@ -124,7 +122,6 @@ class Reading:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Mapping[str, Tensor], layer: int, attention: Attention) -> Reading:
-        """Record the pass."""
         from attnflow.models.stream import ResidualStream
 
         number, site, sites, lists = _site(model, layer, attention)
@@ -133,7 +130,6 @@ class Reading:
             return cls(stream, stream.record(), number, attention)
 
     def explain(self, head: int | None, query: int, keys: object, tokenizer: Any) -> ScoreAttribution:
-        """Attribute the scores of one query."""
         call, output = self.seen.call, self.seen.output
         num_heads, kv_heads = call.query.shape[1], call.key.shape[1]
         if num_heads % kv_heads or call.query.shape[0] != 1 or call.key.shape[0] != 1:
@@ -281,7 +277,6 @@ _PRECISE: Final = (torch.float32, torch.float64)
 
 
 def _site(model: nn.Module, layer: object, attention: object) -> tuple[int, Site, Sequence[Site], dict[str, str]]:
-    """The layer's number, its attention module, all such modules, and the lists of layers whose sublayers count."""
     from attnflow.models.sites import find_sites, one_owner
 
     if attention not in ("self", "cross"):

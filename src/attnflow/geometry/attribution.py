@@ -178,7 +178,6 @@ class ScoreAttribution(Result):
     look_into: Callable[..., ComponentZoom] | None = field(init=False, default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the model out of copies and pickles."""
         return {**vars(self), "take_out": None, "look_into": None}
 
     @property

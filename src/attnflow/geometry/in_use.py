@@ -67,14 +67,11 @@ class Seen:
 
     @property
     def summed(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The same sides as one head, whose scores are the sum over the heads."""
         joined = [[side.transpose(0, 1).flatten(1)[None] for side in pair] for pair in self.sides]
         return tuple((left, right) for left, right in joined)
 
 
 class Accumulator:
-    """Sums over the pairs of any number of sequences, for every head of one layer and for all heads together."""
-
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
         # over pairs of two tokens <s, s>, <s, s^T>, <f, f>, <f, f^T>, <s, f>, <s, f^T> of scores s and the form's f
@@ -108,7 +105,6 @@ class Accumulator:
         self._tokens += len(seen.positions)
 
     def result(self, gamma: float, mode: Mode) -> list[InUse]:
-        """All heads together, then each head."""
         squares, turned, form, form_turned, cross, cross_turned = self._sums
         symmetry, form_symmetry = ratio(turned, squares), ratio(form_turned, form)
         # |s_n|^2 = (<s, s> - <s, s^T>) / 2, and so for the form and for their product
@@ -122,7 +118,6 @@ class Accumulator:
         return [full, *heads]
 
     def _directionality(self, gamma: float, mode: Mode) -> Tensor:
-        """D of every head, then of all together, from the norms of rows and columns in use."""
         layer = self._layer
         query_variance, key_variance, by_query, by_key = (moment / self._tokens for moment in self._moments)
         query, key = (side().detach().cpu().double() for side in (layer.query, layer.key))
@@ -166,7 +161,6 @@ def observe(
     tensors: Mapping[str, Tensor],
     see: Callable[[AttentionLayer, Seen], None],
 ) -> None:
-    """Run a model, and show each layer to `see` for every sequence of the batch, in the order of the calls."""
     from attnflow.models.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
     from attnflow.models.sites import find_sites, models_around
 
@@ -214,7 +208,6 @@ def observe(
 def _sequences(
     layer: AttentionLayer, call: Any, tokens: Sequence[Tensor | None], mask: Tensor | None
 ) -> Iterator[Seen]:
-    """What a call shows of each sequence of its batch."""
     query, key = cast(Tensor, call.query), cast(Tensor, call.key)
     batch, heads, size, head_dim = query.shape
     inputs = [None if one is None or one.numel() % (batch * size) else one for one in tokens]
@@ -258,7 +251,6 @@ def _allowed(mask: object, size: int) -> Tensor | None:
 
 
 def _source(rows: Selected | Composed) -> str:
-    """The path of the module whose input the rows are multiplied by."""
     while isinstance(rows, Composed):
         piece = rows.pieces[0]
         rows = piece.rows if piece.input is None else piece.input

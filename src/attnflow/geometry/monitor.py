@@ -219,13 +219,11 @@ class Monitor(Handle):
             self.record()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """The other events of a Trainer, of this version of transformers or the next, do nothing."""
         if name.startswith("on_"):
             return lambda *_, **__: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _parameters(self) -> list[tuple[str, int]]:
-        """Names and identities of the parameters, which adapters, sharding and offloading change."""
         return [(name, id(parameter)) for name, parameter in self.model.named_parameters()]
 
     def _restore(self) -> None:
@@ -268,7 +266,6 @@ class RecordFile:
         self.last = earlier[-1][0] if earlier else None
 
     def append(self, step: int, rows: Sequence[MatrixScores]) -> None:
-        """Add a record, and return when it is on the disk."""
         assert len(rows) == self._rows
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -281,7 +278,6 @@ class RecordFile:
         self.last = step
 
     def _records(self, text: str) -> Iterator[tuple[int, str]]:
-        """Yield every step with its lines, leaving out a record cut off at the end."""
         if _HEADER.startswith(text):
             return
         if not text.startswith(_HEADER):

@@ -153,7 +153,6 @@ def _pulled(
 
 
 def _axis(leaf: Tensor, positions: int, component: Component) -> int:
-    """The axis of positions."""
     for axis in (leaf.ndim - 2, 1, 0):
         if axis < leaf.ndim - 1 and leaf.shape[axis] == positions:
             return axis

@@ -41,7 +41,6 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        """Compute the quartiles, leaving NaN out."""
         numbers = [value for value in values if not math.isnan(value)]
         return cls(*(float(q) for q in np.quantile(numbers, (0.25, 0.5, 0.75)))) if numbers else cls(*[math.nan] * 3)
 
@@ -75,7 +74,6 @@ class Summary:
 
     @property
     def what(self) -> str:
-        """Tower and kind in words, such as "decoder, cross"."""
         return ", ".join(filter(None, (self.tower, self.kind)))
 
 
@@ -99,8 +97,6 @@ class PublishedScores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published record and our scores of the same part of the same model."""
-
     published: PublishedScores
     ours: Summary | None  # over the full matrices; None if this part was not scored
     reasons: tuple[str, ...]  # the known reasons why the two differ
@@ -157,7 +153,6 @@ def published_of(model: str) -> tuple[PublishedScores, ...]:
 
 
 def _plain_name(model: str) -> str:
-    """Strip owner, folder, ending and quantisation from a model's name, in lower case."""
     cached = re.search(r"models--(?:[^/\\]+?--)?([^/\\]+)", model)  # how the hub's cache names folders
     name = (cached[1] if cached else re.split(r"[/\\]", model.rstrip("/\\"))[-1]).lower()
     name = re.sub(r"\.(gguf|safetensors|bin|pt|pth)$", "", name)

@@ -53,7 +53,6 @@ class Row:
 
 
 def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Tensor | None = None) -> Row:
-    """Read one row of a call, and check that it explains what attention put out for it."""
     module, kwargs = call.module, call.kwargs
     strange = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if strange:

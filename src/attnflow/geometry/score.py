@@ -209,7 +209,6 @@ def survey(
 
 
 def check_attention(attention: str) -> None:
-    """Refuse an unknown kind of attention."""
     if attention not in get_args(Attention):
         raise ValueError(f'attention must be "self", "cross" or "all", got {attention!r}')
 

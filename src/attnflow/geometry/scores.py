@@ -91,7 +91,6 @@ def directionality(
 def from_norms(
     rows: Float[Tensor, "*batch rows"], columns: Float[Tensor, "*batch columns"], gamma: float, mode: Mode
 ) -> Float[Tensor, "*batch"]:
-    """Directionality from the norms of a matrix's rows and columns alone."""
     sums: list[Tensor] = []
     for norms in (rows, columns):
         chosen, threshold = outstanding(norms, gamma)
@@ -272,7 +271,6 @@ def _factored(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _tiled(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same as `_factored`, tile by tile, each together with its mirror image."""
     rows, columns = query.new_zeros(query.shape[1]), key.new_zeros(key.shape[1])
     square = len(rows) == len(columns)
     trace = query.new_full((), 0.0 if square else torch.nan)
@@ -296,7 +294,6 @@ def _tiled(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scores(query: Tensor, key: Tensor, gamma: float, mode: Mode) -> Scores:
-    """Score the matrix query^T key."""
     (query, query_scale), (key, key_scale) = unit(query), unit(key)
     small = _WIDTH_PER_ROW * len(query) <= min(query.shape[1], key.shape[1])
     trace, row_squares, column_squares = (_factored if small else _tiled)(query, key)

@@ -170,7 +170,6 @@ def _initialise(
 
 
 def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
-    """Scale a weight to the root mean square of `like`."""
     size, wanted = (tensor.square().mean().sqrt() for tensor in (weight, like))
     if not bool(size * wanted > 0):  # NaN is no scale either
         raise ValueError(

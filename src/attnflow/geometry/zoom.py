@@ -54,8 +54,6 @@ class _Block:
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """What a component's output is a sum over, in one call inside it."""
-
     tensor: Tensor
     zero: Tensor  # stands in for it in the pass that gives what biases write
     split: Callable[[Tensor], list[_Block]]  # from the gradients by the tensor, [2, ...]: of centred and raw scores
@@ -179,7 +177,6 @@ class _Pass:
         return blocks, (gradient * rest).flatten(1).sum(1), seen
 
     def _output(self) -> Tensor:
-        """Run the model until the component has its output, and return it."""
         stream, path = self.stream, self.component.path
         self.leaves = {}
         prefix = max((one for one in stream.lists if path.startswith(one)), key=len)
@@ -216,21 +213,18 @@ class _Pass:
         raise UnsupportedArchitecture(f"{path} was not called again in a second pass, so that it is not split")
 
     def _main(self, output: object) -> Tensor:
-        """The tensor of an output that is added to the stream."""
         value = cast(Tensor, self.component.value)
         recorded = tensors_in(self.component.output)
         place = next(n for n, one in enumerate(recorded) if one.shape == value.shape and torch.equal(one, value))
         return tensors_in(output)[place]
 
     def _inside(self, call: Call) -> bool:
-        """Whether a call is that of the component, or made by it."""
         one: Call | None = call
         while one is not None and (one.name, one.number) != (self.component.path, self.component.number):
             one = one.caller
         return one is not None
 
     def _leaf(self, key: tuple[str, int], tensor: Tensor, zero: Tensor, split: Any, seen: Seen | None = None) -> Tensor:
-        """Add a leaf, and return what the model goes on with."""
         leaf = self.zeros.get(key, tensor).detach().clone().requires_grad_()
         self.leaves[key] = _Leaf(leaf, zero, split, seen)
         return leaf
@@ -238,7 +232,6 @@ class _Pass:
     # -------- attention
 
     def _look(self, site: Site) -> Interceptor:
-        """Make the output of attention a leaf."""
         calls = 0
 
         def look(call: AttentionCall, proceed: Proceed) -> Output:
@@ -335,7 +328,6 @@ class _Pass:
 
 
 def _sources(stream: ResidualStream, seen: Seen, texts: Texts) -> Sequence[str]:
-    """The texts of the tokens that an earlier attention read."""
     site = next(site for site in stream.sites if site.module is seen.call.module)
     return texts(seen, "cross" if site.kind == "cross" or site.part == "encoder" else "self")
 
@@ -345,7 +337,6 @@ def _through(call: AttentionCall, proceed: Proceed) -> Output:
 
 
 def _packed(module: nn.Module) -> bool:
-    """Whether a module stores the matrices of several experts in one parameter."""
     return any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
@@ -360,7 +351,6 @@ def _row(gradient: Tensor) -> int | None:
 
 
 def _listed(blocks: Sequence[_Block], order: Sequence[int], texts: Sequence[str]) -> tuple[Part, ...]:
-    """Name the parts with these numbers, counted through all blocks."""
     starts = [0]
     for block in blocks:
         starts.append(starts[-1] + len(block.places))

@@ -21,15 +21,12 @@ _TOKENS: Final = 1 << 14  # of all sequences of one batch
 
 
 class LocatedEntry(NamedTuple):
-    """An entry as one layer reads it."""
-
     reader: LayerReader
     place: int  # as `LayerReader.every` lists it
     head: int | None = None  # the head that reads it; None for all heads
 
     @property
     def heads(self) -> slice:
-        """The heads that are meant."""
         return slice(None) if self.head is None else slice(self.head, self.head + 1)
 
     def column(self, reading: Reading, table: Tensor) -> Float[Tensor, "tokens heads"]:
@@ -40,7 +37,6 @@ class LocatedEntry(NamedTuple):
         return torch.where(reading.ids.flatten(0, -3) == self.place, table, 0).sum(dim=-1)
 
     def written(self, reading: Reading) -> Float[Tensor, "tokens model_dim"]:
-        """Compute what the entry adds to each token."""
         weights = self.column(reading, reading.weights)[:, self.heads]
         values = self.reader.values(torch.tensor([self.place], device=weights.device))[self.heads, 0]
         kind = torch.promote_types(weights.dtype, torch.float32)

@@ -92,7 +92,6 @@ class ThresholdOut(nn.Linear):
     """
 
     def reset_parameters(self) -> None:
-        """Set weight and bias to zero."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 

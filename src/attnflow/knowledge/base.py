@@ -79,25 +79,20 @@ class EntryLayout:
 
     @property
     def entry_dim(self) -> int:
-        """d_E."""
         return len(self.parts) * (self.model_dim + 1) + self.model_dim + self.padding
 
     def key(self, part: str) -> slice:
-        """Columns of a key ("up" or "gate")."""
         return self._block(self.parts.index(part))
 
     @property
     def value(self) -> slice:
-        """Columns of the value, which the entry adds to the residual stream."""
         return self._block(len(self.parts))
 
     def threshold(self, part: str) -> int:
-        """Column of a key's threshold."""
         return self.entry_dim - len(self.parts) + self.parts.index(part)
 
     @property
     def unread(self) -> slice:
-        """Columns that hold zeros."""
         return slice(self.value.stop, self.entry_dim - len(self.parts))
 
     def _block(self, index: int) -> slice:

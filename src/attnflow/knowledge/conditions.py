@@ -11,8 +11,6 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conditions:
-    """Whether given weights can be written neuron by neuron with keys of width d_k and entries of width d_E."""
-
     key_rank: int  # rank(W_1), or rank([W_gate | W_up]), which d_k must reach
     entry_rank: int  # rank([W_1^T | W_2]), or rank([W_gate^T | W_up^T | W_2]): coordinates for keys and values
     threshold_rank: int  # further coordinates for thresholds, at most one for each key
@@ -88,6 +86,5 @@ def conditions(
 
 
 def _rank(matrix: Tensor) -> int:
-    """Matrix rank with a tolerance for rounding in the precision of the weights."""
     tolerance = max(matrix.shape) * torch.finfo(matrix.dtype).eps
     return int(torch.linalg.matrix_rank(matrix.double(), rtol=tolerance))

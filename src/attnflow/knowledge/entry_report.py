@@ -20,8 +20,6 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Example:
-    """The place in one text where an entry has its largest absolute weight."""
-
     text: int  # index of the text
     position: int  # of that token in the text
     weight: float  # there
@@ -32,8 +30,6 @@ class Example:
 
 @dataclass(frozen=True)
 class Near:
-    """An entry whose value or key points the same way as that of another."""
-
     entry: int
     layer: int
     cosine: float

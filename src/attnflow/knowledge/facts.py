@@ -43,12 +43,10 @@ class Fact:
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The prompt and its paraphrases."""
         return (self.prompt, *self.paraphrases)
 
 
 def read_facts(facts: Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path) -> list[Fact]:
-    """Read facts from a `Fact`, a mapping with its fields, a sequence of either, or a .jsonl file of mappings."""
     if isinstance(facts, Path):
         lines = [line for line in facts.read_text(encoding="utf-8").splitlines() if line.strip()]
         facts = [cast("Mapping[str, object]", json.loads(line)) for line in lines]

@@ -45,7 +45,6 @@ class LayerReader(ABC):
         """b2, [model_dim], or None."""
 
     def every(self) -> Int[Tensor, " entries"]:
-        """The positions of all entries in order, as `Reading.ids` would list them."""
         return torch.arange(self.num_entries)
 
     @abstractmethod
@@ -65,7 +64,6 @@ class LayerReader(ABC):
         """The thresholds of the entries at these positions, which scores contain."""
 
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
-        """Return what the layer adds to each token, from the output of the module that reads its entries."""
         return output
 
     def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
@@ -92,7 +90,6 @@ def readers(model: nn.Module) -> list[LayerReader]:
 
 @contextmanager
 def observed(observers: Sequence[tuple[LayerReader, Observer | None]]) -> Generator[None]:
-    """Install these observers inside the block, and restore the earlier ones afterwards."""
     before = [reader.observer for reader, _ in observers]
     try:
         for reader, observer in observers:
@@ -117,7 +114,6 @@ class SharedReader(KnowledgeReader, LayerReader):
 
     @property
     def num_entries(self) -> int:
-        """Rows of E, or entries of the source."""
         now = self.current()
         return len(now) if isinstance(now, Tensor) else now.num_entries
 
@@ -127,7 +123,6 @@ class SharedReader(KnowledgeReader, LayerReader):
         return self.attention.output_bias
 
     def every(self) -> Int[Tensor, " entries"]:
-        """All rows of E, or all ids of the source."""
         now = self.current()
         return super().every() if isinstance(now, Tensor) else now.ids()
 
@@ -136,12 +131,10 @@ class SharedReader(KnowledgeReader, LayerReader):
         return positions
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
-        """E W_V of each head."""
         entries = self._rows(positions)[:, : self.attention.entry_dim]
         return torch.einsum("ne,hed->hnd", entries, self.attention.value)
 
     def keys(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries key_dim"]:
-        """E W_K of each part and head."""
         return torch.einsum("ne,phek->phnk", self._rows(positions)[:, : self.attention.entry_dim], self.attention.key)
 
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts heads entries"]:
@@ -152,7 +145,6 @@ class SharedReader(KnowledgeReader, LayerReader):
         return self.split(self._rows(positions))[1]
 
     def error_bound(self, reading: Reading, source: Tensor | EntrySource | None = None) -> Float[Tensor, " tokens"]:
-        """`KnowledgeReader.error_bound`, by default for the current source."""
         return super().error_bound(reading, self.current() if source is None else source)
 
     def _rows(self, positions: Tensor) -> Tensor:
@@ -161,8 +153,6 @@ class SharedReader(KnowledgeReader, LayerReader):
 
 
 class LayerEntries(nn.Module, LayerReader):
-    """A layer that reads its own entries, which are rows of a converted model's base."""
-
     base: LayeredKnowledge
 
     def __init__(self, base: LayeredKnowledge, layer: int) -> None:
@@ -184,41 +174,33 @@ class LayerEntries(nn.Module, LayerReader):
 
     @property
     def entries(self) -> Float[Tensor, "entries entry_dim"]:
-        """The rows of this layer, a view."""
         return self.base.entries[self.base.rows(self.layer)]
 
     @property
     def weight(self) -> Float[Tensor, "model_dim entries"]:
-        """The values as the weight of a linear map, a view."""
         return self.entries[:, self.layout.value].T
 
     @property
     def layout(self) -> EntryLayout:
-        """Columns of the entries of this layer."""
         return self.base.layouts[self.layer]
 
     @property
     def num_entries(self) -> int:
-        """The number of entries of this layer."""
         return len(self.entries)
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Ids in the base."""
         places = positions.cpu()  # as the ids are, wherever the model is
         ids = self.base.ids[self.base.rows(self.layer)][places.clamp(min=0)]
         return ids.masked_fill(places < 0, -1).to(positions.device)
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "1 entries model_dim"]:
-        """The values of entries."""
         return self.weight.T[positions].unsqueeze(0)
 
     def keys(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts 1 entries model_dim"]:
-        """The keys of entries."""
         rows = self.entries[positions]
         return torch.stack([rows[:, self.layout.key(part)] for part in self.layout.parts]).unsqueeze(1)
 
     def thresholds(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "parts 1 entries"]:
-        """The thresholds of entries."""
         layout = self.layout
         return torch.stack([self.entries[positions, layout.threshold(part)] for part in layout.parts]).unsqueeze(1)
 
@@ -277,8 +259,6 @@ class EntryScores(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _Routed:
-    """The tokens routed to one expert, with the scores and weights of its entries."""
-
     expert: int
     tokens: Tensor  # which, [n]
     places: Tensor  # at which of their choices, [n]
@@ -308,7 +288,6 @@ class ExpertEntries(LayerEntries):
         return output.unflatten(0, (self.form.num_experts, -1)).sum(dim=0) if self.form.sorted else output
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "*tokens model_dim"]:
-        """Compute the replaced module's output from the entries."""
         given = inspect.signature(self.own.forward).bind(*args, **kwargs).arguments.values() if kwargs else args
         hidden, *routing = given
         routed = list(self._routed(hidden, *routing[:2]))

@@ -264,7 +264,6 @@ def _signed(value: float | None) -> str:
 
 
 def _words(one: Fired) -> str:
-    """Format the tokens that an entry promotes and suppresses."""
     sides = (("+", one.promotes), ("−", one.suppresses))
     return "  ".join(" ".join([sign, *map(token_label, words[:3])]) for sign, words in sides if words)
 

@@ -63,7 +63,6 @@ class KnowledgeReader(nn.Module):
         return 0 if self.attention.threshold == CONSTANT else self.attention.parts * self.attention.num_heads
 
     def threshold_columns(self, entries: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"]:
-        """Compute the thresholds of entries as columns of a source, ordered by part and then head."""
         if not self.columns:
             return entries.new_zeros(len(entries), 0)
         return self.attention.thresholds(entries).flatten(0, 1).T

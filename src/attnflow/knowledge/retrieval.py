@@ -59,24 +59,20 @@ class Certificate:
         )
 
     def __getitem__(self, query: int) -> Certificate:
-        """Return the certificate of one query."""
         k = self.k if isinstance(self.k, int) else self.k[query]
         active = None if self.active is None else self.active[query]
         return Certificate(self.approximate, k, self.total, self.last[query], active)
 
     @property
     def label(self) -> str:
-        """ "exact" or "approximate"."""
         return "approximate" if self.approximate else "exact"
 
     @property
     def left_out(self) -> Int[Tensor, "*queries"]:
-        """For each query, the number of entries left out."""
         return (self.total - self._retrieved()).clamp(min=0)
 
     @property
     def complete(self) -> Bool[Tensor, "*queries"]:
-        """For each query, whether the ReLU output of the kept entries equals that of all entries."""
         if self.approximate:
             return torch.zeros_like(self.last, dtype=torch.bool)
         return self._left_out_active() == 0
@@ -267,7 +263,6 @@ def best(scores: Float[Tensor, "*queries entries"], retrieval: Retrieval) -> Int
 def certify(
     scores: Float[Tensor, "*queries entries"], rows: Int[Tensor, "*queries read"], retrieval: Retrieval
 ) -> Certificate:
-    """Certify the result of `best`, query by query, flattened."""
     flat = scores.detach().flatten(0, -2)
     if retrieval.k is not None:
         retrieved, last = rows.shape[-1], flat.gather(-1, rows.flatten(0, -2)[:, -1:])[:, 0]

@@ -49,16 +49,13 @@ class EntrySource:
 
     @property
     def dim(self) -> int:
-        """Width of an entry."""
         return self.store.dim
 
     @property
     def num_entries(self) -> int:
-        """Number of entries now."""
         return len(self.store)
 
     def ids(self) -> Int64[Tensor, " entries"]:
-        """The ids of all entries, ascending."""
         return self._all()[0]
 
     def rows(self, ids: Indices | None = None) -> Float[Tensor, "entries width"]:
@@ -75,8 +72,6 @@ class EntrySource:
         return at[key]
 
     def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
-        """Search the entries that a retrieval chooses by score + threshold, with their rows, padded with zeros."""
-
         def found() -> Neighbours:
             if retrieval.k is not None:
                 mode = None if retrieval.search in ("auto", "dense") else retrieval.search
@@ -97,7 +92,6 @@ class EntrySource:
         return None if self._thresholds is None else self._thresholds(rows).float()
 
     def stale(self, tolerance: float = 1e-4) -> Int64[Tensor, " n"]:
-        """Return the ids of entries whose stored thresholds differ from the model's by more than `tolerance`."""
         stale = [torch.zeros(0, dtype=torch.int64)]
         for ids in self.store.ids().split(_BLOCK):
             rows = self.rows(ids)

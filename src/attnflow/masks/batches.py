@@ -105,7 +105,6 @@ class MaskGrid(Blocked):
         return self.masks[b][h]
 
     def __eq__(self, other: object) -> bool:
-        """Whether both allow the same pairs for the same lengths."""
         if not isinstance(other, MaskGrid):
             return NotImplemented
         return (self.shape, self.masks) == (other.shape, other.masks)

@@ -257,7 +257,6 @@ def tree(parents: Indices) -> Mask:
 
 
 def _heavy_paths(parent: IntArray) -> tuple[IntArray, IntArray]:
-    """(first node of the heavy path of each node, preorder number with heavy children first)."""
     n = len(parent)
     children: list[list[int]] = [[] for _ in range(n)]
     for node, above in enumerate(parent.tolist()):
@@ -294,7 +293,6 @@ def divides(name: str, n: int, block: int) -> int:
 
 
 def blow_up(blocks: IntervalRows, block: int) -> IntervalRows:
-    """Replaces every row and key of `blocks` by `block` of them."""
     rows = blocks.take(np.repeat(np.arange(blocks.num_rows), block))
     return IntervalRows(rows.indptr, rows.starts * np.int32(block), rows.ends * np.int32(block), rows.num_keys * block)
 

@@ -45,12 +45,10 @@ class BlockSparsity:
 
     @property
     def total(self) -> int:
-        """All blocks."""
         return self.full + self.partial + self.empty
 
     @property
     def computed(self) -> int:
-        """Blocks that a kernel computes."""
         return self.full + self.partial
 
 
@@ -317,7 +315,6 @@ class Priced:
 
 
 def _counted(mask: Mask, sharding: Sharding, positions: Sequence[IntArray]) -> ShardPlan:
-    """Counts the work and traffic of a plan from the positions of each rank."""
     count, holder = len(positions), np.empty(mask.num_queries, np.int64)
     for rank, held in enumerate(positions):
         holder[held] = rank
@@ -341,7 +338,6 @@ def _borders(rows: IntervalRows) -> IntArray:
 
 
 def _dealt(parts: Sequence[IntArray], counts: IntArray, ranks: int, room: int) -> list[IntArray]:
-    """Deals parts, the most work first, to the least loaded rank with fewer than `room` parts."""
     work = np.array([counts[part].sum() for part in parts], np.int64)
     queue = [(0, rank) for rank in range(ranks)]
     held: list[list[IntArray]] = [[] for _ in range(ranks)]

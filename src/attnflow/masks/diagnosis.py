@@ -124,7 +124,6 @@ def diagnose(mask: Mask) -> Diagnosis:
 
 
 def equal_to(mask: Mask) -> Mask | None:
-    """Finds the mask of the catalogue, or documents with a window, that equals a mask."""
     return next((candidate for candidate in _candidates(mask) if candidate == mask), None)
 
 
@@ -174,7 +173,6 @@ def _mistaken(mask: Mask) -> Iterator[Finding]:
 
 
 def _candidates(mask: Mask) -> Iterator[Mask]:
-    """Masks of the catalogue with parameters read off the mask."""
     n, keys = mask.shape
     if not n or not keys:
         return

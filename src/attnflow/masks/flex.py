@@ -164,7 +164,6 @@ def bytes_of(rows: IntervalRows, rank: IntArray | None, block: int) -> int:
 
 
 def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(queries per block, keys per block), checked."""
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(pair) != 2:
         raise ValueError(f"block_size must be an integer or (query block, key block), got {block_size!r}")
@@ -259,7 +258,6 @@ def _pairs_of_renumbered(row: Tensor, starts: Tensor, ends: Tensor, rank: Tensor
 
 
 def _block_rows(present: Tensor) -> tuple[Tensor, Tensor]:
-    """(number of present blocks per row, block columns with these first), as torch lays them out."""
     before = present.cumsum(-1, dtype=torch.int32)  # of the present ones, with each column itself
     number, column = before[..., -1], torch.arange(present.shape[-1], dtype=torch.int32, device=present.device)
     place = torch.where(present, before - 1, number[..., None] + column - before)
@@ -268,7 +266,6 @@ def _block_rows(present: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_row_intervals(value: object) -> bool:
-    """Whether a value has the dtype and number of axes of row intervals."""
     return isinstance(value, Tensor) and value.ndim == 4 and value.dtype == torch.int32
 
 
@@ -315,7 +312,6 @@ def mask_mod_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: 
 
 
 def block_mask_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys: int) -> BlockMask:
-    """The `BlockMask` of row intervals, on their device."""
     counts = block_counts_of_rows(rows, num_keys)
     return block_mask_of_counts(counts, (_BLOCK, _BLOCK), mask_mod_of_rows(rows, num_keys), (rows.shape[-1], num_keys))
 
@@ -323,7 +319,6 @@ def block_mask_of_rows(rows: Int32[Tensor, "batch heads rows queries"], num_keys
 def block_counts_of_rows(
     rows: Int32[Tensor, "batch heads rows queries"], num_keys: int
 ) -> Int[Tensor, "batch heads query_blocks key_blocks"]:
-    """Allowed pairs in each block."""
     (bounds, rank), (batch, heads, _, queries) = split_rows(rows), rows.shape
     starts, ends = bounds[:, :, ::2].long(), bounds[:, :, 1::2].long()
     height, width = -(-queries // _BLOCK), -(-num_keys // _BLOCK)

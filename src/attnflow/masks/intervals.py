@@ -72,7 +72,6 @@ class IntervalRows:
 
     @classmethod
     def stack(cls, parts: Sequence[IntervalRows], num_keys: int) -> IntervalRows:
-        """The rows of all parts, one below the other."""
         empty = np.zeros(0, np.int32)
         sizes = np.concatenate([empty, *(np.diff(part.indptr) for part in parts)])
         starts, ends = (np.concatenate([empty, *(getattr(p, side) for p in parts)]) for side in ("starts", "ends"))
@@ -87,11 +86,9 @@ class IntervalRows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows (queries)."""
         return len(self.indptr) - 1
 
     def equals(self, other: IntervalRows) -> bool:
-        """Whether both are the same relation."""
         mine, others = ((rows.indptr, rows.starts, rows.ends) for rows in (self, other))
         return all(map(np.array_equal, mine, others))
 
@@ -100,7 +97,6 @@ class IntervalRows:
         return np.repeat(np.arange(self.num_rows, dtype=np.int64), np.diff(self.indptr))
 
     def width(self) -> int:
-        """The most intervals of a row."""
         return int(np.diff(self.indptr).max(initial=0))
 
     def counts(self) -> IntArray:
@@ -122,7 +118,6 @@ class IntervalRows:
         return np.cumsum(begun - ended)[:-1]
 
     def row(self, index: int) -> list[tuple[int, int]]:
-        """The intervals of one row."""
         part = slice(int(self.indptr[index]), int(self.indptr[index + 1]))
         return list(zip(self.starts[part].tolist(), self.ends[part].tolist(), strict=True))
 
@@ -135,7 +130,6 @@ class IntervalRows:
         return np.append(ends, -1)[np.searchsorted(starts, point, side="right") - 1] > point
 
     def take(self, rows: IntArray) -> IntervalRows:
-        """The given rows, in the given order, repeats allowed."""
         length = np.diff(self.indptr)[rows]
         source = ragged(self.indptr[:-1][rows], length)[1]
         return IntervalRows(offsets(length), self.starts[source], self.ends[source], self.num_keys)
@@ -156,12 +150,10 @@ class IntervalRows:
         )
 
     def union(self, other: IntervalRows) -> IntervalRows:
-        """Row by row, the keys in either."""
         starts, ends = (np.concatenate(parts) for parts in zip(self._line(), other._line(), strict=True))
         return self._from_line(*_union(starts, ends), self.num_rows, self.num_keys)
 
     def intersection(self, other: IntervalRows) -> IntervalRows:
-        """Row by row, the keys in both."""
         (starts, ends), (other_starts, other_ends) = self._line(), other._line()
         first = np.searchsorted(other_ends, starts, side="right")  # the first that ends behind the start
         count = np.maximum(np.searchsorted(other_starts, ends) - first, 0)
@@ -191,7 +183,6 @@ class IntervalRows:
         return np.cumsum(step, axis=1, dtype=np.int8)[:, :-1].view(np.bool_)
 
     def keys_of(self, index: int) -> IntArray:
-        """The keys of one row, ascending."""
         part = slice(int(self.indptr[index]), int(self.indptr[index + 1]))
         return ragged(self.starts[part], self.ends[part] - self.starts[part])[1]
 

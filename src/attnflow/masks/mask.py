@@ -180,7 +180,6 @@ class Mask(Priced, flex.Blocked):
         return self.intervals(), None
 
     def __eq__(self, other: object) -> bool:
-        """Whether both masks allow exactly the same pairs."""
         if not isinstance(other, Mask):
             return NotImplemented
         if self is other:
@@ -212,15 +211,12 @@ class Mask(Priced, flex.Blocked):
         return pairs
 
     def __and__(self, other: Mask) -> Mask:
-        """The pairs that both masks allow."""
         return self._combined(other, "&")
 
     def __or__(self, other: Mask) -> Mask:
-        """The pairs that either mask allows."""
         return self._combined(other, "|")
 
     def __invert__(self) -> Mask:
-        """The pairs that this mask forbids."""
         rows = self._rows.complement()
         return Mask(rows, f"~{self!r}", query_rank=self._query_rank, key_rank=self._key_rank)
 
@@ -344,7 +340,6 @@ class Mask(Priced, flex.Blocked):
         return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 3 :]}"
 
     def _repr_html_(self) -> str:
-        """Return the picture of the mask that notebooks show."""
         return renderer().notebook(self)
 
     def __reduce__(self) -> tuple[object, ...]:

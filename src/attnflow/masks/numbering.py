@@ -25,7 +25,6 @@ Bounds = tuple[IntArray, IntArray]
 
 
 def invert(rank: IntArray) -> IntArray:
-    """The inverse of a permutation."""
     inverse = np.empty_like(rank)
     inverse[rank] = np.arange(len(rank))
     return inverse
@@ -73,7 +72,6 @@ class Numbered:
         return None if pieces is None else IntervalRows.build(*pieces, rows.num_rows, rows.num_keys)
 
     def expected(self, other: Numbered) -> int:
-        """About how many intervals `renumbered` gives."""
         new_key = self.new_keys(other)
         if new_key is None:
             return len(self.rows.starts)
@@ -108,7 +106,6 @@ class Numbered:
 
 
 def same_rank(a: IntArray | None, b: IntArray | None) -> bool:
-    """Whether two numberings are one."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
@@ -218,7 +215,6 @@ def renamed(starts: IntArray, ends: IntArray, new_key: IntArray, limit: int) -> 
 
 
 def expected(starts: IntArray, ends: IntArray, new_key: IntArray, sample: int = _SAMPLE) -> int:
-    """Estimates the number of stretches from `renamed` on a sample of the intervals."""
     if not len(starts):
         return 0
     chosen = np.random.default_rng(0).integers(len(starts), size=min(len(starts), sample))

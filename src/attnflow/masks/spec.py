@@ -50,7 +50,6 @@ CATALOGUE.update({function.__name__: function for function in _MASKS})
 
 @cache
 def named_masks() -> Mapping[str, Named[Mask]]:
-    """The masks of the catalogue by name, with their parameters."""
     return {function.__name__: named(function) for function in _MASKS}
 
 

@@ -64,7 +64,6 @@ class Addon:
 
     @property
     def base_name(self) -> str:
-        """Return the name that the base model was loaded by, or ""."""
         return str(self.base.get("name") or "")
 
     def check_base(self, here: Mapping[str, object], strict: bool = True) -> None:
@@ -192,7 +191,6 @@ def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes:
 
 
 def add_tensor(digest: Any, label: str, tensor: Tensor) -> None:
-    """Add a label and a tensor's bytes, row by row, to a digest of `hashlib`."""
     digest.update(label.encode())
     digest.update(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).data)
 

@@ -185,7 +185,6 @@ def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ..
 
 
 def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
-    """Replace what names suggest by what the probe saw."""
     from attnflow.models.noise import traces
     from attnflow.models.probe import Unread, weights_in
 

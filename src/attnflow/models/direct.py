@@ -43,8 +43,6 @@ class Diagonals:
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """Multiplies by a matrix for each position."""
-
     matrices: Tensor  # [positions, head_dim, rows]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ REFUSALS: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupEr
 
 
 def refusal(error: Exception) -> str:
-    """Describe an exception in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 

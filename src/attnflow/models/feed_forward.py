@@ -44,7 +44,6 @@ class FeedForward:
 
     @property
     def fused(self) -> bool:
-        """Whether one map makes gate and up."""
         return self.gated and len(self.first) == 1
 
 
@@ -98,7 +97,6 @@ class PackedExperts:
 
     @property
     def parts(self) -> int:
-        """Number of keys of a neuron."""
         return 1 + self.gated
 
     def keys(self, module: nn.Module) -> Tensor:
@@ -121,7 +119,6 @@ class PackedExperts:
         return cast("Tensor | None", getattr(module, self.last + _BIAS, None))
 
     def parameters(self, module: nn.Module) -> list[Tensor]:
-        """Parameters that `entries` accounts for, and the biases of the outputs."""
         stored = (getattr(module, name + end, None) for name in (self.first, self.last) for end in ("", _BIAS))
         return [one for one in stored if isinstance(one, Tensor)]
 
@@ -208,7 +205,6 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) ->
 
 
 def stored(module: nn.Module) -> Tensor:
-    """View a linear map's weight as (out, in)."""
     weight = module.weight
     if not isinstance(weight, Tensor):
         raise UnsupportedArchitecture(f"{type(module).__name__} has no weight")
@@ -226,7 +222,6 @@ def _beside_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _parameters(model: nn.Module, site: FeedForward | PackedExperts) -> Iterator[Tensor]:
-    """Yield the parameters that a conversion takes over."""
     if isinstance(site, PackedExperts):
         yield from site.parameters(model.get_submodule(site.name))
         return
@@ -247,12 +242,10 @@ def _choices(rest: Mapping[str, Tensor], sites: Sequence[FeedForward | PackedExp
 
 
 def _lists(names: Iterable[str]) -> list[str]:
-    """List the paths of the outermost module lists that hold these modules."""
     return list(dict.fromkeys(name[: match.start()] for name in names if (match := _LAYER.search(name))))
 
 
 def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExperts]) -> Iterator[str]:
-    """Yield name prefixes that belong to attention, another mixer, a norm, an embedding or a router."""
     if attends(layer) and sum(attends(module) for module in layer.modules()) == 1:  # a list of attention modules
         yield f"{path}."
     for name, module in layer.named_modules(prefix=path):
@@ -266,7 +259,6 @@ def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExp
 
 
 def _fits(module: nn.Module, layer: FeedForward) -> bool:
-    """Whether the maps exist and lead from the model's width to the neurons and back."""
     maps, out = [_linear(module, path) for path in layer.first], _linear(module, layer.last)
     if out is None or any(each is None for each in maps):
         return False
@@ -313,7 +305,6 @@ def neuron_weights(module: nn.Module, experts: PackedExperts, number: int, hidde
 
 
 def _readings(module: nn.Module, name: str) -> Iterator[PackedExperts]:
-    """Yield the readings that the shapes allow."""
     own = [(key, p) for key, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()]
     if len(own) != 2 or len({len(p) for _, p in own}) > 1:
         return
@@ -334,7 +325,6 @@ def _readings(module: nn.Module, name: str) -> Iterator[PackedExperts]:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, experts: PackedExperts) -> bool:
-    """Whether a reading computes what the module does, each weight from its own neuron's scores alone."""
     example = getattr(module, experts.first)
     generator = torch.Generator().manual_seed(0)
 
@@ -375,7 +365,6 @@ def _written(module: nn.Module, experts: PackedExperts, number: int, hidden: Ten
 
 
 def _close(ours: object, theirs: Tensor) -> bool:
-    """Compare to half of the digits of the largest number."""
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
         return False
     rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5

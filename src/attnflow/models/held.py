@@ -28,11 +28,9 @@ class HeldNorm:
     scale: Tensor  # [..., 1], one number for each vector of the pass
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the norm with its statistics held."""
         return self.gain * self.reduced(x) * self.scale + self.bias
 
     def reduced(self, x: Tensor) -> Tensor:
-        """Subtract the mean, where the norm does."""
         return x - x.mean(-1, keepdim=True) if self.centred else x
 
     def fitted(self, x: Tensor, y: Tensor) -> HeldNorm | None:
@@ -46,7 +44,6 @@ class HeldNorm:
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Whether a module has no submodules and no matrix of weights."""
     return not isinstance(module, _NEVER) and not module._modules
 
 
@@ -77,7 +74,6 @@ def hold(module: nn.Module, x: Tensor, y: Tensor) -> HeldNorm | None:
 
 
 def _shared(values: Tensor) -> Tensor:
-    """Keep one copy of what is the same for every position."""
     for axis in range(values.ndim - 1):
         first = values.narrow(axis, 0, 1)
         values = first if torch.equal(first.expand_as(values), values) else values

@@ -60,8 +60,6 @@ _CHOSEN: Final = ("indices", "block_indices")  # keywords with the keys, or bloc
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of an attention module."""
-
     module: nn.Module
     query: Tensor  # [batch, heads, queries, head_dim]
     key: Tensor  # [batch, kv_heads, keys, head_dim]
@@ -76,14 +74,11 @@ class AttentionCall:
     narrowed: bool = False  # whether `mask` has fewer pairs than `request` names, for this call alone
 
     def replace(self, **changes: Any) -> AttentionCall:
-        """Return the call with some fields changed."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, eq=False)
 class Proceed:
-    """Computes a call by the following interceptors, then by transformers' own attention function."""
-
     following: tuple[Interceptor, ...]
     kernels: Mapping[str, Kernel]
 
@@ -133,15 +128,12 @@ class _Claim:
 
 @dataclass(frozen=True, eq=False)
 class _Stack:
-    """The interceptors of one module, the newest last."""
-
     entries: tuple[tuple[_Claim, Interceptor], ...]
     kernels: Mapping[str, Kernel]
     chain: tuple[Interceptor, ...] = ()  # those in force, in the order in which they run
     replaces_mask: bool = False
 
     def without_older_masks(self, first: int) -> _Stack:
-        """The stack of a trial that began at claim `first`."""
         kept = tuple(entry for entry in self.entries if entry[0].role != "mask" or entry[0].number >= first)
         return _Stack(kept, self.kernels)
 
@@ -169,7 +161,6 @@ class Interception:
 
     @property
     def active(self) -> bool:
-        """Whether it is in force, or waits under a newer one of its role."""
         return bool(self._modules)
 
     def remove(self, *, keep_changes: bool = False) -> list[str]:
@@ -225,7 +216,6 @@ def intercept(
 
 
 def in_force(module: nn.Module, *roles: Role) -> list[Interceptor]:
-    """Return the interceptors of these roles that a module's calls go through."""
     stack = cast("_Stack | None", module.__dict__.get(_STACK))
     newest = {} if stack is None else {claim.role: interceptor for claim, interceptor in stack.entries}
     return [newest[role] for role in roles if role in newest]
@@ -288,7 +278,6 @@ def _kernels(module: nn.Module, implementation: str) -> dict[str, Kernel]:
 
 
 def _name(config: PreTrainedConfig) -> object:
-    """Return a config's implementation under the claims on it."""
     claims = _claims_of(config)
     before = str(next(name for one, name in claims[0].configs if one is config) or "sdpa")
     chosen = [claim.implementation for claim in claims if claim.implementation is not None]
@@ -298,7 +287,6 @@ def _name(config: PreTrainedConfig) -> object:
 
 
 def _before(config: PreTrainedConfig) -> object:
-    """Return the value to restore when the last claim on a config goes."""
     claims = _claims_of(config)
     current = config.__dict__[_CONFIG]
     if claims and current == _name(config):
@@ -307,7 +295,6 @@ def _before(config: PreTrainedConfig) -> object:
 
 
 def _claims_of(config: PreTrainedConfig) -> list[_Claim]:
-    """List the claims on a config, oldest first."""
     claims = [claim for claim in _claims if any(one is config for one, _ in claim.configs)]
     return sorted(claims, key=lambda claim: claim.number)
 

@@ -43,7 +43,6 @@ def split(model: nn.Module | Loaded) -> tuple[nn.Module, PreTrainedTokenizerBase
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers of `torch.compile`, of checkpointing and of data parallelism."""
     parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
     names = [name for name in (*_WRAPPERS, *(["module"] if parallel else [])) if name in model._modules]
     return unwrapped(model.get_submodule(names[0])) if names else model
@@ -70,7 +69,6 @@ def tokenized(inputs: object, tokenizer: PreTrainedTokenizerBase | None) -> obje
 
 
 def special_ids(configs: Iterable[object], suffixes: tuple[str, ...]) -> set[int]:
-    """Collect the ids that configurations, and those inside them, hold under names with these endings."""
     ids: set[int] = set()
     pending = list(configs)
     for config in pending:
@@ -86,7 +84,6 @@ def special_ids(configs: Iterable[object], suffixes: tuple[str, ...]) -> set[int
 def model_inputs(
     model: nn.Module, inputs: object, tokenizer: PreTrainedTokenizerBase | None, sequence: int
 ) -> dict[str, Tensor]:
-    """Make the model's keyword arguments, batched, on the device of its embeddings."""
     inputs = tokenized(inputs, tokenizer)
     if isinstance(inputs, Mapping):
         named = _named_tensors(cast("Mapping[str, object]", inputs))
@@ -195,17 +192,14 @@ def sequence_texts(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase | None
 
 
 def sparing(model: nn.Module) -> dict[str, object]:
-    """Return options that avoid a cache and the logits of every token."""
     return {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if accepts(model, name)}
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    """Return whether the forward of a model, or of the one in a wrapper, names an argument."""
     return takes(_unwrapped(model).forward, name)
 
 
 def accepted(model: nn.Module, *names: str) -> str | None:
-    """Return the first of `names` that forward takes itself, or hands on as a keyword to a module inside."""
     modules = [model]
     for module in modules:
         parameters = inspect.signature(module.forward).parameters
@@ -217,7 +211,6 @@ def accepted(model: nn.Module, *names: str) -> str | None:
 
 
 def takes(function: Callable[..., object], name: str) -> bool:
-    """Return whether a function has a parameter of that name."""
     return name in inspect.signature(function).parameters
 
 

@@ -278,7 +278,6 @@ def _gguf_tokenizer(file: Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def _key(file: Path) -> str:
-    """Name the entries of a GGUF file in the cache."""
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
     return f"gguf-{digest}-transformers-{transformers.__version__}"

@@ -37,8 +37,6 @@ warn_of_untried()  # nearly every use of transformers comes by here; loading a m
 
 @dataclass(frozen=True, eq=False)
 class MaskRequest:
-    """What a model asked transformers for when it made a mask."""
-
     batch_size: int
     num_queries: int  # new tokens
     num_keys: int  # those of a cache included
@@ -105,8 +103,6 @@ def _request_of_copy(mask: Tensor) -> MaskRequest | None:
 
 
 def on_request(make: Callable[[MaskRequest], AttentionMask]) -> Callable[..., AttentionMask]:
-    """Make a mask function for transformers that passes its arguments to `make` as one request."""
-
     def function(
         batch_size: int,
         q_length: int,
@@ -168,12 +164,10 @@ def _note(mask: Tensor | BlockMask, request: MaskRequest) -> None:
 
 
 def _version(mask: Tensor) -> int | None:
-    """Return how often a tensor was written to, where torch counts it."""
     return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
 
 
 def _padding_alone(request: MaskRequest) -> BlockMask:
-    """Make a one-block mask that allows every key but pads."""
     device = request.arguments.get("device", "cpu")
     real, _ = request.pads()
     if real is None:
@@ -200,7 +194,6 @@ class Asked:
     made: list[tuple[AttentionMask, MaskRequest]] = field(default_factory=list[tuple[AttentionMask, MaskRequest]])
 
     def request(self, mask: object) -> MaskRequest | None:
-        """Return the request behind `mask`, or behind the tensor that it is a view of."""
         return next((request for made, request in reversed(self.made) if _same(made, mask)), None)
 
 
@@ -258,7 +251,6 @@ def _same(made: AttentionMask, mask: object) -> bool:
 
 
 def asks_causal(request: MaskRequest) -> bool:
-    """Whether the requested function is built on transformers' causal one, restricted or extended."""
     pending, seen = [request.arguments.get("mask_function")], set[int]()
     while pending:
         function = pending.pop()

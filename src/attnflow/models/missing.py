@@ -51,8 +51,6 @@ def missing_tensors(
 
 
 def _dropped(extra: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """Select tensors of a module that the model has, such as a bias, and of layers past its last."""
-
     def matters(name: str) -> bool:
         owner = modules.get(name.rpartition(".")[0])
         layers = ((modules.get(name[: part.start()]), int(part[1])) for part in re.finditer(r"\.(\d+)(?=\.)", name))

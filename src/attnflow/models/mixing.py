@@ -37,6 +37,5 @@ def moves_between_positions(module: nn.Module) -> bool:
 
 
 def calls_interface(module: nn.Module) -> bool:
-    """Whether `forward` names the attention interface of transformers."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return isinstance(code, CodeType) and INTERFACE in code.co_names

@@ -32,8 +32,6 @@ class MissingPackage(AttnflowError, ImportError):
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A file or folder inside an installable package."""
-
     requirement: str  # what to give to pip
     module: str  # the top-level module that holds it
     inside: str  # its path below the module's folder
@@ -147,5 +145,4 @@ def is_out_of_reach(hub_id: str) -> bool:
 
 
 def short_names() -> str:
-    """List the short names for the end of a message."""
     return f"; short names are {', '.join(MODELS)}"

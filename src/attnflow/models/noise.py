@@ -110,7 +110,6 @@ def _traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dic
 
 
 def _call_alone(site: Site, trace: Trace) -> None:
-    """Call one attention module with noise, in one of the usual ways."""
     weight = next((p for p in site.module.parameters() if p.ndim == 2 and p.is_floating_point()), None)
     if weight is None:
         return

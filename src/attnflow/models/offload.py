@@ -23,7 +23,6 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def without_numbers(model: nn.Module) -> bool:
-    """Whether a parameter is on the meta device and nothing brings its numbers."""
     return any(
         parameter.is_meta and not any(True for _ in _hooks(module))
         for module in model.modules()
@@ -33,7 +32,6 @@ def without_numbers(model: nn.Module) -> bool:
 
 
 def parameter_of(model: nn.Module, path: str) -> Tensor:
-    """Return a parameter with its numbers, which are read from where they lie."""
     parent, _, name = path.rpartition(".")
     module = model.get_submodule(parent)
     parameter = cast(Tensor, getattr(module, name))
@@ -52,7 +50,6 @@ def refuse_offloaded(model: nn.Module, what: str) -> None:
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield accelerate's hooks that bring this module's own weights."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "offload", False) and getattr(one, "weights_map", None) is not None:

@@ -51,8 +51,6 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class Projections:
-    """One module's queries and keys at the attention interface, but for their rotation."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -62,7 +60,6 @@ class Projections:
 
 
 def projections_in(trace: Trace) -> Projections | str:
-    """Return the projections of an attention module, or why they are unknown."""
     if not trace.calls:
         return trace.why
     query, key = trace.calls[-1]
@@ -256,14 +253,12 @@ class _Reader:
         return None
 
     def _simple(self, composed: Composed) -> Selected | Composed:
-        """Reduce to rows of one weight where possible."""
         if len(composed.pieces) == 1 and composed.pieces[0].input is None and composed.pieces[0].factors is None:
             return composed.pieces[0].rows
         return composed
 
 
 def _placed(piece: Piece, place: Tensor, factors: Tensor | None) -> Piece:
-    """Move a piece's rows to these places of the outer map."""
     own = piece.factors
     if factors is not None:
         own = factors[piece.place] if own is None else own * factors[piece.place]

@@ -38,8 +38,6 @@ class Component:
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call with one tensor that goes in and one that comes out."""
-
     module: nn.Module
     input: Tensor
     output: Tensor
@@ -106,7 +104,6 @@ class Recorder:
         return self._keep is None and any(shape[-2:-1].numel() > self._limit for shape in self._shapes.values())
 
     def enter(self, call: Call) -> Arguments | None:
-        """Mark the input of a list's first layer."""
         if call.module is self._target:
             return None
         self._begun[id(call)] = len(self.components)
@@ -123,7 +120,6 @@ class Recorder:
         return with_hidden(call, marked)
 
     def leave(self, call: Call, output: object) -> object:
-        """End marks, and keep the output of a module that has none."""
         path, begun = str(call.name), self._begun.pop(id(call), None)
         if begun is not None and any(caller.module is self._target for caller in _callers(call)):
             return self._inside(call, output)

@@ -23,8 +23,6 @@ Part = Literal["", "encoder", "decoder"]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One module that calls the attention interface."""
-
     name: str  # its path in the model
     module: nn.Module
     kind: Kind  # whether its keys are those of its own sequence
@@ -33,12 +31,10 @@ class Site:
 
     @property
     def owner(self) -> PreTrainedModel:
-        """The innermost model around it, whose config names its attention implementation."""
         return self.around[-1]
 
     @property
     def layers(self) -> str:
-        """The path of its list of layers."""
         return re.split(r"\.\d+(?:\.|$)", self.name)[0]
 
 
@@ -108,7 +104,6 @@ def _embeddings(model: PreTrainedModel) -> object:
 
 
 def _reads_pixels(site: Site) -> bool:
-    """Whether a site lies in an image tower that its model holds as a plain module (Idefics)."""
     path = next(name for name, module in site.owner.named_modules() if module is site.module).split(".")
     above = (site.owner.get_submodule(".".join(path[:end])) for end in range(1, len(path)))
     forwards = (getattr(module, "forward", None) for module in above if not isinstance(module, nn.ModuleList))
@@ -148,24 +143,19 @@ def mixers_beside(model: nn.Module, sites: Sequence[Site]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The one list of layers of a model, with the self-attention in it."""
-
     sites: Sequence[Site]
     layers: Sequence[nn.Module]  # the attention module itself, where it lies in no list
 
     @property
     def path(self) -> str:
-        """The path of the list."""
         return self.sites[0].layers
 
     @property
     def owner(self) -> PreTrainedModel:
-        """The innermost transformers model around the list."""
         return self.sites[0].owner
 
     @cached_property
     def attention(self) -> Mapping[int, Site]:
-        """The first self-attention of each layer that has one, by the layer's number."""
         if self.sites[0].name == self.path:
             raise UnsupportedArchitecture(
                 f"the attention of {type(self.owner).__name__} lies in no list of layers ({self.path})"
@@ -203,7 +193,6 @@ def stack_of(model: nn.Module) -> Stack:
 
 
 def eager_kernel(module: nn.Module) -> Callable[..., object]:
-    """Return a module's `eager` attention, the default that it passes to the interface."""
     forward = inspect.unwrap(type(module).forward)
     for name in cast(CodeType, forward.__code__).co_names:
         if name.endswith("eager_attention_forward"):
@@ -221,7 +210,6 @@ def _part(name: str) -> Part:
 
 
 def half(model: nn.Module, path: str) -> Part:
-    """The half of an encoder-decoder model that a path lies in, by the getters of the model's class."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return ""
     encoder, decoder = (getattr(model, f"get_{part}", lambda: None)() for part in ("encoder", "decoder"))

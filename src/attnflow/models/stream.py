@@ -49,8 +49,6 @@ class _Reached(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """The attention call that a pass reached, and what attention put out."""
-
     call: AttentionCall
     output: Tensor
     added: Tensor | None = None  # what an attached bias adds to the scores, [batch or 1, heads or 1, queries, keys]
@@ -78,7 +76,6 @@ class ResidualStream:
 
     @property
     def implementation(self) -> str:
-        """The implementation of attention in all passes."""
         return readable_implementation(self.site.owner.config)
 
     # -------- passes
@@ -178,7 +175,6 @@ class ResidualStream:
             return self._reach()
 
     def _reach(self, recorded: bool = False) -> Seen:
-        """Run the model until the site has attended."""
         seen: list[Seen] = []
 
         def look(call: AttentionCall, proceed: Proceed) -> Output:
@@ -211,7 +207,6 @@ class ResidualStream:
     # -------- parts
 
     def _modules(self) -> dict[str, nn.Module]:
-        """The layers of the lists and everything in them, by path."""
         return {
             path: module
             for prefix in self.lists
@@ -220,7 +215,6 @@ class ResidualStream:
         }
 
     def _layers(self) -> dict[str, nn.Module]:
-        """The layers themselves, by path."""
         return {
             f"{prefix}.{name}": layer
             for prefix in self.lists
@@ -229,7 +223,6 @@ class ResidualStream:
 
     @contextmanager
     def _first(self, values: Mapping[str, Tensor | None]) -> Generator[None]:
-        """Give the first layer of each list these inputs, and later layers where they are handed the same again."""
         prefixes = {path.rpartition(".")[0] for path in values}
         given: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -247,8 +240,6 @@ class ResidualStream:
 
     @contextmanager
     def _held(self) -> Generator[None]:
-        """Hold the norms of the whole model."""
-
         def leave(call: Call, output: object) -> Tensor | None:
             given = (*call.args, *call.kwargs.values())
             x = given[0] if len(given) == 1 else None
@@ -268,7 +259,6 @@ class ResidualStream:
             yield
 
     def names(self, used: Sequence[int]) -> dict[int, str]:
-        """Name components by layer and kind, and by module and call where that is ambiguous among these."""
         around = {site.module: site.kind for site in self.sites}
         titles = {n: self._title(self.components[n].path, self.components[n].number, around) for n in used}
         counts = Counter(titles.values())

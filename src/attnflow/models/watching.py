@@ -48,11 +48,9 @@ class Call:
 
     @property
     def first(self) -> Any:
-        """Return the first argument, however passed."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
     def arguments(self) -> dict[str, Any]:
-        """Return all arguments by the names of forward's parameters."""
         return dict(inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments)
 
 
@@ -88,7 +86,6 @@ class Watch:
             self._hooks.append(module.register_forward_hook(partial(self._leave, name), with_kwargs=True))
 
     def restart(self) -> None:
-        """Count the calls of each module from zero again."""
         self._counts.clear()
 
     @contextmanager
@@ -152,14 +149,12 @@ def calls_of(modules: Mapping[Any, nn.Module], run: Callable[[], object]) -> lis
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    """List the floating-point tensors of an output."""
     found: list[Tensor] = []
     mapped(output, lambda tensor: found.append(tensor) or tensor)
     return found
 
 
 def mapped(output: object, change: Callable[[Tensor], Tensor]) -> object:
-    """Change each floating-point tensor of an output, in tuples, lists and mappings."""
     if isinstance(output, Tensor):
         return change(output) if output.is_floating_point() else output
     if isinstance(output, tuple | list):
@@ -170,7 +165,6 @@ def mapped(output: object, change: Callable[[Tensor], Tensor]) -> object:
 
 
 def with_tensor(output: object, old: Tensor | None, new: Tensor) -> object:
-    """Replace one tensor of an output."""
     return mapped(output, lambda tensor: new if old is not None and _same(tensor, old) else tensor)
 
 
@@ -179,7 +173,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def hidden_of(call: Call) -> Tensor:
-    """The tensor of a layer's call that is the stream."""
     values = (*call.args, *(call.kwargs[n] for n in ("hidden_states", *call.kwargs) if n in call.kwargs))
     found = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2), None)
     if found is None:
@@ -204,7 +197,6 @@ def handed_again(call: Call, old: Tensor, new: Tensor) -> Arguments | None:
 
 
 def with_hidden(call: Call, value: Tensor) -> Arguments:
-    """Replace the stream in a layer's arguments."""
     hidden = hidden_of(call)
     args = tuple(value if one is hidden else one for one in call.args)
     return args, {name: value if one is hidden else one for name, one in call.kwargs.items()}

@@ -36,16 +36,13 @@ class Order:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
         return len(self.node)
 
     @cached_property
     def sizes(self) -> IntArray:
-        """Number of nodes in each class."""
         return np.bincount(self.class_of, minlength=self.num_classes).astype(np.int64)
 
     def reaches(self, lower: int, upper: int) -> bool:
-        """Whether class `lower` is at or below class `upper`."""
         return self.below.holds(int(self.node[upper]), int(self.node[lower]))
 
     def table(self, classes: IntArray) -> BoolArray:
@@ -55,7 +52,6 @@ class Order:
 
     @cached_property
     def nnz(self) -> int:
-        """Number of pairs in the closure."""
         weight = np.zeros(self.below.size, np.int64)
         weight[self.node] = self.sizes
         return int(self.below.counts(weight)[self.node] @ self.sizes)

@@ -33,7 +33,6 @@ def unpack(words: Words, columns: int) -> BoolArray:
 
 
 def from_rows(rows: IntervalRows) -> Words:
-    """The relation's bit matrix, packed by row chunks."""
     words = np.zeros((rows.num_rows, -(-rows.num_keys // 64)), dtype="<u8")
     for part in chunks(rows.num_rows, rows.num_keys):
         words[part] = pack(rows.to_bool(part))
@@ -41,13 +40,11 @@ def from_rows(rows: IntervalRows) -> Words:
 
 
 def to_rows(words: Words, columns: int) -> IntervalRows:
-    """The bit matrix as interval rows."""
     parts = [IntervalRows.from_bool(unpack(words[part], columns)) for part in chunks(len(words), columns)]
     return IntervalRows.stack(parts, columns)
 
 
 def chunks(num_rows: int, row_bytes: int, limit: int = 1 << 23) -> Iterator[slice]:
-    """Consecutive row slices of at most `limit` bytes (at least one row)."""
     step = max(1, limit // max(1, row_bytes))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
@@ -154,7 +151,6 @@ def _direct(rows: IntervalRows, class_of: IntArray) -> Iterator[int]:
 
 
 def _integers(rows: IntervalRows) -> Iterator[int]:
-    """Each row as a Python int, bit k for key k."""
     if len(rows.starts) > 8 * rows.num_rows:
         for part in chunks(rows.num_rows, rows.num_keys):
             yield from _integers_of(rows.to_bool(part))

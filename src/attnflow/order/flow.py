@@ -259,7 +259,6 @@ class Flow(Result):
 
     @cached_property
     def _members(self) -> tuple[list[tuple[int, ...]], IntArray]:
-        """(the classes as `classes` lists them, number there of each class of `_order`)."""
         first = np.full(self._order.num_classes, self.size)
         np.minimum.at(first, self._class_of, np.arange(self.size))
         number = renumbered(self._order, first)
@@ -362,7 +361,6 @@ class Flow(Result):
         return self._layers[:layers] if self.num_layers is not None else self._layers * min(layers, self.size)
 
     def _number(self, position: int) -> int:
-        """The number of a position in `_layers`."""
         return position if self._rank is None else int(self._rank[position])
 
     def _layer_count(self, layers: int | None) -> int | None:

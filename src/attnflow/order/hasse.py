@@ -167,7 +167,6 @@ class OrderDifference(Result):
 
 
 def difference_of(new: Sequence[Mask], old: Sequence[Mask], stacked: bool) -> OrderDifference:
-    """Compares masks of one size, layer by layer, with one set operation each."""
     layers: list[LayerDifference] = []
     for number, (one, other) in enumerate(zip(new, old, strict=True)):
         if one == other:

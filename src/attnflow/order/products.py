@@ -22,7 +22,6 @@ _PIECES: Final = 1 << 20  # intervals that are sorted at a time
 
 
 def is_scattered(rows: IntervalRows) -> bool:
-    """Whether bit sets are cheaper than intervals."""
     return len(rows.starts) > 32 * rows.num_rows
 
 
@@ -129,7 +128,6 @@ class Chains:
         return cls(rows, place, last, head, row[head], lows, highs, ascending)
 
     def count(self, starts: IntArray, ends: IntArray) -> IntArray:
-        """Number of chains in each range of rows."""
         alive = np.diff(self.rows.indptr)[starts]
         return alive + np.searchsorted(self.head_row, ends) - np.searchsorted(self.head_row, starts, side="right")
 
@@ -150,7 +148,6 @@ class Chains:
         return self.rows.num_keys
 
     def _pieces(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """(range, start, end) of each chain's union over each range, range by range."""
         alive = np.diff(self.rows.indptr)[starts]
         low, high = np.searchsorted(self.head_row, starts, side="right"), np.searchsorted(self.head_row, ends)
         count = alive + high - low

@@ -25,8 +25,6 @@ _LARGEST: Final = 1 << 23  # intervals of a product, where bits would take as mu
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """Row i holds the positions whose information can be in i."""
-
     content: IntervalRows | dense.Words
     size: int
 
@@ -68,7 +66,6 @@ class Reach:
         return np.concatenate([rows[:0], *parts])
 
     def holds(self, row: int, position: int) -> bool:
-        """Whether a row holds a position."""
         if isinstance(self.content, IntervalRows):
             return self.content.holds(np.array([row]), np.array([position])).item()
         return bool(int(self.content[row, position // 64]) >> position % 64 & 1)
@@ -80,7 +77,6 @@ class Reach:
         return dense.unpack(self.content[rows], self.size)
 
     def intervals(self) -> IntervalRows:
-        """As row intervals."""
         return self.content if isinstance(self.content, IntervalRows) else dense.to_rows(self.content, self.size)
 
 

@@ -66,8 +66,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Leading:
-    """The leading terms of a key as (query component, key component, value), and the sum of the others."""
-
     terms: Sequence[tuple[str, str, float]]
     constants: Mapping[str, float]
     count: int  # of the other terms
@@ -104,7 +102,6 @@ def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = 
 
 
 def leading(result: ScoreAttribution, row: Row, count: int) -> Leading:
-    """Returns the largest terms of the explained key, by magnitude."""
     checks.integer("count", count, 1)
     table = row.terms[row.index]
     order = np.argsort(-np.abs(table), axis=None, kind="stable")[:count]
@@ -128,7 +125,6 @@ def remark(result: ScoreAttribution, row: Row) -> str:
 
 
 def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = None, raw: bool = False) -> Part:
-    """Describes on a page why a query looked at a key."""
     row = row_of(result, None, key, raw)
     best = leading(result, row, 10)
     where = _where(result, row)
@@ -261,7 +257,6 @@ def attribution_chart(
 
 
 def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[str]]) -> None:
-    """Draws pairs of components as colours, with the sums of rows and columns as bars."""
     grid = {"width_ratios": [6, 1], "height_ratios": [1, 6], "wspace": 0.02, "hspace": 0.02}
     (above, corner), (axes, beside) = panel.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=grid)
     corner.set_axis_off()
@@ -291,7 +286,6 @@ def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[s
 
 
 def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
-    """Draws the leading terms, each constant, the sum of the other terms, and the sum of all."""
     names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
     names += [f"constant: {name}" for name in best.constants]
     values = [value for *_, value in best.terms] + [*best.constants.values()]
@@ -306,7 +300,6 @@ def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
 
 
 def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:
-    """Draws the weight of each key, its score, and how the leading components at the key make it."""
     chosen = np.sort(np.argsort(-row.weights, kind="stable")[:_KEYS])
     sums = row.terms.sum(1)[chosen]  # of each component at the key
     order = np.argsort(-(row.weights[chosen] @ np.abs(sums)), kind="stable")[:_PARTS]
@@ -362,7 +355,6 @@ def _limit(values: Array) -> float:
 
 
 def _scale(table: Array, limit: float) -> str:
-    """Names the unit of a colour scale, and says what lies beyond its ends."""
     beyond = np.abs(table) > limit
     if not beyond.any():
         return "logits"
@@ -386,12 +378,10 @@ def _where(result: ScoreAttribution, row: Row) -> str:
 
 
 def query_name(result: ScoreAttribution) -> str:
-    """Names the query by its token and position."""
     return f"“{token_label(result.query_token)}” ({result.query})"
 
 
 def key_name(result: ScoreAttribution, index: int) -> str:
-    """Names a key of the row by its token and position."""
     return f"“{token_label(result.tokens[index])}” ({result.keys[index]})"
 
 

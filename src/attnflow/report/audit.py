@@ -30,7 +30,6 @@ _ROWS: Final = 48  # runs of layers that a chart shows
 
 
 def audit_part(report: AuditReport, _: Context) -> Part:
-    """Describes the verdict, what was tested, each violation and every watched module."""
     count, tested = len(report.violations), _tested(report)
     if report.ok:
         reading: list[Content] = [f"No leak found, {tested}."]
@@ -78,7 +77,6 @@ def _untested(report: AuditReport) -> str:
 
 
 def effort(report: AuditReport) -> list[tuple[str, Content]]:
-    """Returns what was tested and at what cost, line by line."""
     passes = plural(report.forward_passes, "forward pass", "forward passes")
     tested = f"{percent(report.coverage)} of {grouped(report.forbidden)}" if report.forbidden else "none is forbidden"
     return [

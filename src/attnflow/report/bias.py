@@ -38,7 +38,6 @@ _HEIGHT: Final = 40.0
 
 
 def bias_part(bias_map: BiasMap, context: Context) -> Part:
-    """Describes a bias map on a page."""
     sections = [_layers(bias_map)]
     if _strength(bias_map):
         sections += [_maps(bias_map), _weights(bias_map)]
@@ -57,12 +56,10 @@ def bias_part(bias_map: BiasMap, context: Context) -> Part:
 
 
 def graph_part(graph: BiasGraph, _: Context) -> Part:
-    """Describes a reasoning graph alone."""
     return Part(f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph", [_graph(graph, "here")])
 
 
 def _layers(bias_map: BiasMap) -> Section:
-    """Shows each layer's bias strength, its effect, and how simple an equivalent bias would be."""
     lead = (
         "Softmax cannot see what is added to all keys of a query alike, so that every number here is of the "
         "row-centred bias. Strength is its root mean square over the pairs that exist. Moved is the weight that goes "
@@ -92,7 +89,6 @@ def _layers(bias_map: BiasMap) -> Section:
 
 
 def _maps(bias_map: BiasMap) -> Section:
-    """Draws the bias of the last query in all layers, and of all queries where it moves most."""
     title = f"Query {_query(bias_map, -1)} in every layer"
     caption = "Blue keys draw the query, red ones turn it away; zero is in the middle."
     parts: list[Content] = [charts.in_page(lambda: map_chart(bias_map), title, caption)]
@@ -105,7 +101,6 @@ def _maps(bias_map: BiasMap) -> Section:
 
 
 def _extremes(bias_map: BiasMap, count: int = 3) -> Html:
-    """Lists for each layer the keys that the bias makes the last query attend to most and least."""
     rows: list[list[Content]] = []
     for one in bias_map:
         values = bias_map.values("bias", one.layer)[-1]
@@ -302,7 +297,6 @@ def table_of(
 def _bars(
     maps: Sequence[BiasMap], layer: int | None, query: int, head: int | None, names: Sequence[str], title: str | None
 ) -> Figure:
-    """Draws one panel of weights for each bias, for no bias and for the base model."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -376,12 +370,10 @@ def _foremost(size: Array, allowed: npt.NDArray[np.bool_]) -> tuple[list[int], s
 
 
 def _token(bias_map: BiasMap, position: int) -> str:
-    """Labels a position by its token."""
     return token_label(bias_map.tokens[position])
 
 
 def _query(bias_map: BiasMap, row: int) -> str:
-    """Labels a query by its token and the token it produced."""
     produced = bias_map.produced[row] if bias_map.produced else ""
     name = _token(bias_map, bias_map.queries[row])
     return f"{name} → {token_label(produced)}" if produced else name

@@ -63,14 +63,12 @@ def chart(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def blank(width: float, height: float) -> Any:
-    """Returns a figure of that size in inches, unknown to pyplot."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def table_size(names: Sequence[str], rows: int) -> tuple[float, float]:
-    """Returns width and height in inches of a table with rotated column names."""
     columns = len(names)
     cell = _CELL if columns <= _NAMED else _WIDEST / columns
     label = 0.07 * max(map(display_width, names), default=0.0) if columns <= _NAMED else 0.2
@@ -140,7 +138,6 @@ def in_page(draw: Callable[[], Figure], title: str, caption: html.Content | None
 
 
 def _clean(node: ElementTree.Element, used: set[str], prefix: str) -> None:
-    """Turns an element's inline style into attributes and classes, and makes its id unique."""
     style = dict(part.split(":", 1) for part in node.attrib.pop("style", "").split(";") if ":" in part)
     classes: list[str] = []
     for name, value in ((name.strip(), value.strip()) for name, value in style.items()):

@@ -22,7 +22,6 @@ _CELL: Final = 8  # characters of a token in a cell
 
 
 def entry_part(report: EntryReport, _: Context) -> Part:
-    """Describes an entry on a page."""
     numbers: list[tuple[str, Content]] = [("Layer", str(report.layer)), ("Norm of its value", f"{report.norm:.3g}")]
     if report.tokens_read:
         share = percent(report.active / report.tokens_read)
@@ -157,7 +156,6 @@ def _cosines(axes: Any, side: str, near: Sequence[Near], *, bottom: bool) -> Non
 
 
 def _cells(axes: Any, examples: Sequence[Example]) -> None:
-    """Draws the tokens around each firing, coloured by weight, with the strongest token in the middle."""
     around = max(max(one.position - one.first, len(one.tokens) - one.position + one.first - 1) for one in examples)
     table = np.full((len(examples), 2 * around + 1), np.nan)
     limit = max(abs(weight) for one in examples for weight in one.weights)

@@ -49,7 +49,6 @@ def scores_part(models: Models, _: Context) -> Part:
 
 
 def _scores(models: Models) -> Section:
-    """Shows medians and quartiles of every model, with one plane for each gamma and mode."""
     readings = sorted({(model.gamma, model.mode) for model in models})
     words = ", ".join(f"gamma {gamma:g} and mode {mode}" for gamma, mode in readings)
     lead = (
@@ -128,7 +127,6 @@ def _reading(models: Models) -> list[Content]:
 
 
 def _verdict(scores: GeometryScores, summary: Summary) -> str:
-    """Says in two sentences what both medians are, and which of them random weights would hardly give."""
     medians = {name: getattr(summary, name).median for name in SCORES}
     values = ", ".join(f"{name} {_text(median)}" for name, median in medians.items())
     said = f"{values[:1].upper()}{values[1:]} (median of {plural(summary.count, 'layer')})."
@@ -167,7 +165,6 @@ def _rows(models: Models) -> list[list[Content]]:
 
 
 def _remarks(models: Models) -> list[Html]:
-    """Lists each model's flags, the reader's remarks, and why published values differ."""
     remarks: list[Html] = []
     for model in models:
         flags = Counter(flag for row in model for flag in row.flags)
@@ -252,7 +249,6 @@ def _plane(models: Sequence[GeometryScores], title: str | None) -> Figure:
 
 
 def _numbered(axes: Any, scores: GeometryScores, summary: Summary) -> None:
-    """Plots every layer of one model with its number, coloured from first to last."""
     rows = [row for row in rows_of(scores, summary) if not math.isnan(row.symmetry)]
     x, y, layers = ([getattr(row, name) for row in rows] for name in (*SCORES, "layer"))
     look = {"s": 26, "zorder": 2, "edgecolors": SOFT, "linewidths": 0.5, "label": "layers, by number"}
@@ -287,7 +283,6 @@ def _layers(models: Sequence[GeometryScores], title: str | None) -> Figure:
 
 
 def _heads(scores: GeometryScores, title: str | None) -> Figure:
-    """Draws heat maps of both scores, layers down and heads across, a pair for each attention."""
     groups = [summary for summary in scores.summaries if summary.matrix == "head"]
     if not groups:
         raise ValueError(f"{scores.model} was scored without its heads: call score(..., per_head=True)")
@@ -354,7 +349,6 @@ def _same_reading(models: Sequence[GeometryScores]) -> tuple[float, str]:
 
 
 def rows_of(scores: GeometryScores, summary: Summary) -> list[MatrixScores]:
-    """Returns the matrix scores that a summary covers."""
     group = (summary.tower, summary.kind, summary.matrix == "all")
     return [row for row in scores if (row.tower, row.kind, row.head == "all") == group]
 
@@ -387,7 +381,6 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _legend(axes: Any) -> None:
-    """Puts the legend below the chart, where it covers nothing and fits narrow pages."""
     handles, labels = axes.get_legend_handles_labels()
     columns = 3 if len(labels) <= 24 else 4
     axes.figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(1, len(labels))))

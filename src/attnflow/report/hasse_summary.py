@@ -45,7 +45,6 @@ class Grouping:
     how: str
 
     def box_of(self) -> dict[int, int]:
-        """Maps each class to its box."""
         return {index: box for box, members in enumerate(self.boxes) for index in members.classes}
 
 
@@ -157,7 +156,6 @@ def _roles(size: int, edges: IntArray, pins: IntArray, rounds: int) -> IntArray:
 
 
 def _numbered(*features: IntArray) -> IntArray:
-    """Gives equal numbers to items that agree in all features."""
     return np.unique(np.stack(features), axis=1, return_inverse=True)[1].reshape(-1)
 
 
@@ -178,7 +176,6 @@ def _scramble(values: Hashes) -> Hashes:
 
 
 def _components(size: int, edges: IntArray) -> IntArray:
-    """Returns for each node the smallest node in its undirected component."""
     graph = coo_array((np.ones(len(edges), np.int8), (edges[:, 0], edges[:, 1])), shape=(size, size))
     _, label = connected_components(graph, directed=False)
     return np.unique(label, return_index=True)[1][label]

@@ -97,8 +97,6 @@ def diagram(hasse: Hasse, labels: Sequence[str] | None) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Arranged:
-    """Boxes with their texts and frames (centre, width, height), the route of each line, and the boxes of a path."""
-
     grouping: Grouping
     texts: list[Words]
     frames: list[Frame]
@@ -134,7 +132,6 @@ def _arranged(hasse: Hasse, labels: Sequence[str] | None, max_nodes: int, path: 
 
 
 def _text(hasse: Hasse, box: Box, labels: Sequence[str] | None) -> Words:
-    """Returns (first line, second line, tooltip) of a box."""
     positions = sorted(position for index in box.classes for position in hasse.nodes[index])
     where, count = runs(positions), len(box.classes)
     tooltip = f"{plural(count, 'class', 'classes')}, {plural(len(positions), 'position')}: {shorten(where, _FULL)}"
@@ -187,7 +184,6 @@ def _edge_note(grouping: Grouping, edge: tuple[int, int]) -> str:
 
 
 def bent(route: Sequence[Point]) -> str:
-    """Returns the path along a route, straight through rows and curved between them."""
     path = f"M{pair(route[0])}"
     for index, (x, y) in enumerate(route[1:], 1):
         before_x, before_y = route[index - 1]
@@ -213,7 +209,6 @@ def _line(route: list[Point], layer: int | None, note: str, count: int | None) -
 
 
 def _badge(route: list[Point], layer: int) -> str:
-    """Writes the number of the layer of a move beside the first bend of its line."""
     (x0, y0), (x1, y1) = route[1], route[2]
     x, y = (x0 + x1) / 2, (y0 + y1) / 2
     width = 9 + 6.5 * len(str(layer))

@@ -23,7 +23,6 @@ Content = Html | str | int
 
 
 def raw(content: Content) -> str:
-    """Returns the markup of some content."""
     return content.markup if isinstance(content, Html) else escape(content)
 
 
@@ -33,17 +32,14 @@ def tag(name: str, *content: Content, **attributes: object) -> Html:
 
 
 def join(parts: Iterable[Content], separator: str = "") -> Html:
-    """Joins pieces of content."""
     return Html(escape(separator).join(raw(part) for part in parts))
 
 
 def code(text: object) -> Html:
-    """Formats a name or an expression as code."""
     return tag("code", str(text))
 
 
 def paragraph(*content: Content, kind: str | None = None) -> Html:
-    """Builds a paragraph."""
     return tag("p", *content, class_=kind)
 
 
@@ -53,7 +49,6 @@ def rest(count: int) -> Html:
 
 
 def facts(rows: Sequence[tuple[Content, Content]], kind: str = "facts") -> Html:
-    """Builds a list of names and values."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in rows), class_=kind)
 
 

@@ -33,7 +33,6 @@ _WIDEST: Final = 96  # tokens of a map; of a longer text the last ones
 
 
 def trace_part(trace: Trace, _: Context) -> Part:
-    """Describes the prompt, the strongest entries of its last token, and each layer."""
     numbers: list[tuple[Content, Content]] = [
         ("Tokens", tag("span", str(len(trace.tokens)), tag("small", f"{len(trace.positions)} traced"))),
         ("Layers", str(len(trace.layers))),
@@ -240,7 +239,6 @@ def entry_name(one: Fired) -> str:
 
 
 def entry_words(one: Fired, limit: int = 28) -> str:
-    """Returns the entry's text, or the tokens that it promotes (↑) and suppresses (↓), as many as fit."""
     if one.text:
         return shorten(one.text, limit)
     count = 2 if limit < 40 else 3

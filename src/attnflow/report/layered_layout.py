@@ -74,7 +74,6 @@ class _Rows:
         return (self.widths[left] + self.widths[right]) / 2 + space
 
     def room(self, vertex: int, x: list[float]) -> tuple[float, float]:
-        """Returns the interval within which a vertex can move."""
         row, place = self.rows[self.row_of[vertex]], self.place[vertex]
         low = x[row[place - 1]] + self.gap(row[place - 1], vertex) if place else -math.inf
         high = x[row[place + 1]] - self.gap(vertex, row[place + 1]) if place + 1 < len(row) else math.inf
@@ -158,7 +157,6 @@ def shelved(
 
 
 def _parts(size: int, edges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Returns the nodes of each connected part, in the order of their first nodes."""
     beside: list[list[int]] = [[] for _ in range(size)]
     for a, b in edges:
         beside[a].append(b)
@@ -179,7 +177,6 @@ def _parts(size: int, edges: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def _spine(size: int, levels: Sequence[int], edges: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Returns the edges that continue the longest chain both above their lower node and below their upper one."""
     height = [0] * size
     for lower, upper in sorted(edges, key=lambda edge: -levels[edge[1]]):
         height[lower] = max(height[lower], height[upper] + 1)
@@ -194,7 +191,6 @@ def _spine(size: int, levels: Sequence[int], edges: Sequence[tuple[int, int]]) -
 
 
 def _reduce_crossings(graph: _Rows) -> None:
-    """Sorts rows by the mean place of neighbours, swaps neighbours, and keeps the best order seen."""
     best: list[list[int]] = []
     fewest = math.inf
     for start in (_by_index(graph), _by_descent(graph)):  # each is the better one for some diagrams
@@ -226,7 +222,6 @@ def _swap(row: list[int], graph: _Rows) -> None:
 
 
 def _by_index(graph: _Rows) -> list[list[int]]:
-    """Orders nodes by position, and dummies between the ends of their edge."""
     key = [float(v) for v in range(len(graph.row_of))]
     for trail in graph.trails:
         for dummy in trail:
@@ -235,7 +230,6 @@ def _by_index(graph: _Rows) -> list[list[int]]:
 
 
 def _by_descent(graph: _Rows) -> list[list[int]]:
-    """Orders nodes by a depth-first walk from the top, which keeps connected nodes together."""
     rows: list[dict[int, None]] = [{} for _ in graph.rows]
     stack = [v for row in graph.rows for v in reversed(row) if not graph.above[v]]
     while stack:
@@ -267,7 +261,6 @@ def _crossings(graph: _Rows) -> int:
 
 
 def _coordinates(graph: _Rows) -> list[float]:
-    """Moves every vertex towards the mean of its neighbours, then straightens lines."""
     x = [0.0] * len(graph.row_of)
     for row in graph.rows:
         for left, right in pairwise(row):
@@ -305,7 +298,6 @@ def _lines(graph: _Rows) -> list[list[int]]:
 
 
 def _straighten(graph: _Rows, line: list[int], x: list[float]) -> None:
-    """Moves the vertices of `line` to one x where their rows have room, otherwise piece by piece."""
     stretch: list[int] = []
     low, high = -math.inf, math.inf
     for v in [*line, -1]:
@@ -337,7 +329,6 @@ def _settle(graph: _Rows, row: list[int], x: list[float]) -> None:
 
 
 def _isotonic(values: list[float], weights: list[float]) -> list[float]:
-    """Returns the nearest non-decreasing sequence in weighted least squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         count = 1

@@ -24,7 +24,6 @@ Layers = list[tuple[Mask, list[int]]]  # each distinct mask with the layers (fro
 
 
 def mask_part(subject: Mask | Flow, context: Context) -> Part:
-    """Describes a mask, or the masks of a stack of layers, with the order they generate."""
     masks = subject.masks if isinstance(subject, Flow) else (subject,)
     flow, missing = (subject, "") if isinstance(subject, Flow) else flow_of(subject)
     layers = _distinct(masks)
@@ -91,7 +90,6 @@ def _numbers(masks: Sequence[Mask], layers: Layers, flow: Flow | None) -> list[t
 
 
 def _picture(masks: Sequence[Mask], layers: Layers, context: Context) -> Section:
-    """Draws the mask, or each distinct mask of a stack, with its numbers."""
     if len(layers) == 1:
         mask, labels = layers[0][0], context.labels
         small = labels if labels is not None and len(labels) <= 32 else None

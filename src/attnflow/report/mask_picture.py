@@ -42,7 +42,6 @@ class Grid:
 
     @property
     def is_exact(self) -> bool:
-        """Tells whether a cell is one pair."""
         return self.query_step == self.key_step == 1
 
     def levels(self, steps: int) -> IntArray:
@@ -117,7 +116,6 @@ def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440
 
 
 def _paths(cells: Grid, side: float) -> str:
-    """Returns one path per shade, with a rectangle per run of equal cells in a row."""
     level = cells.levels(_STEPS)
     rows, cols = level.shape
     if level.size == 0:
@@ -178,7 +176,6 @@ def _axes(mask: Mask, cells: Grid, side: float) -> list[str]:
 
 
 def _left(mask: Mask) -> float:
-    """Returns the room for the query axis, large enough for a phone's type size."""
     return 26.0 + 9.0 * len(grouped(mask.num_queries))
 
 
@@ -289,7 +286,6 @@ def _key(cells: Grid, shades: str, columns: int) -> list[str]:
 
 
 def _axis(keys: int, step: int, label: int, columns: int) -> str:
-    """Writes the first and last key over their columns."""
     first, last = "0", str(keys - 1)
     gap = columns - len(first) - len(last)
     return " " * (label + 2) + (f"{first}{'':>{gap}}{last}" if gap > 0 else first)

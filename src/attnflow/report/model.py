@@ -105,13 +105,11 @@ def model_page(
 
 
 def _upper(scored: Sequence[GeometryScores]) -> int:
-    """Returns the layer two thirds up those that were scored."""
     layers = sorted({row.layer for one in scored for row in one if row.kind == "self" and row.tower != "encoder"})
     return layers[2 * len(layers) // 3] if layers else -1
 
 
 def _attribution(result: ScoreAttribution, context: Context) -> Part:
-    """Describes why a head looked where it did, and why it is this head."""
     part = attribution_part(result, context)
     chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
     return replace(part, reading=[*part.reading, chosen]) if telling(result) else part
@@ -128,7 +126,6 @@ def _missing(problems: Mapping[str, str]) -> Part:
 
 
 def _order(module: nn.Module, flow: Flow, context: Context) -> Part:
-    """Describes the masks that the model declares, in words of their own, with their cost in all layers."""
     part = mask_part(flow, context)
     head, *rest = part.sections
     sections = [replace(head, body=html.paragraph(*part.reading, kind="lead") + head.body), *rest]

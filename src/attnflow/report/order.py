@@ -33,7 +33,6 @@ _LISTED: Final = 24  # rows of a list before the rest is only counted
 
 
 def hasse_part(hasse: Hasse, context: Context) -> Part:
-    """Describes a diagram alone."""
     title = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
     return Part(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
 
@@ -65,7 +64,6 @@ def diagram(
 
 
 def reading(flow: Flow) -> str:
-    """Describes the order in a sentence."""
     count, levels = len(flow.classes), max(flow.hasse.levels) + 1
     if flow.size == 1:
         return " The only position reads itself."
@@ -83,7 +81,6 @@ def reading(flow: Flow) -> str:
 
 
 def numbers(flow: Flow) -> list[tuple[str, Content]]:
-    """Returns the numbers of an order that head a page."""
     levels = plural(max(flow.hasse.levels) + 1, "level")
     return [
         ("Depth", tag("span", grouped(flow.depth), tag("small", "layer suffices" if flow.is_dense else "layers"))),
@@ -136,7 +133,6 @@ def growth_by_layer(flow: Flow) -> Section:
 
 @chart
 def growth_chart(flow: Flow, *, title: str | None = None) -> Figure:
-    """Plots the least, mean and largest share of the final receptive field by layer, up to the depth."""
     sizes, _ = growth(flow)
     last = len(sizes) - 1
     layers = np.unique(np.linspace(0, last, min(_POINTS, last + 1)).round().astype(np.int64))
@@ -187,7 +183,6 @@ def _walk(rows: IntervalRows, starts: IntArray) -> IntArray:
 
 
 def leak_part(report: LeakReport, context: Context) -> Part:
-    """Describes the leaking labels, each with its witness path by layer."""
     leaks, dead = len(report.leaks), len(report.dead)
     reading = [f"No label can leak: this is proved for all {grouped(report.num_labels)}."]
     if leaks:
@@ -245,7 +240,6 @@ def _steps(path: Sequence[int], labels: Sequence[str] | None) -> Html:
 
 
 def _idle(report: LeakReport) -> Section:
-    """Lists positions that no labelled position reads, and data tokens that nothing predicts."""
     dead, unsupervised = sorted(report.dead), sorted(report.unsupervised)
     parts: list[Html] = []
     if dead:

@@ -95,7 +95,6 @@ class Page:
 
 
 def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], problems: Mapping[str, str]) -> Page:
-    """Builds the page from its parts, failed parts first."""
     heading = title if title is not None else parts[0].title if parts else "Problems"
     ordered = sorted(parts, key=lambda part: not part.failed)  # stable
     sections: list[Section] = []
@@ -180,5 +179,4 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Returns the content-security hash of an inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 
 def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str | Figure:
-    """Draws the order of a mask ("hasse"), or its receptive fields by layer ("growth")."""
     if picture not in ("hasse", "growth"):
         raise ValueError(f'picture must be "hasse" or "growth", got {picture!r}')
     return hasse_svg(flow.hasse, **options) if picture == "hasse" else growth_chart(flow, **options)

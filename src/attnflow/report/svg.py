@@ -57,7 +57,6 @@ class Svg:
 
 
 def standalone(markup: str) -> Svg:
-    """Returns a drawing with the colours that a page's style sheet sets otherwise."""
     return Svg(
         re.sub(r'(class="af-svg[^"]*)"', r'\1 af-page"', markup, count=1).replace("<title>", f"{_STYLE}<title>", 1)
     )
@@ -95,7 +94,6 @@ def framed(body: str, width: float, height: float, caption: Sequence[str], what:
 
 
 def pair(point: tuple[float, float]) -> str:
-    """Formats a point of a path."""
     return f"{number(point[0])},{number(point[1])}"
 
 

@@ -61,7 +61,6 @@ def card(heading: str, rows: Sequence[Mapping[str, object]], lines: Sequence[str
 
 
 def gallery(drawings: Sequence[str], what: str) -> str:
-    """Puts drawings side by side, in rows."""
     shown = drawings[:_TOGETHER]
     sizes = [tuple(float(re.search(rf' {side}="([\d.]+)"', svg)[1]) for side in ("width", "height")) for svg in shown]  # type: ignore[index]
     parts: list[str] = []
@@ -80,7 +79,6 @@ def gallery(drawings: Sequence[str], what: str) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, object]]) -> tuple[str, float, float]:
-    """Returns the markup of a table, its width and its height."""
     x, parts, last = 0.0, list[str](), [*rows[0]][-1]
     for name in rows[0]:
         values = [row[name] for row in rows]

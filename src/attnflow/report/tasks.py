@@ -59,7 +59,6 @@ def leak_svg(report: LeakReport) -> str:
 
 
 def _path(leak: Leak, y: float) -> tuple[str, float]:
-    """Returns a leak's sentence with its boxes and arrows below, and their width."""
     data = "" if leak.label.data_index is None else f" (data token {leak.label.data_index})"
     sentence = f"position {leak.position} must predict token {leak.label.target_id}{data} and can read it:"
     stops: list[tuple[int, int]] = list(enumerate(leak.witness))
@@ -85,7 +84,6 @@ def _path(leak: Leak, y: float) -> tuple[str, float]:
 
 
 def _strip(report: LeakReport, y: float) -> list[str]:
-    """Draws all positions as a bar, a piece for each run of positions of one kind."""
     leaking, dead = {leak.position for leak in report.leaks}, set(report.dead)
     kinds = ["leaks" if at in leaking else "dead" if at in dead else "fine" for at in range(report.num_positions)]
     side = _STRIP / max(report.num_positions, 1)

@@ -19,7 +19,6 @@ BARS: Final = 60  # parts that are drawn; the others are summed
 
 @chart
 def zoom_chart(zoom: ComponentZoom, *, raw: bool = False, title: str | None = None) -> Figure:
-    """Draws the listed parts of a component, the sum of the others, what its biases write, and the sum of all."""
     listed, cut = zoom.parts[:BARS], zoom.parts[BARS:]
     sums = [("sum of all", zoom.total)]
     if zoom.rest.raw:
@@ -42,7 +41,6 @@ def zoom_chart(zoom: ComponentZoom, *, raw: bool = False, title: str | None = No
 
 
 def _name(part: Part) -> str:
-    """Names a part by what it is and by its weight."""
     if part.head is not None:
         what = f"head {part.head} from “{token_label(part.token, 16)}” ({part.source})"
     else:
@@ -70,5 +68,4 @@ def colours(values: Iterable[float]) -> list[str]:
 
 
 def signed(value: float) -> str:
-    """Formats a number with its sign."""
     return f"{value:+z.3g}".replace("-", "−")

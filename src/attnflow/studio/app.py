@@ -74,7 +74,6 @@ class Studio:
         self._is_closed = False
 
     def app(self, port: int) -> ASGIApp:
-        """Returns the application for this port of the loopback."""
         from starlette.applications import Starlette
         from starlette.routing import Route, WebSocketRoute
 
@@ -98,7 +97,6 @@ class Studio:
         await self._spare.start()
 
     async def close(self) -> None:
-        """Ends the process that waits for a page."""
         self._is_closed = True
         spare, self._spare = self._spare, None
         if spare is not None:
@@ -217,7 +215,6 @@ def _without_model(message: Mapping[str, object]) -> str:
 
 
 def is_token(shown: object, token: str) -> bool:
-    """Compares the tokens in constant time."""
     return isinstance(shown, str) and hmac.compare_digest(shown.encode("utf-8", "replace"), token.encode())
 
 
@@ -266,7 +263,6 @@ class Guard:
         self._hosts = {f"127.0.0.1:{port}".encode(), f"localhost:{port}".encode()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request or socket."""
         if scope["type"] == "websocket":
             if self._host(scope) is None or not self._own_origin(scope):
                 await send({"type": "websocket.close", "code": 1008})

@@ -99,7 +99,6 @@ class Worker:
         return line.decode().rstrip("\n")
 
     async def stop(self) -> None:
-        """Ends the process, whatever it is doing."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -107,7 +107,6 @@ def _terminated_in_order() -> Generator[None]:
 
 
 async def _run(studio: Studio, listener: socket.socket, opened: Callable[[str], object] | None) -> bool:
-    """Serves, and tells whether it ended for lack of use."""
     import uvicorn
 
     port = int(listener.getsockname()[1])

@@ -70,7 +70,6 @@ class _Template:
         return cls(id_table(task), task.position_ids, _packed(task), task.mask)
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids, labels) with a sample's data tokens put in."""
         ids, targets = (
             torch.where(table >= _SYMBOL, tokens[(table - _SYMBOL).clamp(min=0)], table)
             for table in (self.ids, self.labels[:, 0])
@@ -81,7 +80,6 @@ class _Template:
         return torch.where(ids == last, NO_ID, ids), labels
 
     def says(self, other: _Template, tokens: Sequence[int]) -> bool:
-        """Whether this template, filled with a sample's tokens, equals another template."""
         data = torch.tensor([*tokens, 0])
         pairs = [*zip(self.filled(data), other.filled(data), strict=True), (self.position_ids, other.position_ids)]
         return all(torch.equal(mine, others) for mine, others in pairs) and self.mask == other.mask

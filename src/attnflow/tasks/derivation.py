@@ -44,11 +44,9 @@ class Derivation:
 
     @property
     def subtask_positions(self) -> int:
-        """The positions of all subtasks together, which separate training would compute."""
         return sum(map(len, self.merged.positions))
 
     def lines(self) -> list[tuple[str, str]]:
-        """(label, text) pairs for a terminal."""
         merged, report = self.merged, self.report
         least = "the least possible" if merged.is_minimal else f"at least {merged.lower_bound:,} are needed"
         verdict = "equal to" if self.equals_closed_form else "DIFFERENT from"

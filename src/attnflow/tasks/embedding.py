@@ -137,7 +137,6 @@ def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:
 
 
 def averaging() -> bool:
-    """Whether a model of this process takes averaged tokens now."""
     return any(_average in model._forward_pre_hooks.values() for model in _MODELS)
 
 

@@ -70,7 +70,6 @@ def _is_prefix(long: Task, short: Task) -> bool:
 
 
 def repeats_below(task: Task, inputs: IntArray) -> bool:
-    """Whether some position of a dense task has the same input twice in its down-set."""
     order = np.argsort(inputs, kind="stable")
     same = np.flatnonzero(np.diff(inputs[order]) == 0)
     if not len(same):
@@ -144,7 +143,6 @@ def renumber(numbers: Sequence[npt.NDArray[Any]]) -> list[IntArray]:
 
 
 def scattered(position: Sequence[IntArray], values: Sequence[IntArray]) -> IntArray:
-    """The value of each class, taken from its positions, which all have the same one."""
     every, result = np.concatenate([*position, np.zeros(0, np.int64)]), np.zeros(0, np.int64)
     if len(every):
         result = np.full(int(every.max()) + 1, -1)

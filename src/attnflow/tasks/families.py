@@ -151,7 +151,6 @@ def _blocks_before(n: int, block: int) -> _Read:
 
 
 def _denoising(data: _Data, block: int, masked: Masked, read: _Read, start: int = 0) -> Family:
-    """For each block from `start` on that has masked tokens, a task that predicts them from the positions in `read`."""
     n = data.size
     weights = _hidden(masked, n, block)
     noised = np.where(weights > 0, n, 0)
@@ -287,7 +286,6 @@ class _Data:
         return Inputs(self.table, index)
 
     def labels(self, position: IntArray, data_index: IntArray, task: object, weight: object = 1.0) -> Labels:
-        """One label for each position, whose target is the data token `data_index`."""
         return Labels.columns(position, self.ids[data_index], data_index, data_index, task=task, weight=weight)
 
 

@@ -73,7 +73,6 @@ class Layout:
     def _predictors(
         self, position: Sequence[IntArray], members: Sequence[IntArray], last: BoolArray, node: IntArray
     ) -> IntArray:
-        """The classes that go last, by their node's first position id, then in order of appearance."""
         flat = np.concatenate([*members, np.zeros(0, np.int64)])
         classes = _firsts(flat[last[flat]])
         if not len(classes):
@@ -116,7 +115,6 @@ class Layout:
 
 
 def _at_home(tokens: TokenTable) -> BoolArray:
-    """Whether each token is one data token that no token at another position is made of alone."""
     alone = np.flatnonzero(tokens.provenance.lengths == 1)
     home = np.zeros(len(tokens), dtype=np.bool_)
     _, data = np.unique(tokens.provenance.values[tokens.provenance.indptr[alone]], return_inverse=True)
@@ -137,7 +135,6 @@ def _is_read(task: Task) -> BoolArray:
 
 
 def _firsts(values: IntArray) -> IntArray:
-    """The distinct values in order of first appearance."""
     return values[as_they_appear(values)[0]]
 
 

@@ -53,7 +53,6 @@ class Leak:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The leak as plain data."""
         return {**vars(self), "label": self.label.to_dict(), "witness": list(self.witness), "route": self.route}
 
 
@@ -205,7 +204,6 @@ def survey(task: Task, layers: int | None = None) -> tuple[LeakReport, IntArray]
 
 
 def witnesses(task: Task, pairs: IntArray, layers: int | None) -> Iterator[Leak]:
-    """The leaks of the pairs that `survey` found, each with a shortest path."""
     flow = task.flow if task.num_layers is None or not layers else analyze(task.masks[:layers])
     for number, carrier in pairs.tolist():
         (label,) = task.targets.part(number, number + 1)

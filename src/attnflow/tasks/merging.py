@@ -51,12 +51,10 @@ class MergedTask:
 
     @property
     def num_nodes(self) -> int:
-        """Number of merged nodes."""
         return int(self.node.max(initial=-1)) + 1
 
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The merged nodes, each as a tuple of merged positions."""
         order = np.argsort(self.node, kind="stable")
         cuts = np.flatnonzero(np.diff(self.node[order])) + 1
         return tuple(tuple(members.tolist()) for members in np.split(order, cuts)) if len(order) else ()

@@ -55,7 +55,6 @@ class Poset:
 
     @classmethod
     def of(cls, task: Task, numbers: IntArray) -> Poset:
-        """The Hasse diagram of a task whose inputs are numbered."""
         hasse = task.flow.hasse
         covers: list[list[int]] = [[] for _ in hasse.nodes]
         below: list[frozenset[int]] = []
@@ -68,16 +67,13 @@ class Poset:
 
     @property
     def maximal(self) -> list[int]:
-        """The nodes that are below no other."""
         lower = frozenset[int]().union(*self.below)
         return [node for node in range(len(self.members)) if node not in lower]
 
     def ideal(self, node: int) -> list[int]:
-        """The down-set of a node in topological order, the node last."""
         return [*sorted(self.below[node]), node]
 
     def counts(self, node: int) -> Counter[int]:
-        """How often each type stands strictly below a node."""
         return Counter(self.types[lower] for lower in self.below[node])
 
 
@@ -99,7 +95,6 @@ def _graph(poset: Poset, ideal: Sequence[int]) -> Graph:
 
 
 def typed(tasks: Sequence[Task], inputs: Sequence[IntArray]) -> tuple[list[Poset], list[Example]]:
-    """The posets of all tasks with their node types, and an example of each type."""
     posets, examples = list[Poset](), list[Example]()
     known: dict[_Signature, list[int]] = {}
     work = Work()
@@ -122,8 +117,6 @@ def typed(tasks: Sequence[Task], inputs: Sequence[IntArray]) -> tuple[list[Poset
 
 @dataclass(eq=False)
 class _Search:
-    """Grow a poset ideal by ideal, and keep the smallest that holds all ideals."""
-
     ideals: list[tuple[Poset, list[int]]]  # of the maximal types: what has to be embedded
     needed: Counter[int]  # nodes of each type that some down-set holds
     forced: frozenset[int]  # types that have exactly one node
@@ -134,7 +127,6 @@ class _Search:
 
     @property
     def bound(self) -> int:
-        """A lower bound on the nodes of any completion."""
         have = Counter(self.types)
         return len(self.types) + sum(max(0, count - have[kind]) for kind, count in self.needed.items())
 
@@ -230,8 +222,6 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class _Quotient:
-    """A graph whose nodes are the groups of interchangeable nodes of another."""
-
     groups: list[list[int]]
     colours: list[Hashable]
     lower: list[list[int]]
@@ -257,7 +247,6 @@ class _Quotient:
         )
 
     def signatures(self, colours: Sequence[int]) -> list[Hashable]:
-        """The colour of each node with those around it."""
         return [
             (colour, *(tuple(sorted(colours[other] for other in side[node])) for side in (self.lower, self.upper)))
             for node, colour in enumerate(colours)

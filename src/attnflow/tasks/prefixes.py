@@ -51,18 +51,15 @@ class Trie:
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[Sequence[int] | IntArray]) -> Trie:
-        """The trie of sequences of integers."""
         arrays = [np.asarray(sequence, np.int64) for sequence in sequences]
         offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
         return cls.of(np.concatenate([np.zeros(0, np.int64), *arrays]), offsets)
 
     @property
     def size(self) -> int:
-        """Number of nodes."""
         return len(self.parent)
 
     def path(self, sequence: int) -> IntArray:
-        """The nodes of a sequence."""
         return self.node_of[self.offsets[sequence] : self.offsets[sequence + 1]]
 
     def with_copies(self, nodes: IntArray) -> Trie:
@@ -101,7 +98,6 @@ class Trie:
 
 
 def _built(keys: IntArray, offsets: IntArray) -> Trie:
-    """The trie with children in the order of their keys, the smallest first."""
     signed = (keys ^ np.int64(-(1 << 63))).astype(">i8")  # bytes that compare as the numbers do, negative ones too
     bounds = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
     bounds.sort(key=lambda pair: signed[slice(*pair)].tobytes())  # in the order of their leaves
@@ -133,7 +129,6 @@ def _built(keys: IntArray, offsets: IntArray) -> Trie:
 
 
 def common(a: IntArray, b: IntArray) -> int:
-    """The length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -168,14 +163,12 @@ class Batch:
     starts: BoolArray | None = None
 
     def columns(self) -> IntArray:
-        """The place of each real token in its sequence, in slots with pads."""
         columns = np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)
         if self.starts is not None:
             columns = columns - np.maximum.accumulate(np.where(self.starts, columns, 0), axis=1)
         return columns[self.real]
 
     def sizes(self) -> IntArray:
-        """The number of real tokens of each sequence, in the order of the flattened batch."""
         if self.starts is None:
             return self.real.sum(axis=1)
         return np.add.reduceat(self.real.ravel().astype(np.int64), np.flatnonzero(self.starts))
@@ -213,7 +206,6 @@ class Plan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(trees, width)."""
         return self.ids.shape[0], self.ids.shape[1]
 
     @property

@@ -103,7 +103,6 @@ def _prompts(prompts: object, count: int) -> list[IntArray]:
 
 
 def _by_token(weights: object, answers: list[IntArray]) -> list[npt.NDArray[np.float64]]:
-    """One number for each token of each response."""
     listed = _several("weights", weights)
     if len(listed) != len(answers):
         raise ValueError(f"weights must have an entry for each of the {len(answers)} responses, got {len(listed)}")

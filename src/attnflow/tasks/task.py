@@ -102,7 +102,6 @@ class Labels:
 
     @classmethod
     def of(cls, labels: Iterable[Label]) -> Labels:
-        """Make the array from labels."""
         if isinstance(labels, Labels):
             return labels
         listed = list(labels)
@@ -132,7 +131,6 @@ class Labels:
         task: object = 0,
         weight: object = 1.0,
     ) -> Labels:
-        """Make the array from columns, each broadcast to the targets."""
         table = np.empty(len(target_id), dtype=_ROW)
         columns = (position, target_id, target_position, data_index, task, weight)
         for name, column in zip(_ROW.names or (), columns, strict=True):
@@ -231,7 +229,6 @@ class Task:
         return tuple(self.targets)
 
     def __eq__(self, other: object) -> bool:
-        """Whether inputs, labels (in their order) and mask are the same."""
         if not isinstance(other, Task):
             return NotImplemented
         same = self.sequence.equals(other.sequence) and np.array_equal(self.targets.table, other.targets.table)

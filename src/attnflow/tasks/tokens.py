@@ -101,13 +101,11 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """Make the rows from sequences."""
         indptr = np.cumsum([0, *map(len, rows)])
         return cls(indptr, np.fromiter((value for row in rows for value in row), np.int64, int(indptr[-1])))
 
     @classmethod
     def single(cls, values: IntArray) -> Ragged:
-        """Make rows of one number each."""
         return cls(np.arange(len(values) + 1), values)
 
     @classmethod
@@ -117,23 +115,19 @@ class Ragged:
 
     @classmethod
     def stack(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts, one below the other."""
         lengths = [np.zeros(1, np.int64), *(part.lengths for part in parts)]
         return cls(np.cumsum(np.concatenate(lengths)), np.concatenate([part.values for part in parts]))
 
     @property
     def lengths(self) -> IntArray:
-        """The length of each row."""
         return np.diff(self.indptr)
 
     def take(self, rows: IntArray) -> Ragged:
-        """The chosen rows, repeats allowed."""
         lengths = self.lengths[rows]
         indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return Ragged(indptr, self.values[ragged(self.indptr[rows], lengths)[1]])
 
     def lists(self) -> list[list[int]]:
-        """The rows as lists."""
         values, cuts = self.values.tolist(), self.indptr.tolist()
         return [values[first:last] for first, last in pairwise(cuts)]
 
@@ -166,7 +160,6 @@ class TokenTable:
 
     @classmethod
     def of(cls, tokens: Sequence[Token]) -> TokenTable:
-        """Make the table from tokens."""
         return cls(
             Ragged.of([token.ids for token in tokens]),
             np.fromiter((token.position for token in tokens), np.int64, len(tokens)),
@@ -192,11 +185,9 @@ class TokenTable:
         return len(self.position)
 
     def take(self, rows: IntArray) -> TokenTable:
-        """The chosen tokens, repeats allowed."""
         return TokenTable(self.ids.take(rows), self.position[rows], self.provenance.take(rows))
 
     def numbers(self) -> IntArray:
-        """A number for each token, equal iff the tokens are."""
         number = np.zeros(len(self), dtype=np.int64)
         for column in (self.ids.numbers(), self.position, self.provenance.numbers()):
             values, inverse = np.unique(column, return_inverse=True)
@@ -213,7 +204,6 @@ class Inputs:
 
     @classmethod
     def of(cls, tokens: Iterable[Token]) -> Inputs:
-        """Make the arrays from tokens."""
         if isinstance(tokens, Inputs):
             return tokens
         listed = list(tokens)
@@ -233,7 +223,6 @@ class Inputs:
         return (tokens[i] for i in place.tolist())
 
     def equals(self, other: Inputs) -> bool:
-        """Whether both are the same tokens in the same order."""
         if len(self) != len(other):
             return False
         if self.table is other.table and np.array_equal(self.index, other.index):
@@ -243,11 +232,9 @@ class Inputs:
 
     @property
     def position(self) -> IntArray:
-        """The position id of each input."""
         return self.table.position[self.index]
 
     def carriers(self) -> tuple[IntArray, IntArray]:
-        """The pairs (data index, input made of it), by data index, then by input."""
         rows = self.table.provenance.take(self.index)
         owner = np.repeat(np.arange(len(self)), rows.lengths)
         order = np.argsort(rows.values, kind="stable")
@@ -255,7 +242,6 @@ class Inputs:
 
 
 def numbered(sequences: Sequence[Inputs]) -> tuple[TokenTable, list[IntArray]]:
-    """The distinct tokens of several sequences, and each input's number among them."""
     tables = {id(inputs.table): inputs.table for inputs in sequences}
     whole = TokenTable.stack(list(tables.values())) if tables else TokenTable.of([])
     first, number = as_they_appear(whole.numbers())
@@ -265,6 +251,5 @@ def numbered(sequences: Sequence[Inputs]) -> tuple[TokenTable, list[IntArray]]:
 
 
 def as_they_appear(values: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
-    """(ascending first places of the distinct values, the number of each value among them)."""
     _, first, number = np.unique(values, return_index=True, return_inverse=True)
     return np.sort(first), invert(np.argsort(first))[number]

@@ -167,7 +167,6 @@ def _require_same_family(tasks: list[Task], merged: MergedTask) -> None:
 
 
 def _terms(logits: Tensor, task: Task) -> Tensor:
-    """The weighted cross-entropy of each label."""
     if not len(task.targets):
         return logits.reshape(-1)[:1] * 0  # of a merged task that lost its labels: gradients differ, nothing fails
     positions, targets, weights = (

@@ -53,7 +53,6 @@ def guard_leaks() -> Generator[Callable[..., Guard]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option `--attnflow` and the setting `attnflow`, one name a line."""
     about = (
         "audit SCRIPT.py:NAME as one more test: a function of token ids, a module, or a function that makes one, alone "
         "or as (module, inputs, order)"
@@ -63,14 +62,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add one test for each name."""
     names = cast(list[str], [*config.getini("attnflow"), *(config.getoption("--attnflow") or ())])
     items += [Audit.from_parent(session, name=name) for name in names]
 
 
 class Audit(pytest.Item):
-    """The audit of one name as a test."""
-
     def runtest(self) -> None:
         """Audit it, and fail with the report if something leaks."""
         from attnflow.audit.scripts import blaming, example, load
@@ -85,5 +81,4 @@ class Audit(pytest.Item):
         return str(excinfo.value)
 
     def reportinfo(self) -> tuple[str, None, str]:
-        """Return the name of the test in a summary."""
         return self.name, None, f"attnflow {self.name}"

@@ -199,7 +199,6 @@ def handle_of(model: nn.Module) -> BiasHandle:
 
 
 def placed(layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> dict[int, list[BiasConfig]]:
-    """The configs of each layer that gets any, by its index, in the order of summation."""
     by_layer: dict[int, list[BiasConfig]] = {}
     for config in configs:
         for index in config.layer_indices(len(layers)):

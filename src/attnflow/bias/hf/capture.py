@@ -121,7 +121,6 @@ def observe(
 
 
 def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
-    """The queries as slices of neighbours, short enough for the scores of one to fit."""
     most = max(1, min(_MOST_ROWS, _SCORES // (call.num_heads * call.key.shape[2])))
     cuts = [i for i, (a, b) in enumerate(pairwise(queries), 1) if b != a + 1]
     for start, stop in pairwise([0, *cuts, len(queries)]):
@@ -251,7 +250,6 @@ def _generated(
 
 
 def _rows(queries: Queries, size: int, prompt: int | None) -> list[int]:
-    """The positions of the queries to keep, ascending."""
     if queries == "all":
         return list(range(size))
     if queries is None:

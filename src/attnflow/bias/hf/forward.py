@@ -75,8 +75,6 @@ biased.added = _added  # pyright: ignore[reportFunctionMemberAccess]  # whoever 
 
 
 class _SameAs(torch.autograd.Function):
-    """The value of one tensor with the gradient of another that equals it up to rounding."""
-
     @staticmethod
     def forward(ctx: object, differentiable: Tensor, exact: Tensor) -> Tensor:
         return exact.clone()
@@ -116,7 +114,6 @@ def _flat(heads: Tensor) -> Tensor:
 
 
 def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
-    """The call with everything that transformers adds to its scores."""
     kwargs = call.kwargs
     lost = [name for name in _REFUSED if kwargs.get(name) is not None]
     if lost:

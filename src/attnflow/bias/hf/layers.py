@@ -28,8 +28,6 @@ _THREADS: Final = "; if several threads run this compiled model with other handl
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One self-attention layer."""
-
     site: Site
     shape: LayerShape
     depth: int  # layers of its stack, of whatever kind: as many as a key-value cache has
@@ -39,7 +37,6 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The self-attention layers of one stack of a transformers model, in order."""
     stack = stack_of(model)
     seen = projections(model, stack.sites)
     layers: list[Layer] = []
@@ -69,8 +66,6 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 @dataclass(eq=False)
 class Shown:
-    """What one call has shown of an attention module, until attention uses it."""
-
     outputs: dict[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())  # of submodules, by path
     hidden: Tensor | None = None  # input of the module
     positions: Tensor | None = None  # position ids, if the model passes them
@@ -79,7 +74,6 @@ class Shown:
     waiting: bool = False  # whether the module runs, and its attention has not asked yet
 
     def clear(self) -> None:
-        """Let go of all tensors."""
         self.outputs = {}
         self.hidden = self.positions = self.cache = None
         self.waiting = False
@@ -104,19 +98,16 @@ class Hooks:
     _handles: tuple[RemovableHandle, ...] = ()
 
     def install(self, module: nn.Module) -> None:
-        """Hook an attention module and its projections."""
         before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
         self._handles = (before, module.register_forward_hook(self._leave))
         self._hook(module)
 
     def remove(self) -> None:
-        """Take all hooks away."""
         for handle in (*self._handles, *self._reading):
             handle.remove()
 
     @property
     def shown(self) -> Shown:
-        """What the call of this thread has shown, whether its module or its attention is compiled or neither."""
         if torch.compiler.is_compiling():
             return self._traced if self._traced.waiting else self._of_thread()
         mine = self._of_thread()
@@ -152,7 +143,6 @@ class Hooks:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before the attention module."""
         if getattr(module, "_is_replica", False):
             raise RuntimeError(
                 "a bias does not run under nn.DataParallel, which Trainer chooses for several GPUs in one process: "
@@ -201,7 +191,6 @@ class Hooks:
             )
 
     def _read(self, bias: LayerBias, path: str, module: nn.Module, args: object, output: Tensor) -> None:
-        """After a submodule of the attention module."""
         if bias.enabled and (shown := self.shown).waiting:  # else nothing would take the tensor from here
             shown.outputs[path] = output
 

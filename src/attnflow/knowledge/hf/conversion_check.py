@@ -120,7 +120,6 @@ def _compare(
 
 
 def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
-    """Return the floating-point tensors at the top level of a model's output."""
     with trial(model):
         seed_all(0)
         result: Any = model(inputs) if isinstance(inputs, Tensor) else model(**inputs)

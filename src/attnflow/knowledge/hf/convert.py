@@ -179,7 +179,6 @@ def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progres
 
 
 def _refuse_saving(*_: object, **__: object) -> NoReturn:
-    """Stand in for `save_pretrained`, whose folder transformers would load with random feed-forward weights."""
     raise ValueError(
         "a model converted by from_ffn has no feed-forward weights that from_pretrained could find: save "
         "to_ffn(model).save_pretrained(folder), a plain model with the present entries, or keep model.state_dict()"
@@ -199,7 +198,6 @@ def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> Non
 
 
 def _neurons(base: LayeredKnowledge, forms: list[LayerForm]) -> dict[int, int]:
-    """Map the former number of neurons per layer or expert to the current number of entries."""
     now: dict[int, set[int]] = {}
     experts = any(form.num_experts for form in forms)
     for layer, form in enumerate(forms):
@@ -233,8 +231,6 @@ def _check_widths(model: nn.Module, form: LayerForm, entry_dim: int | None, key_
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """An unconverted layer of linear maps into the neurons and one map out of them."""
-
     layout: EntryLayout  # of the entries that it needs
     neurons: int
     site: FeedForward
@@ -243,7 +239,6 @@ class LinearLayer:
     num_experts: int = 0
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
-        """Return the layer's neurons as entries."""
         parent = model.get_submodule(self.site.name)
         out = stored(parent.get_submodule(self.site.last))
         entries = out.new_zeros(out.shape[1], layout.entry_dim)
@@ -259,7 +254,6 @@ class LinearLayer:
         return entries
 
     def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Replace the maps by readers."""
         parent = model.get_submodule(self.site.name)
         bias = _bias(parent.get_submodule(self.site.last))
         values = EntryValues(base, layer, None if bias is None else bias.detach())
@@ -268,7 +262,6 @@ class LinearLayer:
         parent.set_submodule(self.site.last, values)
 
     def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Replace the readers by maps."""
         parent, layout = model.get_submodule(self.site.name), base.layouts[layer]
         entries = base.entries.detach()[base.rows(layer)]
         for (path, parts), has_bias in zip(self._maps(), self.biased, strict=True):
@@ -291,8 +284,6 @@ class LinearLayer:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """An unconverted layer of experts whose parameters are packed in one module."""
-
     layout: EntryLayout  # of the entries that it needs
     neurons: int  # of each expert
     site: PackedExperts
@@ -300,7 +291,6 @@ class ExpertLayer:
     num_experts: int
 
     def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
-        """Return the neurons as entries, ordered by expert."""
         site, module = self.site, model.get_submodule(self.site.name)
         keys, thresholds, values = site.keys(module), site.thresholds(module), site.values(module)
         entries = values.new_zeros(site.num_experts, site.neurons, layout.entry_dim)
@@ -312,7 +302,6 @@ class ExpertLayer:
         return entries.flatten(0, 1)
 
     def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Replace the module by a reader."""
         # the reader keeps the module for its functions and for the biases of the outputs
         own = model.get_submodule(self.site.name)
         for name in self._names():
@@ -320,7 +309,6 @@ class ExpertLayer:
         model.set_submodule(self.site.name, ExpertEntries(base, layer, self.site, own))
 
     def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
-        """Replace the reader by the module."""
         own, layout = cast(ExpertEntries, model.get_submodule(self.site.name)).own, base.layouts[layer]
         blocks = [base.entries.detach()[base.rows(layer, expert)] for expert in range(self.site.num_experts)]
         entries = torch.stack(blocks)
@@ -341,7 +329,6 @@ LayerForm = LinearLayer | ExpertLayer  # each gives its `entries`, and can `open
 
 
 def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
-    """Describe the layer at a site."""
     part = model.get_submodule(site.name)
     if isinstance(site, PackedExperts):
         layout = EntryLayout(site.width, site.gated)

@@ -61,7 +61,6 @@ class Stream:
             yield
 
     def pick(self, hidden: Tensor) -> Tensor:
-        """Select the positions of the sequence, in the precision of sums."""
         return hidden.reshape(-1, hidden.shape[-1])[self.positions].to(wide(hidden.dtype))
 
 
@@ -76,8 +75,6 @@ class _Norm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """Maps contributions to the residual stream to direct effects on the logits of targets."""
-
     rows: Tensor  # one for each position, [positions, model_dim]; the effect of c is c . row
     targets: Tensor  # ids of the targets
     logits: Tensor  # of the targets, less the mean over the vocabulary
@@ -151,7 +148,6 @@ def directions(
 
 
 def _unembedded(rows: Tensor, weight: Tensor) -> Tensor:
-    """Multiply by the unembedding, one block of the vocabulary at a time in the precision of the rows."""
     return torch.cat([rows @ block.to(rows).T for block in weight.detach().split(_VOCABULARY)], dim=-1)
 
 

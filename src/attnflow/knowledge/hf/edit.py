@@ -161,7 +161,6 @@ class Edited(Handle):
         return (self.report,)
 
     def _rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the ids and values of a layer's entries, views."""
         rows = self._base.rows(layer)
         return self._base.ids[rows], self._base.entries[rows, self._base.layouts[layer].value]
 
@@ -287,7 +286,6 @@ _Said = list[tuple[float, str, bool, int]]
 
 @torch.no_grad()
 def _said(model: nn.Module, tokenizer: PreTrainedTokenizerBase, facts: Sequence[Fact]) -> _Said:
-    """Return (answer's probability, predicted token, whether it answers, paraphrases answered) for each fact."""
     said: _Said = []
     for fact in facts:
         answer = token_ids(tokenizer, fact.answer, answer=True)

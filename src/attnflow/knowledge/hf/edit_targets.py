@@ -34,8 +34,6 @@ _ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, 
 
 
 class Answers(NamedTuple):
-    """A model's scores for answers to prompts."""
-
     scores: Float[Tensor, " pairs"]  # the mean log-probability of the tokens of each answer, in nats, float32
     first: Bool[Tensor, " pairs"]  # whether each of its tokens is the model's most likely one
     rows: Float[Tensor, "pairs vocabulary"]  # logits of the token after each prompt, float32
@@ -43,8 +41,6 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """Settings of the search for targets and of the change of values."""
-
     steps: int = 20  # of Adam, at most
     rate: float = 0.15  # its step, in units of the norm of what a layer adds at the place
     ridge: float = 0.2  # of `least_change`, with whitened weights of length 1: one place alone gets 1 / (1 + ridge)
@@ -52,7 +48,6 @@ class Method:
 
 
 def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
-    """Tokenize a prompt, or an answer with a leading space and no special tokens."""
     if answer:
         return cast("list[int]", tokenizer(f" {text.strip()}", add_special_tokens=False)["input_ids"])
     return cast("list[int]", tokenizer(text)["input_ids"])
@@ -78,7 +73,6 @@ def answers_in(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
 ) -> Answers:
-    """Score answers from the logits of a forward pass over prompts and answers."""
     scores, first, rows = list[Tensor](), list[Tensor](), list[Tensor]()
     for row, prompt, answer in zip(logits, prompts, answers, strict=True):
         said = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
@@ -96,8 +90,6 @@ def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabul
 
 @dataclass(frozen=True)
 class Place:
-    """A token of a prompt where the edit adds something."""
-
     ids: tuple[int, ...]  # of the prompt
     position: int  # of the token
     answer: tuple[int, ...] = ()  # ids of the answer that should follow; () if only the weights are needed
@@ -173,7 +165,6 @@ def weights_everywhere(model: nn.Module, layers: Layers, texts: Sequence[Sequenc
 def read_moments(
     model: nn.Module, layers: Layers, tokenizer: Any, text: str, tokens: int, progress: Progress | None = None
 ) -> Moments:
-    """Compute second moments on the first tokens of a text, window by window to bound memory."""
     ids = token_ids(tokenizer, text)[:tokens]
     if not ids:
         raise ValueError("the text is empty: pass some text that the edit should leave unchanged")
@@ -202,7 +193,6 @@ def longest(model: nn.Module) -> int | None:
 
 
 def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]) -> Watch:
-    """Return a context that makes layers add a vector at one token of each row of a batch."""
     rows, positions = torch.arange(len(places)), torch.tensor([place.position for place in places])
 
     def add(call: Call, output: Tensor) -> Tensor:

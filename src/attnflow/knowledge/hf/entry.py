@@ -131,7 +131,6 @@ def entry(
 
 
 def _found(model: nn.Module, id: int, layer: int | None, head: int) -> LocatedEntry:
-    """Find an entry and the layer that reads it."""
     every = readers(model)
     own = [one for one in every if isinstance(one, LayerEntries)]
     if own:
@@ -247,8 +246,6 @@ def _read_batch(model: nn.Module, one: LocatedEntry, rows: Sequence[Tensor]) -> 
 
 
 def _nearest(model: nn.Module, one: LocatedEntry, head: int, count: int, names: _Names) -> Iterator[tuple[Near, ...]]:
-    """Yield the entries with the most similar values, then those with the most similar keys."""
-
     def values(reader: LayerReader, places: Tensor) -> Tensor:
         return reader.values(places)[head]
 

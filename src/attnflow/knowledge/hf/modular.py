@@ -95,7 +95,6 @@ class ModularConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check the sizes, and fill in defaults that depend on others."""
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_knowledge_heads"):
             setattr(self, name, integer(name, getattr(self, name), 1))
         defaults = {

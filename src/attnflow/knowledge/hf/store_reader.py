@@ -81,7 +81,6 @@ class StoreReader(SharedReader):
         self.source: Tensor | EntrySource = source
 
     def read(self, hidden: Float[Tensor, "batch tokens model_dim"]) -> Float[Tensor, "batch tokens model_dim"]:
-        """Compute what the store adds to the tokens that leave the layer."""
         check_loaded(self, "reader", hidden)
         kind = self.gate.dtype
         with torch.autocast(hidden.device.type, enabled=False):
@@ -91,22 +90,18 @@ class StoreReader(SharedReader):
     def asked(
         self, hidden: Float[Tensor, "*tokens model_dim"], pooled: Float[Tensor, "*tokens width"]
     ) -> Float[Tensor, "*tokens model_dim"]:
-        """Compute X, the input of the queries."""
         return self.own * functional.rms_norm(hidden, hidden.shape[-1:]) + self.pooled_map(pooled)
 
     def forward(self, hidden: Tensor, source: object = None) -> Float[Tensor, "*tokens model_dim"]:
-        """Compute what the store adds, from X."""
         now = self.source
         if isinstance(now, EntrySource) and self.retrieval is None:
             now = now.entries(hidden)
         return self._scale * super().forward(hidden, now)
 
     def current(self) -> Tensor | EntrySource:
-        """The store's entries, or the matrix that replaces them."""
         return self.source
 
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
-        """gate sqrt(d) E W_V of the entries with these ids."""
         return self._scale * super().values(positions)
 
     @property
@@ -116,8 +111,6 @@ class StoreReader(SharedReader):
 
 @dataclass(eq=False)
 class _Passes:
-    """The values pooled in the passes of one thread."""
-
     parts: dict[bool, dict[int, Tensor]] = field(default_factory=lambda: {False: {}, True: {}})  # with gradients or not
     open: int = 0  # passes with gradients whose backward pass has not begun
     backward: bool = False
@@ -147,7 +140,6 @@ class PooledValues(nn.Module):
             passes.backward = False
 
     def put(self, layer: int, call: AttentionCall, proceed: Proceed) -> None:
-        """Pool the values of a layer."""
         kwargs = {name: 0.0 if name == "dropout" else value for name, value in call.kwargs.items()}
         output, _ = Proceed((), proceed.kernels)(call.replace(query=torch.zeros_like(call.query), kwargs=kwargs))
         if call.empty is not None:
@@ -214,7 +206,6 @@ def _read_after(path: str, layer: nn.Module, _: object, output: Any) -> Any:
 
 
 def _recomputing() -> bool:
-    """Whether a backward pass is running, where gradient checkpointing repeats forward computations."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
 
 

@@ -151,7 +151,6 @@ def trace(
 def _ablated(
     trace: Trace, model: nn.Module, arguments: Mapping[str, Tensor], watched: Sequence[LayerWatch], count: int
 ) -> Trace:
-    """Take the leading entries of each position out of the model, one by one, and record what the targets lose."""
     columns = [one.ids.shape[1] for one in trace]
     layer_of = torch.repeat_interleave(torch.tensor(columns)).tolist()
     places = torch.cat([one.joined("places") for one in watched], dim=1).cpu()
@@ -230,7 +229,6 @@ def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
 def _promoted(
     watched: Sequence[LayerWatch], frozen: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Promoted, ...]:
-    """Find the tokens of the last position's strongest entries, then of each position's, `count` entries in all."""
     places, heads, effects = (
         torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "effects")
     )
@@ -256,7 +254,6 @@ def _promoted(
 
 
 def _texts(reader: LayerReader, layers: Sequence[LayerTrace]) -> dict[int, str]:
-    """Return the texts of traced entries, where a reader's model reads a store."""
     source = reader.current() if isinstance(reader, SharedReader) else None
     if not isinstance(source, EntrySource):
         return {}
@@ -292,11 +289,9 @@ class LayerWatch:
             self.pieces.append(self._strongest(*table, towards))
 
     def joined(self, name: str) -> Tensor:
-        """Concatenate a column over all positions."""
         return torch.cat([piece[name] for piece in self.pieces])
 
     def finish(self, effects: Mapping[tuple[Kind, int], Tensor]) -> LayerTrace:
-        """Build the layer's trace, with the direct effects of its entries and attention."""
         layer = self.reader.layer
         if not self.pieces:
             raise ValueError(f"layer {layer} did not read its entries in the forward pass")

@@ -57,7 +57,6 @@ def best(queries: Floats, rows: Floats, thresholds: Floats | None, k: int) -> tu
 def above(
     queries: Floats, rows: Floats, thresholds: Floats | None, bound: float
 ) -> tuple[Floats, IntArray, IntArray, IntArray]:
-    """Return the scores above a bound with their rows and queries, unordered, and the active count of each query."""
     blocks = [(np.zeros(0, np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64))]
     active = np.zeros(len(queries), dtype=np.int64)
     for chunk, part in enumerate(_chunks(queries)):
@@ -129,11 +128,9 @@ class InvertedLists:
 
     @property
     def num_lists(self) -> int:
-        """Number of lists."""
         return len(self._centroids)
 
     def put(self, ids: IntArray, rows: Floats) -> None:
-        """Add rows with new ids."""
         for start in range(0, len(ids), 1 << 16):
             block, keys = np.ascontiguousarray(rows[start : start + (1 << 16)]), ids[start : start + (1 << 16)].copy()
             homes = self._nearest.search(self._points(block), 1)[1][:, 0].copy()
@@ -141,7 +138,6 @@ class InvertedLists:
             self._index.add_core(len(keys), *pointers)
 
     def drop(self, ids: IntArray) -> None:
-        """Remove rows that are there."""
         self._index.remove_ids(self._faiss.IDSelectorArray(np.ascontiguousarray(ids)))
 
     def best(self, queries: Floats, column: int | None, k: int) -> tuple[Floats, IntArray]:
@@ -182,7 +178,6 @@ def recall_of(found: Floats, truth: Floats) -> float:
 
 
 def faiss() -> Any:
-    """Import faiss on first use."""
     try:
         import faiss as package
     except ImportError as error:
@@ -228,7 +223,6 @@ class EntryIndex:
 
     @property
     def ids(self) -> IntArray:
-        """Ids of all entries, ascending."""
         return self._view.ids
 
     @property
@@ -243,7 +237,6 @@ class EntryIndex:
 
     @property
     def reason(self) -> str:
-        """Explain `mode`, with the recall measured when the lists were built."""
         exact, lists = f"up to {MOST_EXACT:,} entries, all are compared", self._lists
         if lists is None:
             return exact
@@ -303,7 +296,6 @@ class EntryIndex:
             self._show(merged[order], kept)
 
     def drop(self, ids: IntArray) -> None:
-        """Remove entries that are there. This copies all rows."""
         with self._lock:
             stays = np.ones(len(self), dtype=np.bool_)
             stays[self.places(ids)] = False

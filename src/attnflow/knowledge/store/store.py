@@ -319,7 +319,6 @@ class Store:
         return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"
 
     def _current(self) -> EntryIndex:
-        """Return the index, updated to what the table holds."""
         if self._closed:
             raise StoreError(f"the store {self.uri} is closed: open it again")
         if os.getpid() != self._process:

@@ -47,7 +47,6 @@ def check_uri(uri: str) -> None:
 
 
 def is_directory(uri: str) -> bool:
-    """Whether a uri names a local directory."""
     return uri != MEMORY and "://" not in uri
 
 
@@ -99,7 +98,6 @@ class EntryTable:
             return self._table.version != self._version
 
     def load(self) -> tuple[IntArray, Floats]:
-        """Return the ids of all rows in ascending order, and their vectors."""
         with failures(f"the store {self.uri} cannot be read"):
             self._version, count, done = self._table.version, self._table.count_rows(), 0
             ids, vectors = np.empty(count, np.int64), np.empty((count, self.dim + self.num_thresholds), np.float32)
@@ -127,13 +125,11 @@ class EntryTable:
         return {row["id"]: row for row in rows.to_pylist()}
 
     def counts(self, name: str) -> dict[Any, int]:
-        """Count the rows by the value of a column."""
         with failures(f"the store {self.uri} cannot be read"):
             values = self._table.search().select([name]).to_arrow()[name]
         return {one["values"]: one["counts"] for one in values.value_counts().to_pylist()}
 
     def put(self, columns: Mapping[str, Iterable[Any]], vectors: Floats) -> bool:
-        """Insert rows, or replace those with the same ids."""
         arrow, schema = self._arrow, self._table.schema
         vector = arrow.FixedSizeListArray.from_arrays(np.ascontiguousarray(vectors).ravel(), vectors.shape[1])
         arrays = [arrow.array(columns[field.name], field.type) for field in schema if field.name != "vector"]
@@ -144,31 +140,26 @@ class EntryTable:
         return self._committed(version)
 
     def delete(self, ids: IntArray) -> bool:
-        """Delete rows."""
         with failures(f"nothing was deleted from the store {self.uri}"):
             if self.highest in ids:
                 self._retire()
             return self._committed(self._table.delete(_among(ids)).version)
 
     def snapshots(self) -> list[str]:
-        """Names of the snapshots, oldest first."""
         with failures(f"the snapshots of {self.uri} cannot be read"):
             tags = self._table.tags.list()
         return sorted(tags, key=lambda name: (tags[name]["version"], name))
 
     def snapshot(self, name: str) -> None:
-        """Tag the current version, which keeps its files."""
         with failures(f"no snapshot of {self.uri} was taken"):
             self._table.tags.create(name, self._table.version)
 
     def drop_snapshot(self, name: str) -> None:
-        """Remove a tag."""
         self._find(name)
         with failures(f"the snapshot {name!r} of {self.uri} was not dropped"):
             self._table.tags.delete(name)
 
     def restore(self, name: str) -> None:
-        """Commit the rows of a snapshot as a new version."""
         self._find(name)
         with failures(f"the snapshot {name!r} of {self.uri} was not restored"):
             self._retire()
@@ -190,7 +181,6 @@ class EntryTable:
         return sum(path.stat().st_size for path in Path(self.uri).rglob("*") if path.is_file())
 
     def close(self) -> None:
-        """Release the writer's lock."""
         self._close()
 
     def _committed(self, version: int) -> bool:

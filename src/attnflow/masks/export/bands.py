@@ -77,7 +77,6 @@ class Bands:
 
     @property
     def square(self) -> bool:
-        """Whether each document has as many queries as keys."""
         return self.queries == self.keys
 
     def bounds(self) -> tuple[IntArray, IntArray]:
@@ -91,7 +90,6 @@ class Bands:
         return first, np.maximum(first, last)
 
     def to_mask(self, name: str) -> Mask:
-        """The relation."""
         for side, lengths in (("queries", self.queries), ("keys", self.keys)):
             checks.size(f"the number of {side}", sum(lengths))
         first, last = self.bounds()
@@ -171,7 +169,6 @@ def _with_window(queries: tuple[int, ...], keys: tuple[int, ...], first: IntArra
 
 
 def _differing(bands: Bands, first: IntArray, last: IntArray) -> int | None:
-    """The first query whose keys differ from those of the bands."""
     low, high = bands.bounds()
     same = ((low == first) & (high == last)) | ((low >= high) & (first >= last))
     return None if same.all() else int(np.argmin(same))

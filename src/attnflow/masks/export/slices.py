@@ -131,7 +131,6 @@ def _forbidden(mask: Mask) -> tuple[IntArray, IntArray, bool]:
 
 
 def transposed(rows: IntervalRows) -> IntervalRows:
-    """Row k of the result lists the rows that hold key k."""
     (row, key), (last_row, last_key) = (part.expand() for part in _changes(rows))
     first, last = row[np.argsort(key, kind="stable")], last_row[np.argsort(last_key, kind="stable")]
     indptr = np.concatenate([[0], np.cumsum(np.bincount(key, minlength=rows.num_keys))]).astype(np.int64)

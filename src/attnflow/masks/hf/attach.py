@@ -264,7 +264,6 @@ def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
 
 
 def _one_each(values: object, sites: Sequence[Site]) -> list[object]:
-    """Checks that there is one mask for each layer."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"per_layer takes a list of masks, one for each attention layer, got {type(values).__name__}")
     masks = list(cast(Sequence[object], values))

@@ -195,7 +195,6 @@ class Positions:
 
 
 def _real_ends(padding: Tensor) -> tuple[int, ...]:
-    """One past the last slot of each sequence that is no padding."""
     slots = torch.arange(1, padding.shape[1] + 1, device=padding.device)
     return tuple(cast(list[int], (padding * slots).amax(-1).tolist()))
 
@@ -212,8 +211,6 @@ def _own_padding(mask: Tensor, batch: int, keys: int) -> MaskRequest | None:
 
 @dataclass(frozen=True, eq=False)
 class MaskedAttention:
-    """Interceptor that replaces the model's mask with ours at one attention module."""
-
     name: str  # the module's path, for messages
     forms: GridForms
     cross: bool  # whether its keys are another sequence's
@@ -221,7 +218,6 @@ class MaskedAttention:
     flex_on_cpu: FlexOnCpu
 
     def __call__(self, call: AttentionCall, proceed: Proceed) -> Output:
-        """Computes attention under the mask."""
         self._check(call)
         positions = self._positions(call)
         route = route_of(self.name, self.flex_on_cpu, call, proceed)
@@ -239,7 +235,6 @@ class MaskedAttention:
                 )
 
     def _positions(self, call: AttentionCall) -> Positions:
-        """Positions of the call's tokens, shared by layers that the model gave the same mask."""
         batch, _, queries, _ = call.query.shape
         keys, request, mask = call.key.shape[2], call.request, call.mask
         if mask is None and request is None and (queries == keys or self.cross):
@@ -320,7 +315,6 @@ class BatchAttention:
     flex_on_cpu: FlexOnCpu
 
     def __call__(self, call: AttentionCall, proceed: Proceed) -> Output:
-        """Computes attention under the masks of the batch."""
         mask, (batch, heads, queries, _), num_keys = call.mask, call.query.shape, call.key.shape[2]
         if not isinstance(mask, Tensor) or not is_row_intervals(mask):
             if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] not in (1, queries):

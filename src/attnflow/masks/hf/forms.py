@@ -34,7 +34,6 @@ class Span:
 
     @property
     def last_query(self) -> int:
-        """One past the last query."""
         return self.first_query + self.num_queries
 
 
@@ -69,7 +68,6 @@ class MaskForms:
         return first, last
 
     def prepare(self, devices: set[torch.device]) -> None:
-        """Builds the cheap forms that a compiled model cannot build itself."""
         if max(self.mask.shape) <= _WHOLE:
             self.looks_ahead = bool((self.bounds[1] > np.arange(1, self.mask.num_queries + 1)).any())
             for device in devices:
@@ -110,8 +108,6 @@ class MaskForms:
 
 @dataclass(frozen=True, eq=False)
 class GridForms:
-    """The forms of a mask, or of a grid of masks, shared by all layers under it."""
-
     mask: Mask | MaskGrid
     parts: tuple[tuple[MaskForms, ...], ...]  # of each sequence and head; one row, or one column, stands for all
     _blocks: OrderedDict[tuple[Span, str], BlockMask] = field(default_factory=OrderedDict)
@@ -132,7 +128,6 @@ class GridForms:
         return len(self.parts), len(self.parts[0])
 
     def prepare(self, devices: set[torch.device]) -> None:
-        """Builds the cheap forms that a compiled model cannot build itself."""
         for form in {id(form): form for row in self.parts for form in row}.values():
             form.prepare(devices)
 

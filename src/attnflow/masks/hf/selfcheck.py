@@ -90,7 +90,6 @@ def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Che
 
 
 def _entry(model: nn.Module, owner: PreTrainedModel, site: Site) -> Callable[[], Any] | None:
-    """A call of the outermost module around the layers that takes a vector for each position, as of audio frames."""
     parts = site.layers.split(".")
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     inside = around[next((i for i, part in enumerate(around) if part is owner), 0) :]

@@ -135,7 +135,6 @@ def check_sizes(name: str, config: Mapping[str, object], tensors: int) -> None:
 
 
 def _sizes(config: Mapping[Any, object]) -> Iterator[tuple[str, int]]:
-    """Yield the module counts that a config and its nested configs ask for."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(cast(Mapping[Any, object], value))
@@ -154,13 +153,11 @@ def as_float(value: Tensor) -> Tensor:
 
 
 def not_reached(name: str, error: Exception, offline: bool) -> FileNotFoundError:
-    """Return the error for a model that is neither here nor to be had from the hub."""
     why = "HF_HUB_OFFLINE is set and it is not in the local cache" if offline else first_line(error)
     return FileNotFoundError(f"{name!r} is not local, and cannot be downloaded from the hub ({why}){short_names()}")
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
     return str(error).strip().split("\n")[0][:300]
 
 

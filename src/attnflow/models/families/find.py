@@ -46,8 +46,6 @@ _OTHER: Final = re.compile(r"resampler|perceiver|connector|projector|pooler|adap
 
 @dataclass(frozen=True)
 class Place:
-    """Where the query and key of one attention module are stored."""
-
     layer: int  # in its tower, from 0, as the model counts
     name: str  # path of the module: the common stem of its tensors' names
     tower: str  # of a model of several parts: "encoder", "decoder", "vision", "text", "audio", ...; "" if it has one
@@ -60,40 +58,32 @@ class Place:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
         return self.query_rows.head_dim
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the stored tensors with queries and keys."""
         return (*self.query_rows.tensors, *self.key_rows.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """A prefix of tensor names that seems to belong to an attention module."""
-
     path: str
     word: str
     suffix: str
 
     def tensor(self, word: str) -> str:
-        """Name a tensor with this prefix."""
         return ".".join(part for part in (self.path, word) if part) + self.suffix
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers in its path, the layer's first."""
         return [int(part) for part in self.path.split(".") if part.isdigit()]
 
     @property
     def kind(self) -> Kind:
-        """Self- or cross-attention, by its name."""
         return "cross" if CROSS.search(f"{self.path}.{self.word}") else "self"
 
     @property
     def beside(self) -> bool:
-        """Whether it lies outside the layers of a tower."""
         return _OTHER.search(self.path) is not None
 
     @property

@@ -21,8 +21,6 @@ def run_of(index: Int[Tensor, " rows"]) -> slice | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selected:
-    """The rows of a stored weight that form the query heads, or the key heads, of one module."""
-
     tensor: str
     head_dim: int
     index: Int[Tensor, " out"]  # the rows, those of the first head first
@@ -30,7 +28,6 @@ class Selected:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the stored tensors to read."""
         return (self.tensor,)
 
     @property
@@ -54,7 +51,6 @@ class Selected:
         stored[self.index.to(stored.device)] = heads.to(stored)
 
     def same(self, other: object) -> bool:
-        """Whether both select the same rows of the same weight."""
         return isinstance(other, Selected) and self.tensor == other.tensor and torch.equal(self.index, other.index)
 
     def _stored(self, weight: Tensor) -> Tensor:
@@ -76,8 +72,6 @@ def blocks(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Piece:
-    """Rows of one stored weight, times its input's map, times a factor for each row."""
-
     rows: Selected
     place: Int[Tensor, " out"]  # of each row in the whole
     factors: Float[Tensor, " out"] | None  # None: all 1
@@ -93,7 +87,6 @@ class Composed:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the stored tensors to read."""
         inner = (name for piece in self.pieces if piece.input for name in piece.input.tensors)
         return tuple(dict.fromkeys([*(piece.rows.tensor for piece in self.pieces), *inner]))
 
@@ -109,7 +102,6 @@ class Composed:
         return torch.cat(parts)[order.to(parts[0].device)]
 
     def same(self, other: object) -> bool:
-        """Whether both select the same rows of the same weights."""
         if not isinstance(other, Composed) or len(self.pieces) != len(other.pieces):
             return False
         pairs = zip(self.pieces, other.pieces, strict=True)

@@ -16,8 +16,6 @@ _DIM: Final = ("head_dim", "d_kv", "kv_channels", "global_head_dim", "attention_
 
 
 class Heads(NamedTuple):
-    """Numbers of query heads and key heads, and the width of a head."""
-
     query: int
     key: int
     dim: int
@@ -78,8 +76,6 @@ def arranged(order: Order, tensor: str, heads: Heads, transposed: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Families that store query, key and value in one tensor."""
-
     word: str  # last part of the tensor's path
     order: Order  # of its rows
     model_types: frozenset[str] = frozenset()  # in the configs of these families; empty if the word alone tells
@@ -108,14 +104,12 @@ FUSED_WORDS: Final = frozenset({row.word for row in FUSED} | {"wqkv", "W_pack", 
 
 
 def is_query_or_key(name: str) -> bool:
-    """Whether some family stores queries or keys under this name."""
     word = name.removesuffix(".weight").rpartition(".")[2]
     several = FUSED_WORDS - {"in_proj"} | {both for both, _ in BESIDE.values()}
     return word in SEPARATE or word in SEPARATE.values() or word in LATENT or word in several
 
 
 def with_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
-    """Return the config with head counts that a family spells in its own way."""
     if model_type == "dbrx" and isinstance(inner := config.get("attn_config"), Mapping):
         return {**config, "num_kv_heads": cast(Mapping[str, object], inner).get("kv_n_heads")}
     heads = next((config[word] for word in ("num_attention_heads", "n_head") if word in config), None)
@@ -193,7 +187,6 @@ class Stated:
         return Heads(query, key_rows // dim, dim)
 
     def fused(self, name: str, stage: int, rows: int) -> Heads:
-        """Count the heads of one tensor that holds query, key and value."""
         query = self.query_heads(name, stage)
         key = next(iter(self.values(_KEY, stage)), query)
         dim, rest = divmod(rows, query + 2 * key)

@@ -78,12 +78,10 @@ class Layer:
 
     @property
     def title(self) -> str:
-        """Describes the mask in a line."""
         return self.base if not self.strokes else f"{self.base}, painted"
 
     @cached_property
     def pairs(self) -> int:
-        """Counts the allowed pairs."""
         return self.mask.nnz
 
     def baked(self) -> Spec:
@@ -91,13 +89,11 @@ class Layer:
         return self.spec if not self.strokes else self.mask.to_dict()
 
     def to_dict(self) -> dict[str, object]:
-        """Returns plain data that `from_dict` reads."""
         strokes = [[*map(int, stroke)] for stroke in self.strokes]
         return {"mask": dict(self.spec), **({"strokes": strokes} if strokes else {})}
 
     @classmethod
     def from_dict(cls, values: object, where: str) -> Layer:
-        """Reads what `to_dict` wrote."""
         content = as_object(values, where)
         only_keys(content, where, ("mask",), ("strokes",))
         plain = Layer.of(content["mask"], where=f"{where}.mask")
@@ -123,12 +119,10 @@ class Design:
 
     @property
     def size(self) -> int:
-        """Number of positions."""
         return self.layers[0].mask.num_queries
 
     @cached_property
     def flow(self) -> Flow:
-        """Returns the flow of the masks."""
         masks = [layer.mask for layer in self.layers]
         return analyze(masks if self.stacked else masks[0])
 
@@ -153,7 +147,6 @@ class Design:
 
     @cached_property
     def plain(self) -> str:
-        """Returns the design as JSON."""
         return json.dumps(self.to_dict(), separators=(",", ":"))
 
     @property
@@ -187,7 +180,6 @@ class Design:
         return new, notices
 
     def to_dict(self) -> dict[str, object]:
-        """Returns plain data that `from_dict` reads."""
         return {
             "version": _VERSION,
             "layers": [layer.to_dict() for layer in self.layers],
@@ -238,7 +230,6 @@ class Design:
 
 
 def design_for(flow: Flow, tokens: Sequence[str]) -> Design:
-    """Returns the initial design of a flow, with a text for each position."""
     if len(tokens) != flow.size:
         raise ValueError(f"expected a label for each of {flow.size} positions, got {len(tokens)}")
     layers = [{"mask": mask.to_dict()} for mask in flow.masks]
@@ -273,7 +264,6 @@ def stroke_of(values: object, size: int, where: str) -> Stroke:
 
 
 def tokens_of(values: object, size: int, where: str) -> tuple[str, ...]:
-    """Reads the texts of the first positions."""
     texts = as_list(values, where)
     for text in texts:
         if not isinstance(text, str) or len(text) > _MAX_TEXT:

@@ -21,13 +21,11 @@ _TITLE: Final = 40  # characters; shorter parts of the sonnets are their numbers
 
 
 def sonnets() -> list[str]:
-    """Returns Shakespeare's first sonnets, one text each."""
     parts = (part.strip() for part in sample_text("sonnets").split("\n\n"))
     return [part for part in parts if len(part) > _TITLE][:_SONNETS]
 
 
 def traced(trace: Trace, position: int) -> Reply:
-    """Describes the strongest entries of a token, and what the model says next there."""
     row = trace.row(position)
     known = {"logit": trace.logits, "chance": trace.probabilities}
     return {
@@ -53,7 +51,6 @@ def _fired(one: Fired) -> Reply:
 
 
 def described(found: EntryReport, trace: Trace, position: int) -> Reply:
-    """Describes an entry, and its weights where it is among the strongest ones of a text."""
     return {
         "entry": found.entry,
         "layer": found.layer,
@@ -70,7 +67,6 @@ def described(found: EntryReport, trace: Trace, position: int) -> Reply:
 
 
 def fires(found: EntryReport) -> Reply:
-    """Describes the passages where an entry has its largest weights."""
     return {
         "entry": found.entry,
         "layer": found.layer,
@@ -107,7 +103,6 @@ def removed(found: Removal) -> Reply:
 
 
 def labels(tokens: Iterable[str]) -> str:
-    """Joins the labels of tokens."""
     return " ".join(map(token_label, tokens))
 
 

@@ -31,7 +31,6 @@ _TEXT: Final = "the cat sat on the mat and slept"
 
 
 def families() -> Reply:
-    """Lists the available families with parameters and initial settings, a text, and the limits."""
     listed = [
         {
             "name": entry.name,
@@ -113,7 +112,6 @@ def _code(name: str, size: int, values: Mapping[str, object], pairs: Sequence[tu
 
 
 def _design(task: Task, cells: Sequence[Mapping[str, Any]]) -> Design:
-    """Converts the merged task, dropping labels whose data token lies beyond its positions and in no input."""
     sources = {i: tuple(cell["made"]) for i, cell in enumerate(cells) if cell["made"] != [i]}
     labels = [(each.position, each.data_index) for each in task.labels if each.data_index is not None]
     inside = tuple(dict.fromkeys(pair for pair in labels if pair[1] < task.size))
@@ -131,7 +129,6 @@ def _words(text: str) -> list[str]:
 
 
 def _values(entry: Named[Family], message: Message, size: int) -> dict[str, object]:
-    """Reads the typed arguments of the family, with examples for required ones that are missing."""
     settings = as_object(message.get("settings", {}), "settings")
     texts = {key: as_text(value, key) for key, value in settings.items()}
     for key, text in texts.items():
@@ -144,7 +141,6 @@ def _values(entry: Named[Family], message: Message, size: int) -> dict[str, obje
 
 
 def _example(entry: Named[Family], size: int) -> dict[str, object]:
-    """Returns values for the required parameters that suit a text of this many words."""
     some: Mapping[str, object] = {
         "block": 2 if size % 2 == 0 else 1,
         "horizon": 2,

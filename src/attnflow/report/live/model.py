@@ -108,7 +108,6 @@ class ModelSession:
         }
 
     def _audited(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        """Returns the verdict, the map of the watched modules, and each violation by layer and module."""
         ids = _ids(loaded, message)
         report = audit.check(loaded, text_inputs(loaded, ids), progress=progress)
         return {
@@ -129,7 +128,6 @@ class ModelSession:
         }
 
     def _biased(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        """Returns strengths, and the map of one layer or of the last query in all."""
         progress(0, 0, "two forward passes")
         layer = _optional(message, "layer")
         found = self._map(loaded, _ids(loaded, message))
@@ -149,7 +147,6 @@ class ModelSession:
         }
 
     def _traced(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        """Returns the entries' work by layer and token, and the strongest ones of a token."""
         ablate = as_integer(message.get("ablate", 0), "ablate")
         trace = here = self._fired(loaded, message, progress)
         position = trace.positions[trace.row(as_integer(message.get("position", -1), "position"))]
@@ -170,7 +167,6 @@ class ModelSession:
         }
 
     def _entry(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        """Returns what one entry pushes, where it fires, and what is near it."""
         trace = self._fired(loaded, message, progress)
         position = trace.positions[trace.row(as_integer(message.get("position", -1), "position"))]
         strongest = trace.fired(position, count=1)
@@ -181,7 +177,6 @@ class ModelSession:
         return entries.described(self._report(model, one, **place), trace, position)
 
     def _passages(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        """Returns where an entry fires most in the typed text and, for a model with a tokenizer, in sonnets."""
         model, one, place = self._place(loaded, message, progress)
         ids = _ids(loaded, message)
         texts = (ids,) if loaded.tokenizer is None else (str(message["text"]), *entries.sonnets())
@@ -194,7 +189,6 @@ class ModelSession:
         return entries.removed(self._report(model, one, **place).ablate(_ids(loaded, message), position))
 
     def _why(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        """Returns the terms of one attention score."""
         layer, head = (as_integer(message.get(name), name) for name in ("layer", "head"))
         query, key = (_optional(message, name) for name in ("query", "key"))
         ids = _ids(loaded, message)
@@ -203,7 +197,6 @@ class ModelSession:
         return why.explained(found, head, key, token_texts(ids, loaded.tokenizer))
 
     def _opened(self, loaded: Loaded, progress: Progress) -> Loaded:
-        """Returns the model with feed-forward layers that read entries, converted at the first question."""
         if self._with_entries is None:
             progress(0, 0, "opening the feed-forward layers")
             model = loaded.model
@@ -219,7 +212,6 @@ class ModelSession:
         return self._trace(opened, ids, ablate=ablate, **options)
 
     def _place(self, loaded: Loaded, message: Message, progress: Progress) -> tuple[Loaded, int, dict[str, Any]]:
-        """Returns the model that reads entries, and which entry of which layer and head is asked for."""
         one, head = as_integer(message.get("entry"), "entry"), as_integer(message.get("head", 0), "head")
         model = self._opened(loaded, progress)
         progress(0, 0, f"looking at entry {one}")
@@ -259,7 +251,6 @@ def _attention(model: nn.Module) -> Reply | None:
 
 
 def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:
-    """Tokenizes the typed text, up to `MAX_TOKENS` tokens."""
     text = as_text(message.get("text"), "text")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"a text has at most {MAX_CHARACTERS:,} characters here, got {len(text):,}")
@@ -271,7 +262,6 @@ def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:
 
 
 def _geometry(scores: GeometryScores) -> Reply:
-    """Returns for each attention a point per layer, quartiles, the chance band and a head map."""
     heads = {(each.tower, each.kind): each for each in scores.summaries if each.matrix == "head"}
     full = [each for each in scores.summaries if each.matrix == "all"]
     return {

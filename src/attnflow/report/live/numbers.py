@@ -10,15 +10,12 @@ from torch import Tensor
 
 
 def table(values: Tensor | npt.NDArray[Any]) -> list[list[float | None]]:
-    """Rounds the numbers of a matrix."""
     return [[number(value) for value in row] for row in values.tolist()]
 
 
 def numbers(**values: float | None) -> dict[str, float | None]:
-    """Rounds named numbers."""
     return {name: number(value) for name, value in values.items()}
 
 
 def number(value: float | None) -> float | None:
-    """Rounds one number to four digits."""
     return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

@@ -79,7 +79,6 @@ def preview(design: Design, message: Message) -> Reply:
 
 
 def typed(values: Mapping[str, object]) -> dict[str, str]:
-    """Returns settings as people type them."""
     return {
         name: ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value).lower()
         for name, value in values.items()
@@ -87,7 +86,6 @@ def typed(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _begun(name: str, size: int) -> Layer:
-    """Returns a catalogue mask with settings that suit `size` positions, or those of its example where none do."""
     find(name, named_masks(), "mask")
     block, large = (max(d for d in range(1, most + 1) if size % d == 0) for most in (4, max(2, size // 16)))
     fitting: Mapping[str, Mapping[str, str]] = {
@@ -106,12 +104,10 @@ def _begun(name: str, size: int) -> Layer:
 
 
 def pick(design: Design, message: Message) -> Outcome:
-    """Replaces a layer's mask by one of the catalogue."""
     return design.with_layer(layer_of(design, message), Layer.of(chosen(message, design.size)))
 
 
 def combine(design: Design, message: Message) -> Outcome:
-    """Combines a layer's mask with one of the catalogue by `and` or `or`."""
     number, sign = layer_of(design, message), _text(message, "sign")
     if sign not in ("and", "or"):
         raise ValueError(f"sign must be and or or, got {sign!r}")
@@ -126,14 +122,12 @@ def combine(design: Design, message: Message) -> Outcome:
 
 
 def invert(design: Design, message: Message) -> Outcome:
-    """Inverts a layer's mask."""
     number = layer_of(design, message)
     base = design.layers[number].baked()
     return design.with_layer(number, Layer.of(base.get("not", {"not": base})))
 
 
 def paint(design: Design, message: Message) -> Outcome:
-    """Allows or forbids rectangles of pairs."""
     number = layer_of(design, message)
     strokes = as_list(message.get("strokes"), "strokes")
     drawn = [stroke_of(each, design.size, f"strokes[{i}]") for i, each in enumerate(strokes)]
@@ -183,7 +177,6 @@ def source(design: Design, message: Message) -> Outcome:
 
 
 def tokens(design: Design, message: Message) -> Outcome:
-    """Takes the words of a text as the texts of the positions."""
     words = _text(message, "text").split()
     notices = [f"{len(words) - design.size} words do not fit"] if len(words) > design.size else []
     return replace(design, tokens=tokens_of(words, design.size, "tokens")), notices
@@ -196,12 +189,10 @@ def load(_: Design, message: Message) -> Outcome:
 
 
 def restore(_: Design, message: Message) -> Outcome:
-    """Restores a design from plain data."""
     return Design.from_dict(message.get("design")), []
 
 
 def design_of(values: Mapping[str, object], where: str = "the file") -> Design:
-    """Reads a design from the plain data of a mask, a task or a design."""
     if "layers" in values:
         return Design.from_dict(values, where)
     if "inputs" in values:
@@ -219,7 +210,6 @@ ACTIONS: Final[Mapping[str, Callable[[Design, Message], Outcome]]] = {
 
 
 def layer_of(design: Design, message: Message) -> int:
-    """Returns the number of the layer that a message names."""
     return _bounded(as_integer(message.get("layer", 0), "layer"), len(design.layers), "layer")
 
 
@@ -238,7 +228,6 @@ def _text(values: Mapping[str, object], name: str) -> str:
 
 
 def catalogue() -> Reply:
-    """Lists the available masks with their parameters."""
     masks = [
         {"name": entry.name, "relation": entry.summary, "parameters": [asdict(each) for each in entry.parameters]}
         for entry in named_masks().values()
@@ -278,7 +267,6 @@ def field(design: Design, message: Message) -> Reply:
 
 
 def leaks(design: Design) -> Reply:
-    """Lists the labels that their positions can read, and the positions that serve no label."""
     if not design.labels:
         return {"labels": 0, "leaks": [], "total": 0, "dead": [], "num_dead": 0, "dead_text": ""}
     report, pairs = design.survey
@@ -304,7 +292,6 @@ def leaks(design: Design) -> Reply:
 
 
 def witness(design: Design, message: Message) -> Reply:
-    """Returns the path of one leak, which takes a walk through the masks."""
     report, pairs = design.survey
     number = as_integer(message.get("number"), "number")
     if not 0 <= number < len(pairs):
@@ -330,7 +317,6 @@ def cost(design: Design, message: Message) -> Reply:
 
 
 def code(design: Design) -> dict[str, object]:
-    """Returns the code for attnflow and for FlexAttention."""
     lines = ["import attnflow as af", "from attnflow import masks", ""]
     names = [f"layer_{i}" for i in range(len(design.layers))] if design.stacked else ["mask"]
     for name, layer in zip(names, design.layers, strict=True):
@@ -347,7 +333,6 @@ def code(design: Design) -> dict[str, object]:
 
 
 def _pairs(strokes: Sequence[Stroke]) -> str:
-    """Returns a code expression for the pairs (query, key) of rectangles."""
     single = [stroke for stroke in strokes if (stroke[1] - stroke[0], stroke[3] - stroke[2]) == (1, 1)]
     if len(single) == len(strokes):
         return f"[{', '.join(f'({s.first_query}, {s.first_key})' for s in strokes)}]"

@@ -45,7 +45,6 @@ class Session:
         }
 
     def handle(self, message: Mapping[str, object]) -> Reply:
-        """Replies to one message, with its `id`."""
         return answered(message, lambda: self._answer(message))
 
     def _answer(self, message: Message) -> Reply:
@@ -139,7 +138,6 @@ def _shown(layer: Layer) -> object:
 
 
 def _require_small(value: object) -> None:
-    """Refuses integers larger than any position, size or token id of a design."""
     waiting = [value]
     while waiting:
         here = waiting.pop()

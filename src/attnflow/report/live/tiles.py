@@ -49,7 +49,6 @@ def tile(mask: Mask, other: Mask | None, first_query: int, first_key: int, span:
 
 
 def window_of(message: Mapping[str, object]) -> list[int]:
-    """Reads the window of a `tile` from a message."""
     return [as_integer(message.get(name), name) for name in ("first_query", "first_key", "span", "cells")]
 
 

@@ -67,7 +67,6 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
 
 
 def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:
-    """Returns the largest terms of a pair, and the sum of the others."""
     sizes = np.abs(centred if centred.any() else raw)  # of a query with one key all centred terms are zero
     order: list[int] = np.argsort(-sizes, axis=None, kind="stable")[:_TERMS].tolist()
     places = [divmod(each, centred.shape[1]) for each in order]

@@ -26,7 +26,6 @@ class NotShared(Exception):
 
 
 def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names in `forward`."""
     names = [name for name in inspect.signature(model.forward).parameters if name != "self"]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -83,14 +82,12 @@ def flag(named: Mapping[str, Any], model: nn.Module, name: str) -> bool:
 
 
 def text_config(model: nn.Module) -> object:
-    """The config of the part that reads tokens."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
     return text() if callable(text) else config
 
 
 def in_rows(output: object, chosen: Plan) -> object:
-    """The output with its tensors read back to the rows."""
     if isinstance(output, Tensor):
         return to_rows(output, chosen)
     if isinstance(output, tuple | list):

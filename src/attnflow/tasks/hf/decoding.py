@@ -374,6 +374,5 @@ def _end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -
 
 
 def _until_end(tokens: Sequence[int], ends: frozenset[int], most: int) -> tuple[int, ...]:
-    """The tokens up to the first that ends the text, and at most `most`."""
     last = next((number for number, token in enumerate(tokens) if token in ends), len(tokens))
     return tuple(tokens[: min(last + 1, most)])

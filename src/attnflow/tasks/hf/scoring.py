@@ -51,7 +51,6 @@ class Scores(Result):
     passes: int
 
     def rows(self) -> Sequence[Mapping[str, object]]:
-        """One row for each request or label."""
         pairs = enumerate(zip(self.log_probs, self.greedy, strict=True))
         return [{"request": number, "log_prob": value, "greedy": greedy} for number, (value, greedy) in pairs]
 
@@ -243,7 +242,6 @@ def _encoded(context: Text, continuation: Text, tokenizer: Any) -> Request:
 
 
 def _chunks(requests: Sequence[Request], tokens_per_pass: int) -> Iterator[list[int]]:
-    """Group requests into passes of at most `tokens_per_pass` tokens, those with common prefixes side by side."""
     arrays = [np.array([*context, *rest[:-1]], np.int64) for context, rest in requests]
     order = sorted(range(len(arrays)), key=lambda number: arrays[number].astype(">i8").tobytes())
     chunk: list[int] = []

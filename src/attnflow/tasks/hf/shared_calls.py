@@ -94,8 +94,6 @@ class SharingReport(Result):
 
 @dataclass(eq=False)
 class _Running:
-    """The call that a thread is in."""
-
     plan: Plan | None = None  # of the call of the backbone
     outer: Plan | None = None  # of the call of the model around it
     refused: str = ""  # why the call of the model around it must not be shared
@@ -132,12 +130,10 @@ class Calls:
         self._attention = self._interceptors()
 
     def _interceptors(self) -> list[list[Interceptor]]:
-        """The masks and biases in force, which decide what a token reads."""
         return [in_force(module, "mask", "bias") for module in self.attention]
 
     @untraced
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Replace a call with labels as a whole, where that is less work than sharing in the backbone alone."""
         running = self._running()
         running.outer, running.refused = None, ""
         if examined() and not self.always:
@@ -174,14 +170,12 @@ class Calls:
 
     @untraced
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: object) -> object:
-        """Read outputs for trees back to the rows."""
         running = self._running()
         outer, running.outer, running.refused = running.outer, None, ""
         return output if outer is None or output is None else in_rows(output, outer)
 
     @untraced
     def before_backbone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Replace the rows of a call by prefix trees."""
         running = self._running()
         running.plan = running.call = running.positions = None
         if examined() and not self.always:
@@ -222,7 +216,6 @@ class Calls:
 
     @untraced
     def after_backbone(self, model: nn.Module, args: tuple[Any, ...], output: object) -> object:
-        """Read states of trees back to the rows."""
         running = self._running()
         chosen, call = running.plan, running.call
         running.plan = running.call = running.positions = None
@@ -250,7 +243,6 @@ class Calls:
 
     @untraced
     def after_positions(self, table: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """The vectors of the trees' slots."""
         positions = self._running().positions
         return output if positions is None else output.reshape(*positions.shape, -1)
 
@@ -320,7 +312,6 @@ class Calls:
 def attention_masks(
     model: nn.Module, windows: Mapping[str, int | None], chosen: Plan, device: torch.device
 ) -> dict[str, object]:
-    """The attention_mask that the backbone takes, for each kind of attention layer (`Calls.windows`)."""
     implementation = _implementation(model)
     if implementation == FLEX:
         return {name: chosen.mask(window).block_mask(device=device) for name, window in windows.items()}
@@ -333,7 +324,6 @@ def attention_masks(
 
 
 def skips_pairs(model: nn.Module) -> bool:
-    """Whether the model's attention skips the pairs that a mask forbids."""
     return _implementation(model) == FLEX
 
 
@@ -358,7 +348,6 @@ def _refuse_dropout(model: nn.Module) -> None:
 
 
 def _generators(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a model on this device draws from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 

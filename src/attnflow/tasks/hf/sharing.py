@@ -296,7 +296,6 @@ class Backbone:
         return {"use_cache": False, **extra, **({} if config.return_dict else {"return_dict": True})}
 
     def cost(self, head: nn.Module | None) -> Cost:
-        """The multiplications for a token, a query-key pair and a row of logits."""
         table = self.module.get_input_embeddings()
         fixed = {id(parameter) for parameter in table.parameters()}
         weights = sum(p.numel() for p in self.module.parameters() if id(p) not in fixed)
@@ -366,7 +365,6 @@ class Backbone:
 
 
 def compare(stock: Tensor, shared: Tensor, real: Tensor, name: str) -> None:
-    """Refuse a model whose states on trees differ from its own by more than rounding."""
     before, after = stock[real.bool()], shared[real.bool()]
     difference = float((before.double() - after.double()).abs().max())
     if not difference <= rounding(before):
