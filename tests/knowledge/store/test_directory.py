@@ -209,9 +209,14 @@ def test_a_commit_of_somebody_else_is_not_overlooked(directory):
 
     with Store.open(directory, dim=4) as store:
         store.insert(embeddings=EYE)
-        lancedb.connect(str(directory)).open_table("entries").delete("id = 0")
+        other = lancedb.connect(str(directory)).open_table("entries")
+        other.delete("id = 0")
         store.insert(embeddings=EYE[:1])
         assert store.ids().tolist() == [1, 2, 3, 4]
+        other.checkout_latest()
+        other.delete("id = 1")
+        store.search(EYE[0], 1, mode="approximate")  # makes the index, after the other's commit
+        assert store.ids().tolist() == [2, 3, 4]
 
 
 def test_what_is_no_store_is_refused_and_left_alone(tmp_path):

@@ -61,7 +61,8 @@ def test_a_store_on_object_storage(options):
         assert (one.dim, one.num_thresholds, one.stats().bytes_on_disk) == (4, 1, None)
         writer.upsert(ids=[1], embeddings=3 * EYE[:1], texts=["changed"])
         writer.delete([3])
-        assert writer.search(EYE[0], 2).ids.tolist() == [1, 0]
+        for mode in ("exact", "approximate"):
+            assert writer.search(EYE[0], 2, mode=mode).ids.tolist() == [1, 0]
         one.refresh()
         assert contents(one) == contents(writer) != first
         assert one.search(EYE[0], 1, threshold_column=0).ids.tolist() == [2]

@@ -169,7 +169,7 @@ class Store:
             searched = self._approximate
             if searched is None or not (searched.probes or self.read_only):
                 if not self.read_only and len(self.now()):
-                    self._table.make_index()
+                    self._behind = not self._table.make_index()
                 self._approximate = searched = ApproximateSearch(self._table, self.now())
             return rows.search(query, k, threshold_column, searched.best)
 

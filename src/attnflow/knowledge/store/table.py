@@ -118,15 +118,16 @@ class EntryTable:
         with failures(f"the store {self.uri} cannot be read"):
             return bool(self._table.list_indices())
 
-    def make_index(self) -> None:
-        """Make LanceDB's index of the vectors, by inner products, unless there is one; a commit."""
+    def make_index(self) -> bool:
+        """Make LanceDB's index of the vectors, by inner products, unless there is one."""
         from lancedb.index import IvfFlat
 
+        if self.indexed:
+            return True
         with failures(f"no index of the store {self.uri} was made"):
-            if not self.indexed:
-                config = IvfFlat(distance_type="dot", num_partitions=_lists(self._table.count_rows()))
-                self._table.create_index("vector", config=config)
-                self._version = self._table.version
+            config = IvfFlat(distance_type="dot", num_partitions=_lists(self._table.count_rows()))
+            self._table.create_index("vector", config=config)
+            return self._committed(self._table.version)
 
     def lists(self) -> int:
         """About how many lists the index has, 0 without an index: LanceDB does not say it."""
