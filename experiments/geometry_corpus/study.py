@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
 
-
 from attnflow._core.progress import Progress
 from attnflow.models import load_model, sample_text
 from attnflow.models.subject import Subject
