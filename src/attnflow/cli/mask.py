@@ -148,7 +148,7 @@ def mask_merge(
 @app.command("export")
 def mask_export(
     name: _Name,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer or te.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="flashmask, varlen or magi.")],
     n: MaskLength = None,
     settings: Settings = None,
     json_output: JsonFlag = False,
@@ -215,7 +215,6 @@ def _short(value: object, limit: int = 100) -> str:
 
 def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
     """Returns pairs, order (None with a reason in `no_order`) and block sparsity, as plain data."""
-    from attnflow.masks.costs import block_sparsity
     from attnflow.report.mask import block_sizes, flow_of
 
     flow, no_order = flow_of(mask)
@@ -237,7 +236,7 @@ def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
         "density": mask.density,
         "order": order,
         "no_order": no_order or None,
-        "blocks": [asdict(block_sparsity(mask, size)) for size in sizes],
+        "blocks": [asdict(mask.block_sparsity(size)) for size in sizes],
     }
 
 

@@ -20,7 +20,7 @@ from attnflow._core.plain import read_json
 from attnflow._core.results import Result
 from attnflow.masks import catalogue, export
 from attnflow.masks.build import from_dense
-from attnflow.masks.export.bands import bands_of
+from attnflow.masks.export.varlen import bands_of
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 

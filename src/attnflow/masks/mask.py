@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from attnflow._core.checks import IntArray
 from attnflow._core.lazy import renderer
 from attnflow._core.plain import parse_json
 from attnflow.masks import flex
-from attnflow.masks.costs import Priced
-from attnflow.masks.flex import MaskMod
+from attnflow.masks.flex import BlockSparsity, MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _MAX_TEXT: Final = 200  # characters of a printed mask
 
@@ -30,7 +32,7 @@ CATALOGUE: Final[dict[str, Callable[..., Any]]] = {}
 READERS: Final[list[Callable[[object, str], Any]]] = []
 
 
-class Mask(Priced, flex.Blocked):
+class Mask:
     """An attention mask: `allow[q, k]` is True iff query q attends to key k, so information flows k -> q.
 
     A mask is only a relation: two masks are equal iff they allow the same pairs, whatever their names.
@@ -87,6 +89,9 @@ class Mask(Priced, flex.Blocked):
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)
+
+    if not TYPE_CHECKING:
+        __getattr__ = flex.no_attribute
 
     def __setattr__(self, key: str, value: object) -> None:
         raise AttributeError(f"Mask is immutable: cannot set {key!r}; build a new mask instead")
@@ -258,6 +263,14 @@ class Mask(Priced, flex.Blocked):
         result = combined(self._numbered, other._numbered, sign, name)
         return Mask(result.rows, name, query_rank=result.query_rank, key_rank=result.key_rank)
 
+    @property
+    def mask_mod(self) -> MaskMod:
+        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices.
+
+        It captures tensors, never Python ints: masks of the same number of intervals share one compiled kernel.
+        """
+        return self.mask_mod_on("cpu")
+
     def mask_mod_on(self, device: torch.device | str) -> MaskMod:
         """`mask_mod(b, h, q, k)` whose captured tensors live on `device`."""
         key = ("mask_mod", str(device))
@@ -271,9 +284,37 @@ class Mask(Priced, flex.Blocked):
                 self._cache[key] = flex.mask_mod_of_bounds(bounds, numbers)
         return cast(MaskMod, self._cache[key])
 
+    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
+        """The mask as torch's `BlockMask`, identical to that of `create_block_mask`.
+
+        Args:
+            block_size: queries and keys per block; an int or (query block, key block).
+            device: where the block tables and the captured tensors live.
+
+        Raises:
+            ValueError: there are no queries, or no keys.
+
+        Cost: O(rows x intervals + blocks), and a bit a pair where a row has over 32 intervals; n x n is never built.
+        """
+        counts = torch.from_numpy(self.block_counts(block_size))[None, None].to(device)
+        return flex.block_mask_of_counts(counts, flex.block_sizes(block_size), self.mask_mod_on(device), self.shape)
+
     def block_counts(self, block_size: int | tuple[int, int] = 128) -> IntArray:
         """Allowed pairs in each block, int64[query blocks, key blocks]."""
         return flex.block_counts(*self.numbered_keys(), flex.block_sizes(block_size))
+
+    def block_sparsity(self, block_size: int = 128) -> BlockSparsity:
+        """Count full, partial and empty blocks; as in torch, a block that sticks out of the sequence is never full.
+
+        >>> from attnflow import masks
+        >>> masks.sliding_window(4096, 256).block_sparsity()
+        BlockSparsity(block=128, full=30, partial=63, empty=931, used=0.667...)
+        """
+        block = checks.integer("block_size", block_size, 1)
+        counts = self.block_counts(block) if 0 not in self.shape else np.zeros(0, np.int64)
+        full, computed = int((counts == block * block).sum()), int((counts > 0).sum())
+        used = self.nnz / (computed * block * block) if computed else 0.0
+        return BlockSparsity(block, full, computed - full, counts.size - computed, used)
 
     def bits(self) -> UInt8[Tensor, "queries bytes"]:
         """The relation with one bit per pair: eight keys per byte, the first in the lowest bit."""
@@ -281,10 +322,6 @@ class Mask(Priced, flex.Blocked):
         for start, part in self.dense_chunks():
             bits[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
         return torch.from_numpy(bits)
-
-    def padded(self) -> list[list[Mask]]:
-        """The mask as the only one of its batch, which has no padding."""
-        return [[self]]
 
     @classmethod
     def from_json(cls, text: str) -> Mask:

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Final, cast
 
-from attnflow._core.checks import integer
 from attnflow._core.markup import plural
 from attnflow._core.parameters import EXAMPLES, find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
@@ -300,20 +299,9 @@ def witness(design: Design, message: Message) -> Reply:
     return {"number": number, "witness": leak.witness, "route": leak.route}
 
 
-def cost(design: Design, message: Message) -> Reply:
-    """Computes the cost of attention under a layer's mask: of that layer in a stack, otherwise of "num_layers"."""
-    layers, heads, head_dim = (
-        integer(name, as_integer(message.get(name, otherwise), name), 1)
-        for name, otherwise in (("num_layers", 1), ("num_heads", 1), ("head_dim", 64))
-    )
-    layers = 1 if design.stacked else layers
-    result = design.layers[layer_of(design, message)].mask.cost(num_heads=heads, head_dim=head_dim)
-    blocks = {**asdict(result.blocks), "total": result.blocks.total}
-    rows = [
-        {**asdict(each), "pairs": layers * heads * each.pairs, "flops": layers * each.flops} for each in result.backends
-    ]
-    counted = f"{plural(layers, 'layer')} with {plural(heads, 'head')} of {plural(head_dim, 'channel')}"
-    return {"blocks": blocks, "skipped": result.skipped, "backends": rows, "counted": counted}
+def blocks(design: Design, message: Message) -> Reply:
+    sparsity = design.layers[layer_of(design, message)].mask.block_sparsity()
+    return {**asdict(sparsity), "total": sparsity.total, "skipped": sparsity.skipped}
 
 
 def code(design: Design) -> dict[str, object]:
@@ -379,6 +367,6 @@ QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
     "field": field,
     "leaks": lambda design, _: leaks(design),
     "witness": witness,
-    "cost": cost,
+    "blocks": blocks,
     "code": lambda design, _: code(design),
 }
