@@ -107,7 +107,7 @@ def check(mask, name):
     table = decoded(form, mask)
     assert table is None or np.array_equal(table, mask.dense().numpy())
     assert form.to_mask() == mask
-    assert masks.Mask.from_json(form.to_json()) == mask
+    assert masks.from_json(form.to_json()) == mask
     return form
 
 
@@ -303,7 +303,7 @@ def test_heads_of_flashmask(parts, width, causal):
     assert form.to_mask() == heads
     assert torch.equal(type(form).from_json(form.to_json()).to_mask().dense(), heads.dense())
     with pytest.raises(ValueError, match="expected one mask, got"):
-        masks.Mask.from_json(form.to_json())
+        masks.from_json(form.to_json())
 
 
 @pytest.mark.parametrize("make", [export.varlen, export.magi])

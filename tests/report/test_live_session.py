@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import attnflow as af
 from attnflow import masks
-from attnflow._core.parameters import EXAMPLES
-from attnflow.masks.spec import named_masks
+from attnflow.masks.registry import named_masks
 from attnflow.report.live.design import Design
 from attnflow.report.live.session import Session
 from tests.report.live_cases import do, plane, refused, session
@@ -33,16 +32,15 @@ def mask_of(session, layer=0):
     return session.design.layers[layer].mask
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@pytest.mark.parametrize("name", sorted(named_masks()))
 def test_every_mask_of_the_catalogue_is_picked_by_what_people_type(name):
     page = session({"name": "causal", "parameters": {"n": 16}})
-    do(page, "pick", name=name, settings=dict(EXAMPLES[name]))
+    do(page, "pick", name=name, settings=dict(named_masks()[name].example))
     entry = named_masks()[name]
-    values = entry.read(EXAMPLES[name])
+    values = entry.read(named_masks()[name].example)
     if "n" not in values and any(parameter.name == "n" for parameter in entry.parameters):
         values["n"] = 16
     assert mask_of(page) == entry.function(**values)
-    assert set(EXAMPLES) == set(named_masks())
 
 
 def test_the_algebra():

@@ -38,7 +38,7 @@ def report(
     entries did for a text, and the masks that the model declares. Exits with 1 if the report contains a leak.
     """
     target = output_path(output, [".html"])
-    is_mask = is_file(subject) or subject in arguments.EXAMPLES
+    is_mask = is_file(subject) or arguments.is_mask(subject)
     if is_mask and text is not None:
         raise BadUsage(f"--text applies only to models; {subject} is a mask")
     if not is_mask:

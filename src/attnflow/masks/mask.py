@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,20 +16,16 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.lazy import renderer
-from attnflow._core.plain import parse_json
 from attnflow.masks import flex
 from attnflow.masks.flex import BlockSparsity, MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
+from attnflow.masks.registry import named_masks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _MAX_TEXT: Final = 200  # characters of a printed mask
-
-# What files above this one give it: the catalogue, and the one function (plain data, name of its place) -> mask.
-CATALOGUE: Final[dict[str, Callable[..., Any]]] = {}
-READERS: Final[list[Callable[[object, str], Any]]] = []
 
 
 class Mask:
@@ -307,8 +303,8 @@ class Mask:
         """Count full, partial and empty blocks; as in torch, a block that sticks out of the sequence is never full.
 
         >>> from attnflow import masks
-        >>> masks.sliding_window(4096, 256).block_sparsity()
-        BlockSparsity(block=128, full=30, partial=63, empty=931, used=0.667...)
+        >>> masks.block_causal(8, 2).block_sparsity(2)
+        BlockSparsity(block=2, full=10, partial=0, empty=6, used=1.0)
         """
         block = checks.integer("block_size", block_size, 1)
         counts = self.block_counts(block) if 0 not in self.shape else np.zeros(0, np.int64)
@@ -323,31 +319,17 @@ class Mask:
             bits[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
         return torch.from_numpy(bits)
 
-    @classmethod
-    def from_json(cls, text: str) -> Mask:
-        """Read a mask from JSON: from `mask.to_json`, from a result of `masks.export`, or written by hand.
-
-        The command line reads the same formats from its JSON files.
-
-        Raises:
-            ValueError: the text is not JSON or not a mask; the message names the place.
-
-        >>> Mask.from_json('{"dense": ["10", "11"]}').row_counts().tolist()
-        [1, 2]
-        """
-        return READERS[0](parse_json(text, "the JSON of a mask"), "mask")
-
     def to_dict(self) -> dict[str, object]:
-        """The mask as plain data, in the format of `Mask.from_json` and of the command line's JSON files.
+        """The mask as plain data, in the format of `af.masks.from_json` and of the command line's JSON files.
 
         It is the catalogue name if that rebuilds the mask, and otherwise the row intervals. If the mask has a
         relabelling with many fewer intervals, it is that relabelling with its intervals.
         """
-        maker = CATALOGUE.get(self.name)
-        if maker is not None:
+        entry = named_masks().get(self.name)
+        if entry is not None:
             parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in self.parameters.items()}
             with suppress(TypeError, ValueError):  # a name of one's own may be one of the catalogue's
-                if maker(**parameters) == self:
+                if entry.function(**parameters) == self:
                     return {"name": self.name, "parameters": parameters}
         numbered = self.pieces(limit=2 * (self.num_queries + len(self._rows.starts))) is None
         rows = self._rows if numbered else self.intervals()
@@ -360,7 +342,7 @@ class Mask:
         return content | {name: rank.tolist() for name, rank in ranks.items() if numbered and rank is not None}
 
     def to_json(self) -> str:
-        """`to_dict` as JSON; `Mask.from_json` is its inverse.
+        """`to_dict` as JSON; `af.masks.from_json` is its inverse.
 
         >>> from attnflow import masks
         >>> masks.causal(3).to_json()
@@ -409,8 +391,9 @@ def _how_to_make_one(value: object) -> str:
         return f"make one with {make}from_dense({table})"
     if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
         return f"make one with {make}from_block_mask(block_mask)"
-    if callable(value) and getattr(value, "__module__", "") in ("attnflow.masks.catalogue", "attnflow.masks.streams"):
-        return f"call {getattr(value, '__name__', 'it')} with its arguments first"
+    name, module = (getattr(value, key, "") for key in ("__name__", "__module__"))
+    if callable(value) and module.startswith("attnflow.masks.") and name in named_masks():
+        return f"call {name} with its arguments first"
     if callable(value):
         return f"make one with {make}from_mask_mod(function, num_queries)"
     if isinstance(getattr(value, "mask", None), Mask):
