@@ -99,8 +99,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
     "Trace": _tiny_trace,
     "ScoreAttribution": _tiny_attribution,
-    "ComponentZoom": lambda: _tiny_attribution().zoom("layer 0 attention"),
-    "ScoreAblation": lambda: _tiny_attribution().ablate("embedding"),
     "PairScores": lambda: PairScores("Model", 0, 0, ("a", "b", "c"), *torch.randn(2, 3, 3), torch.ones(3, 3) > 0),
     "FlashMask": lambda: af.masks.export.flashmask(af.masks.longformer(9, 2)),
     "MagiRanges": lambda: af.masks.export.magi(af.masks.prefix_lm(LENGTH, 2)),

@@ -42,11 +42,6 @@ def plain():
     return af.geometry.attribute(llama(), IDS, layer=2)
 
 
-@cache
-def _ablated():
-    return plain().ablate("layer 1 attention")
-
-
 def state(model: nn.Module):
     """All that a call could leave behind, by identity where it is an object, and by value where it could be written."""
     objects = [
@@ -291,10 +286,7 @@ def test_a_model_as_it_is_used(what, tmp_path):
     before = state(model)
     with CONTEXTS.get(what, ExitStack)():
         result = af.geometry.attribute(model, IDS.clone(), layer=2)
-        ablated = result.ablate("layer 1 attention")
     agrees(result, plain())
-    torch.testing.assert_close(ablated.held, ablated.terms, atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(ablated.total, _ablated().total, atol=1e-9, rtol=1e-9)
     assert same(before, state(model))
 
 
@@ -349,17 +341,6 @@ def test_a_hook_that_changes_an_output(name, path, last):
         other.get_submodule(path).get_submodule(last).weight.mul_(2)
     result, expected = (af.geometry.attribute(one, IDS, layer=2) for one in (model, other))
     agrees(result, expected)
-    for component in result.components[3:]:
-        ablated, right = result.ablate(component), expected.ablate(component)
-        for part in ("terms", "held", "direct", "total"):
-            torch.testing.assert_close(getattr(ablated, part), getattr(right, part), atol=1e-9, rtol=1e-9)
-
-
-def test_inputs_that_are_written_to_afterwards():
-    ids = IDS.clone()
-    result = af.geometry.attribute(llama(), ids, layer=2)
-    ids.zero_()
-    torch.testing.assert_close(result.ablate("layer 1 attention").total, _ablated().total, atol=1e-12, rtol=0)
 
 
 def test_the_first_of_the_calls_of_shared_layers():

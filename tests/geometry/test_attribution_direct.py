@@ -102,12 +102,10 @@ def test_a_gain_of_zero(side):
 def test_a_long_pass_keeps_no_outputs_and_gives_the_same(monkeypatch, family):
     model = tiny(family, torch.float64)
     whole = af.geometry.attribute(model, IDS, layer=1, head=1)
-    removed = whole.ablate(whole.components[1])
     monkeypatch.setattr(ResidualStream, "record", partialmethod(ResidualStream.record, limit=4.0))
     found = af.geometry.attribute(model, IDS, layer=1, head=1)
     assert found.components == whole.components
     torch.testing.assert_close(found.raw, whole.raw, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found.ablate(whole.components[1]).total, removed.total)
 
 
 def test_a_long_pass_holds_no_output_of_the_width(monkeypatch):

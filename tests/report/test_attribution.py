@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnflow._core.markup import percent
-from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution, Share
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.report import figure, page
 from attnflow.report.attribution import attribution_chart, attribution_part, leading, row_of
 from attnflow.report.charts import NEGATIVE, POSITIVE
@@ -236,13 +236,6 @@ def test_a_great_count_draws_sixty_bars_and_sums_the_others():
     assert len(shown) == 60 + 3
     assert "381 other terms" in shown
     assert axes.get_figure(root=True).get_size_inches()[1] < 16
-    parts = tuple(Part(None, None, "", None, n, 1.0, 0.5, 0.25) for n in range(300))
-    others, total = Share(1.0, 2.0), Share(151.0, 77.0)
-    place = ("tiny", 3, 0, "self", 4, 2, "layer 1 feed-forward", 1, "query", 4, "feed-forward")
-    drawn = figure(ComponentZoom(*place, parts, 7, others, Share(0.0, 0.0), total))
-    names = [text.get_text() for text in drawn.axes[0].get_yticklabels()]
-    assert (len(names), names[-2:]) == (62, ["247 other parts", "sum of all"])
-    assert [bar.get_width() for bar in drawn.axes[0].patches][-2:] == pytest.approx([121.0, 151.0])
 
 
 def test_lines_of_zeros_are_left_out():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.geometry.ablation import without
-from attnflow.geometry.attribution import ComponentZoom, ScoreAttribution
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.parts import Parts, parts_of
 from attnflow.geometry.row import Row, row_of
 from attnflow.models.loaded import Loaded, Text, any_inputs, model_name, sparing, split, token_texts
@@ -158,7 +156,7 @@ class Reading:
         means = {name: torch.stack([one["expected_constants"].get(name, _ZERO) for one in terms]) for name in names}
         titles = self.stream.names(sorted({*parts.query_components, *parts.key_components}))
         query_texts, key_texts = self._texts(tokenizer)
-        result = ScoreAttribution(
+        return ScoreAttribution(
             model_name(self.stream.model),
             self.layer,
             None if head is None else heads[0],
@@ -179,9 +177,6 @@ class Reading:
             {name: expected if head is None else expected[0] for name, expected in means.items()},
             error,
         )
-        object.__setattr__(result, "take_out", partial(without, self.stream, call, titles))
-        object.__setattr__(result, "look_into", partial(_zoomed, self, titles, tokenizer))
-        return result
 
     def _head(self, parts: Parts, row: Row, number: int, head: int) -> dict[str, Any]:
         """The terms of one head, over all keys, after the check."""
@@ -243,15 +238,6 @@ class Reading:
             return token_texts(ids[0].tolist(), tokenizer)
 
         return texts(name, call.query.shape[2]), texts(other, call.key.shape[2])
-
-
-def _zoomed(reading: Reading, titles: Mapping[int, str], tokenizer: Any, *asked: Any) -> ComponentZoom:
-    from attnflow.geometry.zoom import zoomed  # it needs transformers
-
-    def texts(seen: Seen, attention: Attention) -> Sequence[str]:
-        return replace(reading, seen=seen, attention=attention)._texts(tokenizer)[1]
-
-    return zoomed(reading.stream, reading.seen, titles, texts, *asked)
 
 
 def _inputs(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:

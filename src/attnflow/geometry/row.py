@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _ADDED: Final = ("position_bias", "relative_position_bias", "alibi")
 _UNKNOWN: Final = ("head_mask",)
 _CLOSE: Final = 2e-4  # of the largest value, for what attention put out
-_AGAIN: Final = 1e-3  # of the largest score, for passes that may round differently
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +57,9 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
     if strange:
         raise UnsupportedArchitecture(f"{type(module).__name__} passes {strange[0]} to attention, which is not read")
     group = call.query.shape[1] // call.key.shape[1]
-    product, scaling = product_of(call, head, query)
     keys = call.key[0, head // group]
+    scaling = call.query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(cast(Any, kwargs["scaling"]))
+    product = scaling * (keys.double().cpu() @ call.query[0, head, query].double().cpu())
     allowed, added = _mask(call, head, query)
     for name in _ADDED:
         if isinstance(kwargs.get(name), Tensor):
@@ -79,23 +79,6 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
     row = Row(allowed, product, added, kwargs.get("softcap"), sink, scaling)
     _check(row, call, output, head, query)
     return row
-
-
-def product_of(call: AttentionCall, head: int, query: int) -> tuple[Tensor, float]:
-    """Return scaling * q.k for all keys, [keys] in float64, and the scaling."""
-    keys = call.key[0, head // (call.query.shape[1] // call.key.shape[1])].double().cpu()
-    scaling = call.kwargs.get("scaling")
-    scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return scaling * (keys @ call.query[0, head, query].double().cpu()), scaling
-
-
-def check_again(scores: Tensor, before: Tensor) -> None:
-    """Raise `ValueError` if another pass gives other scores than those that were recorded."""
-    if not bool((scores - before).abs().amax() <= _AGAIN * before.abs().amax()):
-        raise ValueError(
-            "the model gives other scores than in the pass of this attribution, so it has changed since: call "
-            "af.geometry.attribute again"
-        )
 
 
 def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -125,13 +125,13 @@ class ResidualStream:
             with self.still():
                 self.record(limit=float("inf"))
 
-    def query_and_key(self, values: Sequence[Tensor | None], *, held: bool = True) -> AttentionCall:
+    def query_and_key(self, values: Sequence[Tensor | None]) -> AttentionCall:
         """Return the call that the site makes if the components have these values.
 
-        `held` keeps every norm at its scale in a pass with the recorded values, which is made first unless `values`
-        are those, marked for differentiation.
+        Every norm keeps its scale in a pass with the recorded values, which is made first unless `values` are those,
+        marked for differentiation.
         """
-        if held and not self._scales_known:
+        if not self._scales_known:
             self._scales_known = True
             if not all(value is None or value.requires_grad for value in values):
                 own = [one.value for one in self.components]
@@ -153,26 +153,13 @@ class ResidualStream:
         try:
             for path, module in modules.items():
                 module.forward = _Stub(path, outputs, module.forward)
-            with Watch(modules, leave=leave), self._first(first), self._held() if held else nullcontext():
+            with Watch(modules, leave=leave), self._first(first), self._held():
                 return self._reach().call
         finally:
             for path, module in modules.items():
                 module.__dict__.pop("forward", None)
                 if (forward := saved[path]) is not None:
                     module.forward = forward
-
-    def recomputed(self, index: int, value: Tensor) -> Seen:
-        """Run the model with another value for one component; everything after it is computed anew."""
-        component = self.components[index]
-        if component.number < 0:
-            with self._first({component.path: value}):
-                return self._reach()
-
-        def leave(call: Call, output: object) -> object:
-            return with_tensor(component.output, component.value, value) if call.number == component.number else None
-
-        with Watch({component.path: self.model.get_submodule(component.path)}, leave=leave):
-            return self._reach()
 
     def _reach(self, recorded: bool = False) -> Seen:
         seen: list[Seen] = []

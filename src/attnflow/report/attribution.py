@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -16,10 +16,9 @@ from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.report import charts, html
-from attnflow.report.charts import INK, SIGNED, SOFT, blank, chart, literal, name_axis
+from attnflow.report.charts import INK, NEGATIVE, POSITIVE, SIGNED, SOFT, blank, chart, literal, name_axis
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, Part, Section
-from attnflow.report.zoom import BARS, colours, draw_bars, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +27,7 @@ Array = npt.NDArray[np.floating[Any]]
 Picture = Literal["all", "map", "terms", "tokens"]
 Drawn = Callable[[Picture, str, str], html.Html]  # draws a picture of a page, with its name and caption
 
+BARS: Final = 60  # terms that are drawn; the others are summed
 _NAMED: Final = 24  # components up to which a map has a row for each; of more components, a row for each layer
 _KEYS: Final = 48  # tokens in the picture of a row
 _PARTS: Final = 5  # components in the picture of a row, each with a line of its own
@@ -295,8 +295,30 @@ def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
     names.append("sum of all" if row.centred else "the score")
     values.append(best.total)
     axes = panel.subplots()
-    draw_bars(axes, names, values, len(best.terms))
+    _draw_bars(axes, names, values, len(best.terms))
     axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
+
+
+def _draw_bars(axes: Any, names: Sequence[str], values: Sequence[float], count: int) -> None:
+    """Bars with their numbers at the right: the first `count`, and after a gap their sums."""
+    places = np.arange(len(values)) + np.where(np.arange(len(values)) >= count, 0.4, 0.0)
+    axes.barh(places, values, color=[*colours(values[:-1]), INK], height=0.7)
+    axes.set_yticks(places, [literal(name) for name in names])
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    beside = {"xycoords": ("axes fraction", "data"), "xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(signed(value), (1, place), fontsize=7.5, **beside)
+    axes.axvline(0, color=SOFT, linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("logits")
+
+
+def colours(values: Iterable[float]) -> list[str]:
+    return [POSITIVE if value >= 0 else NEGATIVE for value in values]
+
+
+def signed(value: float) -> str:
+    return f"{value:+z.3g}".replace("-", "−")
 
 
 def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:

@@ -14,7 +14,7 @@ from attnflow.audit.measurement import MeasuredOrder
 from attnflow.audit.report import AuditReport
 from attnflow.bias.graph import BiasGraph
 from attnflow.bias.map import BiasMap, LayerMap, LayerQuery, QueryBias
-from attnflow.geometry.attribution import ComponentZoom, ScoreAttribution
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.monitor import Monitor
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
@@ -44,7 +44,6 @@ from attnflow.report.recorded import activity_chart, layer_chart, layer_query_ch
 from attnflow.report.svg import Svg, standalone
 from attnflow.report.tables import card, gallery, table_svg
 from attnflow.report.tasks import leak_svg, task_svg
-from attnflow.report.zoom import zoom_chart
 from attnflow.tasks.leaks import LeakReport, check
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
@@ -136,7 +135,6 @@ KINDS: Final[dict[type, Kind]] = {
     GeometryScores: Kind(scores_part, score_chart, together=True),
     Survey: Kind(figure=_survey_figure, opens=lambda survey: survey.models),
     Monitor: Kind(_handle_part, monitor_chart, opens=lambda monitor: monitor.results()),
-    ComponentZoom: Kind(figure=zoom_chart),
     ScoreAttribution: Kind(attribution_part, attribution_chart),
     Trace: Kind(trace_part, trace_chart),
     EntryReport: Kind(entry_part, entry_chart),
@@ -179,7 +177,6 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
             ScoreAttribution: `picture`, "all", "map" (pairs of components), "terms" (the `count` largest) or "tokens";
             `head` and `key`, a position, by default those with the largest weights; `raw`, for terms that are not
             centred over the row.
-            ComponentZoom: `raw`, as above.
             Trace: `picture`, "all", "layers" (maps) or "entries" (bars); `position` of the token whose entries are
             shown, -1 for the last one; their `count`.
 
