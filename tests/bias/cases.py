@@ -17,14 +17,15 @@ from torch import Tensor
 from attnflow import masks
 from attnflow.bias.attention import bias_of, compute, reference, refusal
 from attnflow.bias.call import Call, make_call
+from attnflow.bias.config import KINDS as REGISTERED
 from attnflow.bias.config import BiasConfig
-from attnflow.bias.hf.saving import KINDS
 from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term, wide
 from attnflow.testing import tolerance
 
 TERMS = ("guidance", "product", "additive", "additive with rows", "offset", "dense", "user")
 MASKS = ("everything", "causal", "window", "document", "padding", "holes", "heads")
 Run = Callable[[Call], Tensor]
+KINDS = {kind: config for kind, config in REGISTERED.items() if config.is_ours()}
 
 
 def config_of(kind: str, start: bool = False, **options: object) -> BiasConfig:

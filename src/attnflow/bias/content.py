@@ -20,6 +20,8 @@ from attnflow.bias.config import Init, LayerShape, VectorConfig, Vectors
 from attnflow.bias.kind import GroupedNorm, Kind, Projection, as_last, as_linear, flatten, spread, unflatten
 from attnflow.bias.terms import EPS, Additive, Guidance, Product, wide
 
+__all__ = ["BilinearConfig", "CumulativeConfig", "DotConfig", "GuidanceConfig", "KeyConfig", "LowRankConfig"]
+
 
 class KeyNetwork(Kind["GuidanceConfig | KeyConfig"]):
     """B_ij = f(k_j): the guidance network without its query half.
@@ -95,7 +97,6 @@ class GuidanceConfig(VectorConfig):
     True
     """
 
-    kind: ClassVar[str] = "guidance"
     makes: ClassVar = GuidanceNetwork
     hidden_dim: int = 64
     init: Init = "zero"
@@ -109,7 +110,6 @@ class KeyConfig(VectorConfig):
         hidden_dim: width of the network's hidden layer.
     """
 
-    kind: ClassVar[str] = "key"
     makes: ClassVar = KeyNetwork
     hidden_dim: int = 64
     init: Init = "zero"
@@ -157,7 +157,6 @@ class CumulativeConfig(VectorConfig):
         gain: the initial factor of the sum of log gates; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "cumulative"
     makes: ClassVar = Cumulative
     gain: float = 0.0
 
@@ -190,7 +189,6 @@ class LowRankConfig(VectorConfig):
         rank: rank of the product.
     """
 
-    kind: ClassVar[str] = "lowrank"
     makes: ClassVar = LowRank
     rank: int = 64
     init: Init = "zero"
@@ -229,7 +227,6 @@ class Bilinear(_OfKeys):
 class BilinearConfig(VectorConfig):
     """A bilinear form of query and key (daa, sec. 3.2.2, an alternative)."""
 
-    kind: ClassVar[str] = "bilinear"
     makes: ClassVar = Bilinear
     init: Init = "zero"
 
@@ -269,6 +266,5 @@ class DotConfig(VectorConfig):
         gain: the initial factor of the product; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "dot"
     makes: ClassVar = Dot
     gain: float = 0.0

@@ -16,6 +16,8 @@ from attnflow.bias.config import BiasConfig, LayerShape, Placement, ShareHeads, 
 from attnflow.bias.kind import Kind
 from attnflow.bias.terms import Additive, Dense, Offset, wide
 
+__all__ = ["AlibiConfig", "DenseConfig", "RelativeConfig"]
+
 _FAR: Final = 1 << 16  # distances up to here have a place in the table of a bidirectional ALiBi
 
 
@@ -56,7 +58,6 @@ class DenseConfig(BiasConfig):
         std: standard deviation of the initial values; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "dense"
     makes: ClassVar = DenseTable
     share_heads: ShareHeads = True
     max_length: int = 512
@@ -97,7 +98,6 @@ class AlibiConfig(BiasConfig):
         gain: the initial factor of the published slopes.
     """
 
-    kind: ClassVar[str] = "alibi"
     makes: ClassVar = Alibi
     layers: Placement | Sequence[int] = "every"
     rope: Literal["keep", "remove"] = "remove"
@@ -136,7 +136,6 @@ class RelativeConfig(BiasConfig):
         std: standard deviation of the initial values; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "relative"
     makes: ClassVar = Relative
     share_heads: ShareHeads = True
     num_buckets: int = 32
