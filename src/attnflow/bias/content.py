@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow.bias.config import Init, LayerShape, VectorConfig, Vectors
-from attnflow.bias.kind import GroupedNorm, Kind, Projection, as_last, as_linear, flatten, spread, unflatten
+from attnflow.bias.kind import BiasKind, GroupedNorm, Projection, as_last, as_linear, flatten, spread, unflatten
 from attnflow.bias.terms import EPS, Additive, Guidance, Product, wide
 
 __all__ = ["BilinearConfig", "CumulativeConfig", "DotConfig", "GuidanceConfig", "KeyConfig", "LowRankConfig"]
 
 
-class KeyNetwork(Kind["GuidanceConfig | KeyConfig"]):
+class KeyNetwork(BiasKind["GuidanceConfig | KeyConfig"]):
     """B_ij = f(k_j): the guidance network without its query half.
 
     The hidden layer starts as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4).
@@ -115,7 +115,7 @@ class KeyConfig(VectorConfig):
     init: Init = "zero"
 
 
-class Cumulative(Kind["CumulativeConfig"]):
+class Cumulative(BiasKind["CumulativeConfig"]):
     """B_ij = gain * sum of log f_l for l = j + 1 .. i, with forget gates f = sigmoid(w . k + b) (FoX; CABLE).
 
     As a sum over tokens it is a difference of running sums, so that softmax sees a key-only bias. The gain starts at 0,
@@ -161,7 +161,7 @@ class CumulativeConfig(VectorConfig):
     gain: float = 0.0
 
 
-class LowRank(Kind["LowRankConfig"]):
+class LowRank(BiasKind["LowRankConfig"]):
     """B_ij = (U q_i) . (V k_j) / sqrt(rank); U starts as `nn.Linear`, V as `init` says."""
 
     last = ("key.weight",)
@@ -194,7 +194,7 @@ class LowRankConfig(VectorConfig):
     init: Init = "zero"
 
 
-class _OfKeys(Kind["BilinearConfig | DotConfig"]):
+class _OfKeys(BiasKind["BilinearConfig | DotConfig"]):
     """B_ij = u_i . k_j with the key's vector itself."""
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:

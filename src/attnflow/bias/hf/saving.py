@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnflow.bias.config import BiasConfig, config_from_dict
 from attnflow.bias.hf.attach import BiasHandle, Train, attach_to, handle_of, placed
-from attnflow.bias.hf.layers import CHILD, Layer, layers_of
+from attnflow.bias.hf.layers import CHILD, BiasedLayer, layers_of
 from attnflow.bias.kind import CustomConfig, layer_biases
 from attnflow.models.addons import Addon, identity, read_addon, save_addon
 from attnflow.models.loaded import Loaded, split
@@ -99,7 +99,7 @@ def _configs(saved: Addon, custom: Sequence[CustomConfig]) -> list[BiasConfig]:
     return [next(rest) if values["kind"] == CustomConfig.kind else config_from_dict(values) for values in described]
 
 
-def _check_sizes(saved: Addon, layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> None:
+def _check_sizes(saved: Addon, layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig]) -> None:
     """Compare shapes before memory is taken for them: a file may ask for any width."""
     for index, chosen in placed(layers, configs).items():
         for place, config in enumerate(chosen):
@@ -140,6 +140,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _identity(layers: Sequence[Layer]) -> dict[str, object]:
+def _identity(layers: Sequence[BiasedLayer]) -> dict[str, object]:
     sizes = {name: getattr(layers[0].shape, name) for name in _SIZES}
     return identity(layers[0].site.owner.config, [layer.site.module for layer in layers], CHILD, **sizes)
