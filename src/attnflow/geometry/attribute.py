@@ -19,7 +19,7 @@ from attnflow.models.offload import without_numbers
 
 if TYPE_CHECKING:
     from attnflow.models.sites import Site
-    from attnflow.models.stream import ResidualStream, Seen
+    from attnflow.models.stream import RecordedCall, ResidualStream
 
 Attention = Literal["self", "cross"]
 CLOSE: Final = 1e-5  # of the range of a row: how far a sum of terms may be from the score
@@ -114,7 +114,7 @@ def attribute_one(
 @dataclass(frozen=True, eq=False)
 class Reading:
     stream: ResidualStream
-    seen: Seen
+    seen: RecordedCall
     layer: int
     attention: Attention
 

@@ -11,14 +11,14 @@ Its queries and keys are then linear in those outputs, as far as automatic diffe
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from attnflow.models.held import HeldNorm, hold, may_be_norm
+from attnflow.models.reads import ModuleCall, Reads, hold, may_be_norm
 from attnflow.models.watching import Arguments, Call, handed_again, hidden_of, mapped, tensors_in, with_hidden
 
 Keep = Callable[[Tensor], object]
@@ -34,33 +34,6 @@ class Component:
     value: Tensor | None  # None for an output that is not of the stream's shape, and where a `keep` has it
     output: Any  # everything that the module returned
     kept: Any = None  # what `keep` made of the value
-
-
-@dataclass(frozen=True, eq=False)
-class ModuleCall:
-    module: nn.Module
-    input: Tensor
-    output: Tensor
-
-
-@dataclass(eq=False)
-class Reads:
-    """What an attention module made its queries and keys of; they are differentiable by the outputs of `matrices`."""
-
-    matrices: list[ModuleCall] = field(default_factory=lambda: list[ModuleCall]())
-    small: list[ModuleCall] = field(default_factory=lambda: list[ModuleCall]())  # such as norms, of the whole layer
-    _norms: dict[int, HeldNorm | None] = field(default_factory=lambda: dict[int, HeldNorm | None]())
-
-    def before_norm(self, x: Tensor) -> tuple[Tensor, HeldNorm | None]:
-        """The input of the norm that put out x, and that norm held; x itself if none did."""
-        for number, one in reversed(list(enumerate(self.small))):
-            if one.output is x or (one.output.data_ptr() == x.data_ptr() and one.output.shape == x.shape):
-                if number not in self._norms:
-                    self._norms[number] = hold(one.module, one.input.detach(), one.output.detach())
-                norm = self._norms[number]
-                if norm is not None and norm.gain.numel() == norm.bias.numel() == x.shape[-1]:
-                    return one.input, norm
-        return x, None
 
 
 class Recorder:
