@@ -183,4 +183,4 @@ def cases(device: str) -> list[Case]:
 
 
 if __name__ == "__main__":
-    main(cases, ["torch", "faiss-cpu"])
+    main(cases, ["torch", "lancedb"])

@@ -153,4 +153,4 @@ if __name__ == "__main__":
     if "--figure" in sys.argv:
         draw(Path(sys.argv[sys.argv.index("--figure") + 1]))
     else:
-        main(cases, ["torch", "faiss-cpu"], time_limit=300)
+        main(cases, ["torch", "lancedb"], time_limit=300)

@@ -1,9 +1,8 @@
-"""The store at 1,000,000 entries of width 384: filling, opening, searching and editing it, beside its peers.
+"""The store at 1,000,000 entries of width 384: filling, opening, searching and editing it, beside its peer.
 
 Entries lie in 2,000 clusters and have length 1, as sentence embeddings have; queries are drawn from the same clusters.
-Peers do a part of the work each: faiss IndexFlatIP keeps vectors in memory alone, LanceDB IVF_FLAT searches its own
-index on disk. What is approximate reads as few lists as find 99 % of the ten best, and its row has the recall that was
-measured. `--size N` runs with N entries.
+LanceDB alone, the peer, does a part of the work: it keeps no vectors in memory. What is approximate reads as few lists
+as find 99 % of the ten best, and its row has the recall that was measured. `--size N` runs with N entries.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow.knowledge import Store
-from attnflow.knowledge.store.index import InvertedLists, recall_of
+from attnflow.knowledge.store.approximate import recall_of
 from benchmarks.harness import OURS, Case, main
 
 SIZE, DIM, K, BATCH, CLUSTERS, RECALL = 1_000_000, 384, 10, 100_000, 2000, 0.99
@@ -117,10 +116,7 @@ def open_store(size: int) -> Callable[[], object]:
     return lambda: Store.open(directory, read_only=True).close()
 
 
-def make_index(size: int, provider: str) -> Callable[[], object]:
-    if provider == OURS:
-        entries = everything(size)
-        return lambda: InvertedLists(np.arange(size), entries, DIM)
+def make_index(size: int) -> Callable[[], object]:
     table = lance_table(size)
     return lambda: index_lance(table, size)
 
@@ -142,19 +138,10 @@ def truth(entries: Floats, queries: Floats) -> Floats:
 
 def search(size: int, mode: Any, count: int) -> Timed:
     """By the store, one batch of queries a call."""
-    store = Store.open(ours(size), read_only=True)
+    store = Store.open(ours(size), read_only=mode == "exact")
     sample, queries = rows(256, QUERIES), asked(count)
     recall = recall_of(store.search(sample, K, mode=mode).scores.numpy(), truth(store.vectors().numpy(), sample))
     return Timed(lambda: store.search(next(queries), K, mode=mode), f"{mode}; recall@{K} {recall:.4f}; {DATA}")
-
-
-def flat_search(size: int, count: int) -> Timed:
-    import faiss
-
-    index, queries = faiss.IndexFlatIP(DIM), asked(count)
-    for _, part in batches(size):
-        index.add(part)
-    return Timed(lambda: index.search(np.atleast_2d(next(queries)), K), f"exact; {DATA}")
 
 
 def lance_search(size: int) -> Timed:
@@ -210,20 +197,18 @@ def edit(size: int, what: str, count: int, provider: str) -> Callable[[], object
 
 def cases(size: int) -> list[Case]:
     here = "benchmarks.bench_store"
-    alone, indexed, flat = "LanceDB alone", "LanceDB IVF_FLAT", "faiss IndexFlatIP"
+    alone, indexed = "LanceDB alone", "LanceDB IVF_FLAT"
     listed = [
         Case("store: ingest", OURS, size, here, "ingest", (size, OURS), 1, DATA),
         Case("store: ingest", alone, size, here, "ingest", (size, alone), 1, DATA),
         Case("store: open", OURS, size, here, "open_store", (size,), 3, DATA),
-        Case("store: make the index", OURS, size, here, "make_index", (size, OURS), 1, f"faiss IVF; {DATA}"),
-        Case("store: make the index", indexed, size, here, "make_index", (size, indexed), 1, DATA),
+        Case("store: make the index", indexed, size, here, "make_index", (size,), 1, DATA),
     ]
     for count in (1, 128):
         what = f"store: search k = {K}, batch {count}"
         listed += [
             Case(what, OURS, size, here, "search", (size, "exact", count), 50),
-            Case(what, f"{OURS}, approximate (faiss IVF)", size, here, "search", (size, "approximate", count), 500),
-            Case(what, f"{flat} (in memory)", size, here, "flat_search", (size, count), 50),
+            Case(what, f"{OURS}, approximate", size, here, "search", (size, "approximate", count), 500),
         ]
     listed.append(Case(f"store: search k = {K}, batch 1", indexed, size, here, "lance_search", (size,), 200))
     for what, count in itertools.product(("insert", "upsert", "delete"), (1, 1000)):
@@ -241,6 +226,6 @@ if __name__ == "__main__":
         del sys.argv[where : where + 2]
     main(
         lambda device: cases(chosen) if device == "cpu" else [],
-        ["torch", "numpy", "faiss-cpu", "lancedb", "pyarrow"],
+        ["torch", "numpy", "lancedb", "pyarrow"],
         time_limit=600,
     )

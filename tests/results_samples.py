@@ -100,8 +100,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "Trace": _tiny_trace,
     "ScoreAttribution": _tiny_attribution,
     "PairScores": lambda: PairScores("Model", 0, 0, ("a", "b", "c"), *torch.randn(2, 3, 3), torch.ones(3, 3) > 0),
-    "EngineMask": lambda: af.masks.export.te(af.masks.butterfly(2)),
-    "FlashInferMask": lambda: af.masks.export.flashinfer(af.masks.causal(LENGTH)),
     "FlashMask": lambda: af.masks.export.flashmask(af.masks.longformer(9, 2)),
     "MagiRanges": lambda: af.masks.export.magi(af.masks.prefix_lm(LENGTH, 2)),
     "Varlen": lambda: af.masks.export.varlen(af.masks.document([2, 1])),

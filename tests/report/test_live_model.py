@@ -39,12 +39,6 @@ def ask(page, op, heard=None, **message):
     return reply
 
 
-def test_the_layers_and_heads_that_a_cost_counts_are_the_models(page, network):
-    assert ask(page, "model")["attention"] == {"num_layers": 2, "num_heads": 4, "head_dim": 8}
-    network.config.num_hidden_layers, network.model.layers = 0, torch.nn.ModuleList()
-    assert ask(page, "model")["attention"] is None
-
-
 def test_an_audit_names_the_layer_and_the_module_of_a_leak(page, network):
     heard = []
     reply = ask(page, "audit", heard, text=TEXT)

@@ -20,6 +20,7 @@ from attnflow.audit.inputs import LOSS_ARGUMENTS, read, with_decoder_inputs
 from attnflow.models.evaluation import evaluating, unchanged
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.offload import device_of
+from attnflow.models.subject import Subject
 
 
 def check_alone(
@@ -68,7 +69,7 @@ def check_alone(
         if value is not None:
             checks.integer(name, value, 1)
     module, tokenizer = split(model)
-    call = dict(batch) if isinstance(batch, Mapping) else read(module, batch, tokenizer).kwargs
+    call = dict(batch) if isinstance(batch, Mapping) else read(Subject(module, tokenizer), batch).kwargs
     call, losses, left = bound(module, call)
     report = compare_alone(module, call, losses=losses, rows=rows, documents=documents, training=training, seed=seed)
     named = tuple(entry for entry in left if BOUNDARY_NAME.search(entry[0]))

@@ -15,7 +15,7 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.audit.declared import Order, relation_of
-from attnflow.audit.decoding import Comparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
+from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
 from attnflow.audit.fields import Fields, Plan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
@@ -29,7 +29,7 @@ from attnflow.audit.survey import survey
 from attnflow.audit.towers import rows_beside
 from attnflow.masks.catalogue import causal
 from attnflow.models.evaluation import evaluating, precision, unchanged
-from attnflow.models.loaded import Loaded, own_name, split, unwrapped
+from attnflow.models.subject import Loaded, Subject, own_name
 
 _DRAWS: Final = 4  # of the sequences that a function is tested for crosstalk with
 _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits for
@@ -106,16 +106,14 @@ def check(
         if cache is not False or mode == "quick" or both_sides:
             raise ValueError("a function is audited by what it returns: leave out cache=, both_sides= and mode='quick'")
         model, inputs = as_function(model, inputs)
-    model, tokenizer = split(cast("nn.Module | Loaded", model))
-    model = unwrapped(model)
-    with unchanged(model), evaluating(model), precision(model, dtype):
-        asked = read(model, inputs, tokenizer).in_precision(dtype)
-        report = audited(model, asked, order, mode, cache, both_sides, passes, watch, seed, progress)
+    subject = Subject.of(cast("nn.Module | Loaded", model)).inside
+    with unchanged(subject.model), evaluating(subject.model), precision(subject.model, dtype):
+        asked = read(subject, inputs).in_precision(dtype)
+        report = audited(asked, order, mode, cache, both_sides, passes, watch, seed, progress)
     return replace(report, seconds=time.perf_counter() - began)
 
 
 def audited(
-    model: nn.Module,
     asked: Inputs,
     order: Order,
     mode: Mode = "perturb",
@@ -127,28 +125,28 @@ def audited(
     progress: Progress | None = None,
 ) -> AuditReport:
     silent: tuple[str, ...] = ()
-    if isinstance(model, Function):
-        order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
+    if isinstance(asked.model, Function):
+        order, silent = causal(asked.size) if order is None else order, asked.model.align(asked, seed)
     if asked.kwargs.get("target_mapping") is not None:
         silent += ("the stream of queries that target_mapping asks for has rows for its targets, not for positions",)
-    seen = survey(model, asked, seed if mode == "quick" else None)
-    call, relation = seen.inputs, relation_of(model, seen, order)
+    seen = survey(asked, seed if mode == "quick" else None)
+    call, relation = seen.inputs, relation_of(seen, order)
     say: Progress = progress or (lambda done, total, what: None)
-    audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, say)
-    work = audit(notes=remarks(model, seen, order))
+    audit = partial(Auditor, call, Fields(relation, call.batch), passes, watch, seed, say)
+    work = audit(notes=remarks(seen, order))
     if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
-        work, mode = audit(notes=remarks(model, seen, order)), "perturb"
+        work, mode = audit(notes=remarks(seen, order)), "perturb"
     if mode == "perturb":
-        work.perturb(Runner(model, call, watch, seed), "forward")
+        work.perturb(Runner(call, watch, seed), "forward")
         if cache is not False and not any(violation.kind == "state" for violation in work.violations):
             steps = DecodingPath("cached", step_lengths(call, cache))
-            work.perturb(SteppedRunner(model, call, watch, seed, steps), "cached")
+            work.perturb(SteppedRunner(call, watch, seed, steps), "cached")
             work.compare_paths(cache)
         if both_sides is not False:
-            violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
+            violations, notes = missing_pairs(seen, relation, seed, thorough=bool(both_sides))
             work.violations += violations if both_sides else []
             work.notes += notes
-    work.violations += asked_and_done(model, seen, relation.disputed, seed)
+    work.violations += asked_and_done(seen, relation.disputed, seed)
     silent += relation.unsure + (tuple(unplaced_padding(call)) if order is None else ())
     report = work.report(relation.name, mode)
     return replace(report, untested=report.untested + silent)
@@ -158,7 +156,6 @@ def audited(
 class Auditor:
     """The steps of one audit, and what it has found so far."""
 
-    model: nn.Module
     call: Inputs
     fields: Fields
     passes: int
@@ -182,7 +179,7 @@ class Auditor:
     def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
         prober = Prober(runner, self.fields, self.seed, base)
         self._accept(runner, prober.base)
-        size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
+        size = sum(parameter.numel() for parameter in self.call.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
         self.passes = min(self.passes, self.call.size) if cheap else 2
         crossing, order = self._crossing(), [*self._padding(), *self._plan(cheap).passes]
@@ -206,7 +203,9 @@ class Auditor:
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
         sets, order = self._crossing(), [*self._padding(), *self._plan().passes]
-        if isinstance(self.model, Function) and order:  # a choice that a function makes may turn on few other tokens
+        if (
+            isinstance(self.call.model, Function) and order
+        ):  # a choice that a function makes may turn on few other tokens
             sets, order = sets * _DRAWS, [order[i % len(order)] for i in range(max(len(order), self.passes))]
         total = len(sets) + len(order)
         violations: list[Violation] = []
@@ -268,8 +267,8 @@ class Auditor:
         ]
 
     def compare_paths(self, cache: bool | Sequence[int]) -> None:
-        comparison = Comparison(self.model, self.call, self.watch, self.seed)
-        for path in decoding_paths(self.model, self.call, cache):
+        comparison = DecodingComparison(self.call, self.watch, self.seed)
+        for path in decoding_paths(self.call, cache):
             self.progress(0, 1, f"cached: {path.name}")
             different = comparison.of(path)
             if isinstance(different, str):
@@ -303,7 +302,7 @@ class Auditor:
         modules: dict[str, ModuleResult] = {}
         for key, event in (self.base or {}).items():
             if key.side == "out":
-                name = own_name(key.module) or type(self.model).__name__
+                name = own_name(key.module) or self.call.subject.kind
                 status = "breaks" if name in breaks else "carries" if own_name(key.module) in dirty else "clean"
                 modules.setdefault(name, ModuleResult(name, event.layer, status))
         return AuditReport(
@@ -339,7 +338,7 @@ class Auditor:
         runs = [(slot.offset, slot.length) for slot in self.call.slots]
         untested, notes = outputs_in_words(layouts, self.moved, self.short, runs, related, whole, self.apart)
         if not self.layouts:
-            untested.append(f"{type(self.model).__name__} returns no tensor")
+            untested.append(f"{self.call.subject.kind} returns no tensor")
         if self.apart and not self._plan().forbidden:
             notes.append("no sequence moves with another one")
         return tuple(untested), tuple(notes)
@@ -364,16 +363,16 @@ class Auditor:
                 f"({few(list(runner.layer_names), limit=2)}), got an order with {len(relation.layers)}"
             )
         watched = {key.module for key, event in base.items() if key.side == "out" and not event.pooled}
-        if not watched and not isinstance(self.model, Function):
+        if not watched and not isinstance(self.call.model, Function):
             received = "; ".join(self._outputs()[0])
             raise UnsupportedArchitecture(
-                f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "
+                f"no module of {self.call.subject.kind} returned a tensor of shape [{self.call.batch}, "
                 f"{self.call.slots[0].length}, ...], and {received}: nothing to audit"
             )
         unwatched = [name for name in runner.layer_names if name not in watched]
         if unwatched and len(unwatched) == len(runner.layer_names):
             raise UnsupportedArchitecture(
-                f"no layer of {type(self.model).__name__} returned a tensor with one axis of positions "
+                f"no layer of {self.call.subject.kind} returned a tensor with one axis of positions "
                 f"({few(unwatched)}): nothing to audit. Try other lengths, or a batch of another size"
             )
 

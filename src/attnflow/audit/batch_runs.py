@@ -14,11 +14,11 @@ from attnflow.audit.alone import bound, compare_alone
 from attnflow.audit.batch_labels import Findings, Mistake
 from attnflow.audit.batch_reading import ANSWERS, Reading
 from attnflow.audit.gradients import Targets
-from attnflow.audit.inputs import takes_use_cache
 from attnflow.audit.loss import SeenLoss, in_columns
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.targets import LossUnread, read_targets
 from attnflow.models.evaluation import REFUSALS, refusal
+from attnflow.models.subject import Subject
 
 
 def loss_of_model(model: nn.Module, batch: Mapping[str, Any], reading: Reading, seen: Findings) -> SeenLoss | None:
@@ -83,7 +83,7 @@ def _call(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     call = {n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)}
-    if hasattr(model, "config") and takes_use_cache(model):
+    if hasattr(model, "config") and Subject(model).takes_use_cache:
         call.setdefault("use_cache", False)  # as in training: a cache switches off packing by positions
     return call
 

@@ -14,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from attnflow._core.errors import AttnflowError
 from attnflow.audit.cutting import Part, Place, Rows, attached_masks, rows_of, stirred
-from attnflow.audit.inputs import config_of, fresh, takes_use_cache
+from attnflow.audit.inputs import fresh
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import as_numbers, leaves
 from attnflow.models.evaluation import REFUSALS, precision, refusal, seed_all
+from attnflow.models.subject import Subject
 
 _KEPT: Final = ("logits_to_keep", "num_logits_to_keep")  # the last columns of a padded row are not those of the row
 _EXPLAINED: Final = 4  # differences whose cause is looked for
@@ -305,8 +306,8 @@ class Comparison:
     @cached_property
     def _uncached(self) -> dict[str, Any]:
         """The call without a cache; nothing where it makes none."""
-        usual = getattr(config_of(self.model), "use_cache", True)
-        makes = takes_use_cache(self.model) and self.batch.kwargs.get("use_cache", usual) is not False
+        usual = getattr(Subject(self.model).text_config, "use_cache", True)
+        makes = Subject(self.model).takes_use_cache and self.batch.kwargs.get("use_cache", usual) is not False
         return {**self.batch.kwargs, "use_cache": False} if makes else {}
 
     @cached_property

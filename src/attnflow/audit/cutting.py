@@ -18,6 +18,7 @@ from attnflow.audit.batch_reading import Family, family_of, read_batch
 from attnflow.audit.inputs import read
 from attnflow.audit.packing import DOCUMENT_ARGUMENTS, as_tensor
 from attnflow.masks.flex import is_row_intervals
+from attnflow.models.subject import Subject
 
 _COUNTS: Final = ("max_length_q", "max_length_k", "cache_position")  # of the batch, as the boundaries are
 _IMAGES: Final = ("pixel", "image", "video", "audio", "input_features", "input_values")
@@ -183,7 +184,7 @@ class Rows:
 
 def rows_of(model: nn.Module, kwargs: Mapping[str, Any]) -> Rows:
     """Read a call: its axes of positions, its rows, and what cannot be cut."""
-    inputs = read(model, kwargs)
+    inputs = read(Subject(model), kwargs)
     kwargs = {name: value for name, value in inputs.kwargs.items() if value is not None}
     kwargs = {name: value for name, value in kwargs.items() if not _is_cache(name, value) or _length(value)}
     family, plain = family_of(model), getattr(model, "config", None) is None

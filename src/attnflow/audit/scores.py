@@ -25,6 +25,7 @@ from attnflow.audit.functions import Function, as_function
 from attnflow.audit.inputs import read
 from attnflow.audit.report import AuditReport, Violation
 from attnflow.models.evaluation import REFUSALS, seed_all
+from attnflow.models.subject import Subject
 
 _COPIES: Final = 32  # sequences per call, if a function takes more than it was given
 _ALIKE: Final = 1e-4  # nats by which a score may differ between batches of two sizes
@@ -207,7 +208,7 @@ class _Scorer:
         self.seed = seed
         self.calls = 0
         self.generator = torch.Generator().manual_seed(seed)
-        self.function.align(read(self.function, tokens), seed)
+        self.function.align(read(Subject(self.function), tokens), seed)
         self.base = self(self.tokens)
         self.first = self.tokens.shape[1] - self.base.shape[1]  # the label of row 0
         self.copies = 1 if self.flat else self._copies()

@@ -35,11 +35,10 @@ def report(
 
     For a mask it shows the picture, Hasse diagram, depth, receptive fields and block sparsity; for a task also its
     leaks. For a model it shows the audit, its geometry, its bias, why a head looked at a token, what its feed-forward
-    entries did for a text, and the masks that the model declares with their cost. Exits with 1 if the report contains a
-    leak.
+    entries did for a text, and the masks that the model declares. Exits with 1 if the report contains a leak.
     """
     target = output_path(output, [".html"])
-    is_mask = is_file(subject) or subject in arguments.EXAMPLES
+    is_mask = is_file(subject) or arguments.is_mask(subject)
     if is_mask and text is not None:
         raise BadUsage(f"--text applies only to models; {subject} is a mask")
     if not is_mask:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 import torch
 from jaxtyping import Float, Int64
@@ -13,12 +13,10 @@ from torch import Tensor
 from attnflow._core.checks import Indices
 from attnflow._core.threads import untraced
 from attnflow.knowledge.retrieval import Neighbours, Retrieval
-from attnflow.knowledge.store import Store, StoreError
+from attnflow.knowledge.store import Store
+from attnflow.knowledge.store.rows import EntryRows
 
 _BLOCK: Final = 1 << 15  # entries whose thresholds are computed at once
-_TRIES: Final = 100
-
-T = TypeVar("T")
 
 
 class EntrySource:
@@ -44,8 +42,8 @@ class EntrySource:
                 f"create it with Store.open(uri, dim={store.dim}, num_thresholds={columns})"
             )
         self.store, self._thresholds = store, thresholds
-        # Revision, ids and rows of the last read of all, and the entries as models have them: of one moment together.
-        self._seen: tuple[int, Tensor, Tensor, dict[tuple[torch.device, torch.dtype], Tensor]] | None = None
+        # The rows that were last read, and their entries as models have them.
+        self._read: tuple[EntryRows, dict[tuple[torch.device, torch.dtype], Tensor]] = (store.now(), {})
 
     @property
     def dim(self) -> int:
@@ -56,35 +54,33 @@ class EntrySource:
         return len(self.store)
 
     def ids(self) -> Int64[Tensor, " entries"]:
-        return self._all()[0]
+        return self.store.ids()
 
     def rows(self, ids: Indices | None = None) -> Float[Tensor, "entries width"]:
         """[E | columns] of these ids, by default of all as in `ids()`; an unknown id raises `KeyError`."""
-        return self._all()[1] if ids is None else self.store.rows(ids)
+        return self.store.now().tensor if ids is None else self.store.rows(ids)
 
     @untraced  # entries may be edited between two tokens
     def entries(self, like: Tensor) -> Float[Tensor, "entries entry_dim"]:
         """Return E in the device and precision of `like`, copied there once after each edit."""
-        _, rows, at = self._all()
+        rows, read = self.store.now(), self._read
+        if read[0] is not rows:
+            self._read = read = (rows, {})
         key = like.device, like.dtype
-        if key not in at:
-            at[key] = rows[:, : self.dim].to(like)
-        return at[key]
+        if key not in read[1]:
+            read[1][key] = rows.tensor[:, : self.dim].to(like)
+        return read[1][key]
 
     def read(self, queries: Float[Tensor, "queries entry_dim"], retrieval: Retrieval, column: int | None) -> Neighbours:
-        def found() -> Neighbours:
-            if retrieval.k is not None:
-                mode = None if retrieval.search in ("auto", "dense") else retrieval.search
-                near = self.store.search(queries, retrieval.k, threshold_column=column, mode=mode)
-            else:
-                near = self.store.range(queries, cast(float, retrieval.threshold), threshold_column=column)
-            ids, places = near.ids.unique(return_inverse=True)
-            rows = self.rows(ids[ids >= 0])
-            if len(rows) < len(ids):  # -1 sorts first
-                rows = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
-            return replace(near, rows=rows[places])
-
-        return _repeated(found)
+        rows = self.store.now()  # of one moment: another thread may delete entries that are found
+        if retrieval.k is not None:
+            mode = None if retrieval.search in ("auto", "dense") else retrieval.search
+            near = self.store.nearest(rows, queries, retrieval.k, column, mode)
+        else:
+            near = rows.range(queries, cast(float, retrieval.threshold), column)
+        places = torch.from_numpy(rows.places(near.ids.numpy().ravel())).view(near.ids.shape)
+        found = rows.tensor[places.clamp(min=0)] if len(rows) else rows.tensor.new_zeros(*places.shape, rows.width)
+        return replace(near, rows=found.masked_fill_((places < 0)[..., None], 0))
 
     @torch.no_grad()
     def thresholds(self, rows: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"] | None:
@@ -109,27 +105,3 @@ class EntrySource:
                 rows = torch.stack([entry.embedding for entry in some])
                 ids = [entry.id for entry in some]
                 self.store.upsert(ids=ids, embeddings=rows, thresholds=self.thresholds(rows), encoder=encoder)
-
-    def _all(self) -> tuple[Tensor, Tensor, dict[tuple[torch.device, torch.dtype], Tensor]]:
-        """Return the ids and rows of one moment, read again after an edit, and copies of its entries elsewhere."""
-        store = self.store
-        len(store)  # raises if it was closed, and sees what another process wrote
-        seen, revision = self._seen, store.revision
-        if seen is None or seen[0] != revision:
-
-            def read() -> tuple[Tensor, Tensor]:
-                ids = store.ids()
-                return ids, store.rows(ids)
-
-            self._seen = seen = (revision, *_repeated(read), {})
-        return seen[1:]
-
-
-def _repeated(read: Callable[[], T]) -> T:
-    """Call `read` again if another thread deleted an entry before its row was read."""
-    for _ in range(_TRIES):
-        try:
-            return read()
-        except KeyError:
-            continue
-    raise StoreError(f"entries were deleted during each of {_TRIES} attempts to read them: try again later")

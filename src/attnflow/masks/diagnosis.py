@@ -20,7 +20,7 @@ from attnflow._core.plain import read_json
 from attnflow._core.results import Result
 from attnflow.masks import catalogue, export
 from attnflow.masks.build import from_dense
-from attnflow.masks.export.bands import bands_of
+from attnflow.masks.export.varlen import bands_of
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 
@@ -97,9 +97,9 @@ def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
     """Reads a mask from a file; raises ValueError if the file holds none.
 
     Args:
-        path: a `.json` file as for `Mask.from_json`, or "-" for standard input; or `.npy`, `.pt`, `.safetensors` with
-            one tensor [queries, keys] after at most two leading axes: bools or 0 and 1 (1 allows), or additive floats
-            (0 allows).
+        path: a `.json` file as for `af.masks.from_json`, or "-" for standard input; or `.npy`, `.pt`, `.safetensors`
+            with one tensor [queries, keys] after at most two leading axes: bools or 0 and 1 (1 allows), or additive
+            floats (0 allows).
         masked_true: whether True or 1 forbids instead.
     """
     if str(path) == "-" or Path(path).suffix == ".json":

@@ -134,6 +134,13 @@ class IntervalRows:
         source = ragged(self.indptr[:-1][rows], length)[1]
         return IntervalRows(offsets(length), self.starts[source], self.ends[source], self.num_keys)
 
+    def in_blocks(self, block: int) -> IntervalRows:
+        """Each row and each key stand for `block` neighbours."""
+        rows = self.take(np.repeat(np.arange(self.num_rows), block))
+        return IntervalRows(
+            rows.indptr, rows.starts * np.int32(block), rows.ends * np.int32(block), rows.num_keys * block
+        )
+
     def with_diagonal(self) -> IntervalRows:
         """Adds to each row its own number; rows must be as many as keys."""
         starts, ends = self._line()

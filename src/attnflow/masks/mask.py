@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -16,21 +16,19 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.lazy import renderer
-from attnflow._core.plain import parse_json
 from attnflow.masks import flex
-from attnflow.masks.costs import Priced
-from attnflow.masks.flex import MaskMod
+from attnflow.masks.flex import BlockSparsity, MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
+from attnflow.masks.registry import named_masks
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _MAX_TEXT: Final = 200  # characters of a printed mask
 
-# What files above this one give it: the catalogue, and the one function (plain data, name of its place) -> mask.
-CATALOGUE: Final[dict[str, Callable[..., Any]]] = {}
-READERS: Final[list[Callable[[object, str], Any]]] = []
 
-
-class Mask(Priced, flex.Blocked):
+class Mask:
     """An attention mask: `allow[q, k]` is True iff query q attends to key k, so information flows k -> q.
 
     A mask is only a relation: two masks are equal iff they allow the same pairs, whatever their names.
@@ -87,6 +85,9 @@ class Mask(Priced, flex.Blocked):
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)
+
+    if not TYPE_CHECKING:
+        __getattr__ = flex.no_attribute
 
     def __setattr__(self, key: str, value: object) -> None:
         raise AttributeError(f"Mask is immutable: cannot set {key!r}; build a new mask instead")
@@ -258,6 +259,14 @@ class Mask(Priced, flex.Blocked):
         result = combined(self._numbered, other._numbered, sign, name)
         return Mask(result.rows, name, query_rank=result.query_rank, key_rank=result.key_rank)
 
+    @property
+    def mask_mod(self) -> MaskMod:
+        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices.
+
+        It captures tensors, never Python ints: masks of the same number of intervals share one compiled kernel.
+        """
+        return self.mask_mod_on("cpu")
+
     def mask_mod_on(self, device: torch.device | str) -> MaskMod:
         """`mask_mod(b, h, q, k)` whose captured tensors live on `device`."""
         key = ("mask_mod", str(device))
@@ -271,9 +280,37 @@ class Mask(Priced, flex.Blocked):
                 self._cache[key] = flex.mask_mod_of_bounds(bounds, numbers)
         return cast(MaskMod, self._cache[key])
 
+    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
+        """The mask as torch's `BlockMask`, identical to that of `create_block_mask`.
+
+        Args:
+            block_size: queries and keys per block; an int or (query block, key block).
+            device: where the block tables and the captured tensors live.
+
+        Raises:
+            ValueError: there are no queries, or no keys.
+
+        Cost: O(rows x intervals + blocks), and a bit a pair where a row has over 32 intervals; n x n is never built.
+        """
+        counts = torch.from_numpy(self.block_counts(block_size))[None, None].to(device)
+        return flex.block_mask_of_counts(counts, flex.block_sizes(block_size), self.mask_mod_on(device), self.shape)
+
     def block_counts(self, block_size: int | tuple[int, int] = 128) -> IntArray:
         """Allowed pairs in each block, int64[query blocks, key blocks]."""
         return flex.block_counts(*self.numbered_keys(), flex.block_sizes(block_size))
+
+    def block_sparsity(self, block_size: int = 128) -> BlockSparsity:
+        """Count full, partial and empty blocks; as in torch, a block that sticks out of the sequence is never full.
+
+        >>> from attnflow import masks
+        >>> masks.block_causal(8, 2).block_sparsity(2)
+        BlockSparsity(block=2, full=10, partial=0, empty=6, used=1.0)
+        """
+        block = checks.integer("block_size", block_size, 1)
+        counts = self.block_counts(block) if 0 not in self.shape else np.zeros(0, np.int64)
+        full, computed = int((counts == block * block).sum()), int((counts > 0).sum())
+        used = self.nnz / (computed * block * block) if computed else 0.0
+        return BlockSparsity(block, full, computed - full, counts.size - computed, used)
 
     def bits(self) -> UInt8[Tensor, "queries bytes"]:
         """The relation with one bit per pair: eight keys per byte, the first in the lowest bit."""
@@ -282,35 +319,17 @@ class Mask(Priced, flex.Blocked):
             bits[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
         return torch.from_numpy(bits)
 
-    def padded(self) -> list[list[Mask]]:
-        """The mask as the only one of its batch, which has no padding."""
-        return [[self]]
-
-    @classmethod
-    def from_json(cls, text: str) -> Mask:
-        """Read a mask from JSON: from `mask.to_json`, from a result of `masks.export`, or written by hand.
-
-        The command line reads the same formats from its JSON files.
-
-        Raises:
-            ValueError: the text is not JSON or not a mask; the message names the place.
-
-        >>> Mask.from_json('{"dense": ["10", "11"]}').row_counts().tolist()
-        [1, 2]
-        """
-        return READERS[0](parse_json(text, "the JSON of a mask"), "mask")
-
     def to_dict(self) -> dict[str, object]:
-        """The mask as plain data, in the format of `Mask.from_json` and of the command line's JSON files.
+        """The mask as plain data, in the format of `af.masks.from_json` and of the command line's JSON files.
 
         It is the catalogue name if that rebuilds the mask, and otherwise the row intervals. If the mask has a
         relabelling with many fewer intervals, it is that relabelling with its intervals.
         """
-        maker = CATALOGUE.get(self.name)
-        if maker is not None:
+        entry = named_masks().get(self.name)
+        if entry is not None:
             parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in self.parameters.items()}
             with suppress(TypeError, ValueError):  # a name of one's own may be one of the catalogue's
-                if maker(**parameters) == self:
+                if entry.function(**parameters) == self:
                     return {"name": self.name, "parameters": parameters}
         numbered = self.pieces(limit=2 * (self.num_queries + len(self._rows.starts))) is None
         rows = self._rows if numbered else self.intervals()
@@ -323,7 +342,7 @@ class Mask(Priced, flex.Blocked):
         return content | {name: rank.tolist() for name, rank in ranks.items() if numbered and rank is not None}
 
     def to_json(self) -> str:
-        """`to_dict` as JSON; `Mask.from_json` is its inverse.
+        """`to_dict` as JSON; `af.masks.from_json` is its inverse.
 
         >>> from attnflow import masks
         >>> masks.causal(3).to_json()
@@ -372,8 +391,9 @@ def _how_to_make_one(value: object) -> str:
         return f"make one with {make}from_dense({table})"
     if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
         return f"make one with {make}from_block_mask(block_mask)"
-    if callable(value) and getattr(value, "__module__", "") in ("attnflow.masks.catalogue", "attnflow.masks.streams"):
-        return f"call {getattr(value, '__name__', 'it')} with its arguments first"
+    name, module = (getattr(value, key, "") for key in ("__name__", "__module__"))
+    if callable(value) and module.startswith("attnflow.masks.") and name in named_masks():
+        return f"call {name} with its arguments first"
     if callable(value):
         return f"make one with {make}from_mask_mod(function, num_queries)"
     if isinstance(getattr(value, "mask", None), Mask):

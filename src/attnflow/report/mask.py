@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
-from attnflow.masks.costs import block_sparsity
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
 from attnflow.report import html, order
@@ -185,7 +184,7 @@ def _blocks(masks: Layers) -> Section:
     for mask, title in _titled(masks):
         rows: list[list[Content]] = []
         for size in block_sizes(mask):
-            s = block_sparsity(mask, size)
+            s = mask.block_sparsity(size)
             bar = _share_bar([("full", s.full), ("partial", s.partial), ("empty", s.empty)])
             computed = f"{grouped(s.computed)} of {grouped(s.total)}"
             share = percent(s.computed / s.total)

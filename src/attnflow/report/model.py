@@ -1,4 +1,4 @@
-"""The page about a model: first the verdict of its audit, last the masks that it declares and what they cost."""
+"""The page about a model: first the verdict of its audit, last the masks that it declares."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError
-from attnflow._core.markup import grouped, plural
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
 from attnflow.geometry.attribute import attribute_one
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.geometry.table import GeometryScores
-from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
 from attnflow.order.flow import Flow
 from attnflow.report import html
@@ -29,7 +27,6 @@ from attnflow.report.mask import mask_part
 from attnflow.report.page import Context, Page, Part, Section, build
 
 _ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
-_BACKENDS: Final = {"eager": "eager", "sdpa": "SDPA", "flex": "FlexAttention"}
 
 
 def model_page(
@@ -82,7 +79,7 @@ def model_page(
         "knowledge": lambda: trace_part(
             replace(knowledge.trace(module, first, tokenizer=tokenizer), model=name), context
         ),
-        "order": lambda: _order(module, audit.declared_order(module, named), context),
+        "order": lambda: _order(audit.declared_order(module, named), context),
     }
     if not any(layer_biases(module)):
         del steps["bias"]
@@ -125,45 +122,8 @@ def _missing(problems: Mapping[str, str]) -> Part:
     return Part("", [Section("problems", "What could not be shown", html.join(notes))], reading)
 
 
-def _order(module: nn.Module, flow: Flow, context: Context) -> Part:
+def _order(flow: Flow, context: Context) -> Part:
     part = mask_part(flow, context)
     head, *rest = part.sections
     sections = [replace(head, body=html.paragraph(*part.reading, kind="lead") + head.body), *rest]
-    try:
-        layers = attention_layers(module)
-    except _ERRORS:  # "geometry" names the reason
-        layers = []
-    if layers and flow.size and {(layer.tower, layer.kind) for layer in layers} == {(layers[0].tower, "self")}:
-        sections += _cost(flow, layers, next(module.parameters()))
     return replace(part, sections=sections, reading=(), numbers=())
-
-
-def _cost(flow: Flow, layers: Sequence[AttentionLayer], weight: Tensor) -> list[Section]:
-    """Counts what attention computes in all layers and heads; nothing if the masks are of other layers."""
-    if flow.num_layers is not None and max(layer.layer for layer in layers) >= flow.num_layers:
-        return []
-    costs = [
-        flow.masks[0 if flow.num_layers is None else layer.layer].cost(
-            num_heads=layer.num_heads, head_dim=layer.head_dim, bytes_per_value=weight.element_size()
-        )
-        for layer in layers
-    ]
-    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-    heads = "heads of different numbers or widths"
-    if len(shapes) == 1:
-        (queries, keys, channels) = shapes.pop()
-        shared = "" if keys == queries else f" ({plural(keys, 'key head')})"
-        heads = f"{plural(queries, 'query head')}{shared} of {grouped(channels)} channels"
-    lead = (
-        f"One forward pass of {grouped(flow.size)} tokens in {plural(len(layers), 'layer')} with {heads}, "
-        f"in {str(weight.dtype).removeprefix('torch.')}. Counted are the products with keys and values, without the "
-        "projections. Memory is the peak of one layer, beyond queries, keys, values and output."
-    )
-    rows: list[list[str]] = []
-    for each in zip(*(cost.backends for cost in costs), strict=True):
-        pairs = sum(one.pairs * layer.num_heads for one, layer in zip(each, layers, strict=True))
-        peak = max(one.memory for one in each)
-        memory = f"{peak / 2**20:,.1f} MiB" if peak >= 2**20 else f"{peak / 2**10:,.1f} KiB"
-        rows.append([_BACKENDS[each[0].backend], grouped(pairs), f"{sum(one.flops for one in each) / 1e9:.3g}", memory])
-    table = html.table(["backend", "pairs, all heads", "GFLOP", "memory"], rows)
-    return [Section("cost", "Cost of attention", html.paragraph(lead, kind="lead") + table)]

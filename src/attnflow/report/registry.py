@@ -22,8 +22,8 @@ from attnflow.knowledge.activity_report import ActivityReport
 from attnflow.knowledge.entry_report import EntryReport, Removal
 from attnflow.knowledge.provenance import Trace
 from attnflow.masks.batches import MaskGrid
-from attnflow.masks.export.packed import EngineMask, FlashInferMask, Varlen
 from attnflow.masks.export.slices import FlashMask, MagiRanges
+from attnflow.masks.export.varlen import Varlen
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse, Sparse
@@ -122,7 +122,7 @@ KINDS: Final[dict[type, Kind]] = {
     Hasse: Kind(hasse_part, hasse_svg),
     MeasuredOrder: Kind(opens=lambda measured: measured.flows),
     Sparse: Kind(opens=lambda sparse: [sparse.mask]),
-    **dict.fromkeys((Varlen, FlashInferMask, EngineMask, FlashMask, MagiRanges), EXPORTED),
+    **dict.fromkeys((Varlen, FlashMask, MagiRanges), EXPORTED),
     Task: Kind(figure=task_svg, opens=lambda task: [task.flow, check(task)]),
     MergedTask: Kind(figure=_merged_figure, opens=lambda merged: [merged.task]),
     LeakReport: Kind(leak_part, leak_svg),

@@ -17,7 +17,7 @@ from attnflow.bias.attention import BACKENDS
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.content import GuidanceConfig
 from attnflow.bias.hf.forward import biased
-from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
+from attnflow.bias.hf.layers import CHILD, BiasedLayer, Hooks, layers_of
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.models.addons import check_unwrapped
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
@@ -44,7 +44,7 @@ class BiasHandle(Handle):
     """
 
     def __init__(
-        self, model: nn.Module, configs: tuple[BiasConfig, ...], base: Sequence[Layer], interception: Interception
+        self, model: nn.Module, configs: tuple[BiasConfig, ...], base: Sequence[BiasedLayer], interception: Interception
     ) -> None:
         super().__init__(model)
         self.configs, self.base = configs, base
@@ -145,7 +145,7 @@ def attach(
 
 def attach_to(
     model: nn.Module,
-    layers: Sequence[Layer] | None,
+    layers: Sequence[BiasedLayer] | None,
     configs: Sequence[BiasConfig],
     train: Train,
     backend: str,
@@ -198,7 +198,7 @@ def handle_of(model: nn.Module) -> BiasHandle:
     return handles[0]
 
 
-def placed(layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> dict[int, list[BiasConfig]]:
+def placed(layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig]) -> dict[int, list[BiasConfig]]:
     by_layer: dict[int, list[BiasConfig]] = {}
     for config in configs:
         for index in config.layer_indices(len(layers)):
@@ -207,14 +207,16 @@ def placed(layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> dict[int, 
     return dict(sorted(by_layer.items()))
 
 
-def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str) -> list[tuple[Layer, LayerBias]]:
+def _build(
+    layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig], backend: str
+) -> list[tuple[BiasedLayer, LayerBias]]:
     """Everything that attaching adds, without touching the model."""
     by_layer = placed(layers, configs)
     if not by_layer:
         raise UnsupportedArchitecture(
             "every chosen layer attends to the keys of an earlier one: choose other layers=[...]"
         )
-    children: list[tuple[Layer, LayerBias]] = []
+    children: list[tuple[BiasedLayer, LayerBias]] = []
     for index, chosen in by_layer.items():
         layer = layers[index]
         module, parameters = layer.site.module, list(layer.site.module.parameters())
@@ -252,6 +254,6 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
     return children
 
 
-def _shares_keys(layer: Layer) -> bool:
+def _shares_keys(layer: BiasedLayer) -> bool:
     """Whether it attends to the keys of an earlier layer, which its bias could not read."""
     return bool(getattr(layer.site.module, "is_kv_shared_layer", False))

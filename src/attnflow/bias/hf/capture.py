@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
 from attnflow.bias.attention import bias_of, weights_of
-from attnflow.bias.call import Allow, Call
+from attnflow.bias.call import Allow, BiasedCall
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.bias.terms import Dense, Term, wide
@@ -110,7 +110,12 @@ def capture(
 
 @torch.no_grad()
 def observe(
-    call: Call, terms: int, queries: Sequence[int], heads: Sequence[int] | None = None, layer: int = 0, name: str = ""
+    call: BiasedCall,
+    terms: int,
+    queries: Sequence[int],
+    heads: Sequence[int] | None = None,
+    layer: int = 0,
+    name: str = "",
 ) -> LayerMap:
     """B and the weights for some queries (ascending) of a call on one sequence, on the CPU in float32.
 
@@ -120,7 +125,7 @@ def observe(
     return LayerMap(layer, name, *(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 
 
-def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
+def _blocks(call: BiasedCall, queries: Sequence[int]) -> Iterator[slice]:
     most = max(1, min(_MOST_ROWS, _SCORES // (call.num_heads * call.key.shape[2])))
     cuts = [i for i, (a, b) in enumerate(pairwise(queries), 1) if b != a + 1]
     for start, stop in pairwise([0, *cuts, len(queries)]):
@@ -129,7 +134,7 @@ def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
             yield slice(queries[first], queries[last] + 1)
 
 
-def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None) -> tuple[Tensor, ...]:
+def _block(call: BiasedCall, terms: int, block: slice, heads: Sequence[int] | None) -> tuple[Tensor, ...]:
     """The tensors of a `LayerMap` for neighbouring queries; B is 0 for forbidden pairs."""
     size = 1, 1, block.stop - block.start, call.key.shape[2]
     rows = call.allow.rows(block)
@@ -154,7 +159,7 @@ def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None) ->
     return tuple((t if t.dtype == torch.bool else t.float()).cpu() for t in maps)
 
 
-def _tiled(call: Call, terms: tuple[Term, ...], block: slice) -> Tensor | None:
+def _tiled(call: BiasedCall, terms: tuple[Term, ...], block: slice) -> Tensor | None:
     """The sum of terms for neighbouring queries and all keys, [1, 1 or heads, queries, keys], in tiles."""
     if not terms:
         return None
@@ -180,7 +185,7 @@ def _look(
     seen: dict[int, LayerMap] = {}
     before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
 
-    def see(path: str, bias: LayerBias, call: Call) -> None:
+    def see(path: str, bias: LayerBias, call: BiasedCall) -> None:
         number = bias.shape.index
         seen[number] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads, number, path)
 

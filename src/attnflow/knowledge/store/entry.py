@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attnflow._core.checks import Indices, IntArray, index_array, integer, preview
+from attnflow._core.checks import Indices, IntArray, index_array, preview
 from attnflow._core.markup import plural, shorten
 from attnflow._core.results import Result
 
@@ -169,15 +169,6 @@ def queries(values: Vectors, width: int) -> tuple[Floats, tuple[int, ...]]:
     if not array.ndim or array.shape[-1] != width:
         raise ValueError(f"query must have shape [{width}] or [..., {width}], got {list(array.shape)}")
     return matrix("query", array.reshape(-1, width), width), array.shape[:-1]
-
-
-def column(value: int | None, num_thresholds: int) -> int | None:
-    """Check a threshold column, or None."""
-    if value is None:
-        return None
-    if not num_thresholds:
-        raise ValueError(f"the store has no threshold columns, got threshold_column={value}: leave it out")
-    return integer("threshold_column", value, maximum=num_thresholds - 1)
 
 
 def _floats(name: str, values: Vectors) -> npt.NDArray[Any]:

@@ -1,12 +1,12 @@
-"""`Store`: writes entries to LanceDB, and searches them with an index of all vectors in memory."""
+"""`Store`: writes entries to LanceDB, and searches all vectors in memory, or LanceDB's index of them."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Final, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -16,9 +16,14 @@ from torch import Tensor
 from attnflow._core.checks import Indices, IntArray, integer, preview
 from attnflow.knowledge.retrieval import Neighbours
 from attnflow.knowledge.store import entry
+from attnflow.knowledge.store.approximate import ApproximateSearch
 from attnflow.knowledge.store.entry import Entry, StoreStats, Vectors
-from attnflow.knowledge.store.index import EntryIndex, Mode
+from attnflow.knowledge.store.rows import EntryRows
 from attnflow.knowledge.store.table import MEMORY, EntryTable, StoreError, check_uri
+
+Mode = Literal["exact", "approximate"]
+
+MOST_EXACT: Final = 1_000_000  # up to so many entries a search is exact by default
 
 
 class Store:
@@ -47,11 +52,9 @@ class Store:
         self.uri, self.backend = table.uri, MEMORY if table.uri == MEMORY else "lancedb"
         self.dim, self.num_thresholds = table.dim, table.num_thresholds
         self.read_only, self.revision = read_only, 0
-        self._table, self._index = table, EntryIndex(table.dim, table.num_thresholds)
-        self._lock = threading.RLock()  # of the table
-        self._process, self._closed = os.getpid(), False
-        self._behind = True  # whether the index may lag behind the table
-        self._current()
+        self._table, self._lock = table, threading.RLock()
+        self._process, self._closed, self._behind = os.getpid(), False, True  # rows in memory are behind the table
+        self.now()
 
     @classmethod
     def open(
@@ -92,14 +95,14 @@ class Store:
             raise
 
     def __len__(self) -> int:
-        return len(self._current())
+        return len(self.now())
 
     def __contains__(self, key: object) -> bool:
         try:
             number = integer("id", key)
+            return number < 2**63 and bool(self.now().places(np.array([number]))[0] >= 0)
         except ValueError:  # not a valid id
             return False
-        return number < 2**63 and bool(self._current().places(np.array([number]))[0] >= 0)
 
     def get(self, ids: Indices) -> list[Entry]:
         """Return the entries in the order of `ids`.
@@ -108,17 +111,14 @@ class Store:
             KeyError: an id is unknown.
         """
         with self._lock:
-            keys, vectors = entry.identifiers("ids", ids), self.rows(ids)
-            held = self._table.records(keys)
-        dim = self.dim
-        return [
-            Entry(**held[key], embedding=vector[:dim].clone(), thresholds=vector[dim:].clone())
-            for key, vector in zip(keys.tolist(), vectors, strict=True)
-        ]
+            keys, rows = entry.identifiers("ids", ids), self.rows(ids)
+            records = self._table.records(keys)
+        columns = zip(keys.tolist(), rows[:, : self.dim], rows[:, self.dim :], strict=True)
+        return [Entry(**records[key], embedding=e.clone(), thresholds=b.clone()) for key, e, b in columns]
 
     def ids(self) -> Int64[Tensor, " n"]:
         """The ids of all entries, ascending."""
-        return torch.from_numpy(self._current().ids.copy())
+        return torch.from_numpy(self.now().ids.copy())
 
     def vectors(self, ids: Indices | None = None) -> Float32[Tensor, "n dim"]:
         """The embeddings, in the order of `ids`; by default of all entries."""
@@ -134,8 +134,8 @@ class Store:
         Raises:
             KeyError: an id is unknown.
         """
-        index = self._current()
-        return index.rows.clone() if ids is None else index.take(entry.identifiers("ids", ids))
+        rows = self.now()
+        return rows.tensor.clone() if ids is None else rows.take(entry.identifiers("ids", ids))
 
     def search(
         self, query: Vectors, k: int, *, threshold_column: int | None = None, mode: Mode | None = None
@@ -146,20 +146,36 @@ class Store:
             query: [n, dim], or [dim] for a single query.
             k: how many entries to find.
             threshold_column: which threshold to add; none by default.
-            mode: "exact", or "approximate" with the inverted lists of faiss; by default exact up to 1,000,000 entries.
+            mode: "exact", or "approximate" by LanceDB's index, which the first such search of a writer makes; by
+                default exact up to 1,000,000 entries.
 
         Returns:
             Ids and scores, [n, k] or [k], on the CPU.
 
         Raises:
             ValueError: the query has another width, NaN or infinity.
-            MissingExtra: an approximate search needs faiss.
         """
-        return self._current().search(query, k, threshold_column, mode)
+        if mode not in (None, *get_args(Mode)):
+            raise ValueError(f'mode must be "exact", "approximate" or None, got {mode!r}')
+        return self.nearest(self.now(), query, k, threshold_column, mode)
+
+    def nearest(
+        self, rows: EntryRows, query: Vectors, k: int, threshold_column: int | None, mode: Mode | None
+    ) -> Neighbours:
+        """`search` among the rows of one moment."""
+        if (mode or self._mode()) == "exact":
+            return rows.search(query, k, threshold_column)
+        with self._lock:
+            searched = self._approximate
+            if searched is None or not (searched.probes or self.read_only):
+                if not self.read_only and len(self.now()):
+                    self._table.make_index()
+                self._approximate = searched = ApproximateSearch(self._table, self.now())
+            return rows.search(query, k, threshold_column, searched.best)
 
     def range(self, query: Vectors, threshold: float, *, threshold_column: int | None = None) -> Neighbours:
         """Find all entries with a score above a threshold, as an exact `search` would; padded to the longest result."""
-        return self._current().range(query, threshold, threshold_column)
+        return self.now().range(query, threshold, threshold_column)
 
     def insert(
         self,
@@ -175,7 +191,7 @@ class Store:
 
         Args:
             embeddings: [n, dim], finite.
-            ids: new ids; by default the next integers above all that the store has ever held.
+            ids: new ids; by default the next integers above all that the store has ever known.
             texts: a text for each entry.
             sources: where each entry comes from.
             thresholds: [n, num_thresholds]; zero by default.
@@ -188,7 +204,7 @@ class Store:
             ValueError: wrong shapes, NaN or infinity, repeated ids, or ids that already exist.
             StoreError: the write failed.
 
-        Cost: one commit of some ten milliseconds, or 0.1 s with 1,000,000 entries: insert many entries in one call.
+        Cost: a commit (10 ms; 0.1 s with 1,000,000 entries) and a copy of all vectors: insert many entries in one call.
         """
         return torch.from_numpy(self._put(ids, embeddings, thresholds, texts, sources, encoder, replaces=False))
 
@@ -215,15 +231,11 @@ class Store:
         Raises:
             KeyError: an id is unknown; nothing is deleted.
         """
-        with self._writing() as index:
+        with self._writing() as rows:
             keys = entry.identifiers("ids", ids)
-            index.take(keys)  # checks that all exist
-            if not len(keys):
-                return
-            with self._following():
-                alone = self._table.delete(keys)
-                index.drop(keys)
-                self._behind = not alone
+            rows.take(keys)  # checks that all exist
+            if len(keys):
+                self._commit(lambda: self._table.delete(keys), lambda: rows.drop(keys))
 
     def snapshot(self, name: str | None = None) -> str:
         """Save the present entries under a name, by default "snapshot-1" and so on; `restore` brings them back."""
@@ -241,7 +253,7 @@ class Store:
         with self._writing():
             self._behind = True
             self._table.restore(name)
-            self._current()
+            self.now()
 
     def drop_snapshot(self, name: str) -> None:
         """Delete a snapshot, so that its space can be reused.
@@ -255,7 +267,7 @@ class Store:
     def snapshots(self) -> list[str]:
         """Names of snapshots, oldest first."""
         with self._lock:
-            self._current()
+            self.now()
             return self._table.snapshots()
 
     def compact(self) -> None:
@@ -270,16 +282,17 @@ class Store:
     def stats(self) -> StoreStats:
         """The store's size, search mode, encoders and snapshots."""
         with self._lock:
-            index, table = self._current(), self._table
+            rows, table, searched = self.now(), self._table, self._approximate
+            later = "" if searched is None else f"; an approximate search {searched}"
             return StoreStats(
                 uri=self.uri,
                 backend=self.backend,
-                count=len(index),
+                count=len(rows),
                 dim=self.dim,
                 num_thresholds=self.num_thresholds,
                 bytes_on_disk=table.bytes_on_disk(),
-                mode=index.mode,
-                reason=index.reason,
+                mode=self._mode(),
+                reason=f"up to {MOST_EXACT:,} entries, all are compared{later}",
                 versions=table.counts("version"),
                 encoders={name or "": count for name, count in table.counts("encoder").items()},
                 snapshots=tuple(table.snapshots()),
@@ -288,16 +301,15 @@ class Store:
     def refresh(self) -> None:
         """Read what another process has written since this store was opened or refreshed."""
         with self._lock:
-            self._current()
+            self.now()
             self._behind = self._table.refresh()
-            self._current()
+            self.now()
 
     def close(self) -> None:
         """Release the files and the right to write; a store that is not closed loses no data."""
-        if not self._closed:
-            self._closed = True
-            if os.getpid() == self._process:
-                self._table.close()
+        if not self._closed and os.getpid() == self._process:
+            self._table.close()
+        self._closed = True
 
     def __enter__(self) -> Store:
         return self
@@ -318,7 +330,8 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.uri!r}, backend={self.backend!r}, dim={self.dim}, num_thresholds={self.num_thresholds})"
 
-    def _current(self) -> EntryIndex:
+    def now(self) -> EntryRows:
+        """All rows as this store knows them, of one moment."""
         if self._closed:
             raise StoreError(f"the store {self.uri} is closed: open it again")
         if os.getpid() != self._process:
@@ -327,23 +340,27 @@ class Store:
             with self._lock:
                 if self._behind:
                     self._table.refresh()
-                    self._index.load(*self._table.load())
+                    self._rows, self._approximate = self._table.load(), None
                     self._behind = False
                     self.revision += 1
-        return self._index
+        return self._rows
+
+    def _mode(self) -> Mode:
+        large = len(self.now()) > MOST_EXACT and not (self.read_only and not self._table.indexed)
+        return "approximate" if large else "exact"
 
     @contextmanager
-    def _writing(self) -> Generator[EntryIndex]:
+    def _writing(self) -> Generator[EntryRows]:
         if self.read_only:
             raise StoreError(f"the store {self.uri} was opened with read_only=True")
         with self._lock:
-            yield self._current()
+            yield self.now()
 
-    @contextmanager
-    def _following(self) -> Generator[None]:
-        """Surround a commit. An interrupted commit may have happened, so the next call reads the table again."""
+    def _commit(self, write: Callable[[], bool], after: Callable[[], EntryRows]) -> None:
+        # A commit that was interrupted may have happened: then the table is read again.
         try:
-            yield
+            alone = write()
+            self._rows, self._behind = after(), not alone
         except BaseException:
             self._behind = True
             raise
@@ -360,32 +377,24 @@ class Store:
         encoder: str | None,
         replaces: bool,
     ) -> IntArray:
-        with self._writing() as index:
+        with self._writing() as rows:
             vectors = entry.matrix("embeddings", embeddings, self.dim)
-            count, columns = len(vectors), self.num_thresholds
-            added = np.zeros((count, columns), dtype=np.float32)
-            if thresholds is not None:
-                added = entry.matrix("thresholds", thresholds, columns, count)
+            shape = count, columns = len(vectors), self.num_thresholds
+            added = entry.matrix("thresholds", np.zeros(shape) if thresholds is None else thresholds, columns, count)
             first = self._table.highest + 1
             if ids is None and first + count > 2**63:
                 raise ValueError("the largest id of this store is the largest integer, so pass ids yourself")
             keys = np.arange(first, first + count) if ids is None else entry.identifiers("ids", ids, count)
-            held = np.flatnonzero(index.places(keys) >= 0)
-            if len(held) and not replaces:
-                raise ValueError(
-                    f"new ids must not exist yet, got existing ones: {preview(keys[held])}. Use upsert to replace "
-                    "entries"
-                )
-            if len(held) and thresholds is None:
-                added[held] = index.take(keys[held])[:, self.dim :].numpy()
-            said = (entry.strings("texts", texts, count), entry.strings("sources", sources, count))
-            maker = entry.string("encoder", encoder)
-            if not count:
-                return keys
-            rows = np.concatenate([vectors, added], axis=1)
-            values = entry.columns(keys, *said, maker, self._table.records(keys[held]))
-            with self._following():
-                alone = self._table.put(values, rows)
-                index.put(keys, rows)
-                self._behind = not alone
+            known = np.flatnonzero(rows.places(keys) >= 0)
+            if len(known) and not replaces:
+                listed = preview(keys[known])
+                raise ValueError(f"new ids must not exist yet, got existing ones: {listed}. Upsert replaces entries")
+            if len(known) and thresholds is None:
+                added[known] = rows.take(keys[known])[:, self.dim :].numpy()
+            strings = (entry.strings("texts", texts, count), entry.strings("sources", sources, count))
+            encoder = entry.string("encoder", encoder)
+            if count:
+                new = np.concatenate([vectors, added], axis=1)
+                values = entry.columns(keys, *strings, encoder, self._table.records(keys[known]))
+                self._commit(lambda: self._table.put(values, new), lambda: rows.put(keys, new))
         return keys

@@ -16,6 +16,7 @@ import numpy as np
 from attnflow._core.checks import IntArray
 from attnflow._core.errors import AttnflowError, MissingExtra
 from attnflow.knowledge.store.entry import Floats
+from attnflow.knowledge.store.rows import EntryRows
 
 _LOG = logging.getLogger(__name__)
 MEMORY: Final = "memory"
@@ -97,7 +98,7 @@ class EntryTable:
             self._table.checkout_latest()
             return self._table.version != self._version
 
-    def load(self) -> tuple[IntArray, Floats]:
+    def load(self) -> EntryRows:
         with failures(f"the store {self.uri} cannot be read"):
             self._version, count, done = self._table.version, self._table.count_rows(), 0
             ids, vectors = np.empty(count, np.int64), np.empty((count, self.dim + self.num_thresholds), np.float32)
@@ -108,10 +109,39 @@ class EntryTable:
                 done += len(batch)
             gone = self._open(_RETIRED)
             retired = () if gone is None else gone.to_arrow()["id"]
-        order = np.argsort(ids)
         self._retired = max((row.as_py() for row in retired), default=-1)
         self.highest = max(int(ids.max(initial=-1)), self._retired)
-        return (ids, vectors) if (np.diff(ids) > 0).all() else (ids[order], vectors[order])
+        return EntryRows.sorted(ids, vectors, self.dim)
+
+    @property
+    def indexed(self) -> bool:
+        with failures(f"the store {self.uri} cannot be read"):
+            return bool(self._table.list_indices())
+
+    def make_index(self) -> None:
+        """Make LanceDB's index of the vectors, by inner products, unless there is one; a commit."""
+        from lancedb.index import IvfFlat
+
+        with failures(f"no index of the store {self.uri} was made"):
+            if not self.indexed:
+                config = IvfFlat(distance_type="dot", num_partitions=_lists(self._table.count_rows()))
+                self._table.create_index("vector", config=config)
+                self._version = self._table.version
+
+    def lists(self) -> int:
+        """About how many lists the index has, 0 without an index: LanceDB does not say it."""
+        with failures(f"the store {self.uri} cannot be read"):
+            names = [index.name for index in self._table.list_indices()]
+            return sum(_lists(self._table.index_stats(name).num_indexed_rows) for name in names)
+
+    def nearest(self, queries: Floats, k: int, lists: int) -> tuple[IntArray, IntArray]:
+        """Find the k largest inner products of each query with rows, by the index: (queries' numbers, ids)."""
+        with failures(f"the store {self.uri} cannot be searched"):
+            search = self._table.search(queries).distance_type("dot").limit(k)
+            found = (search.nprobes(lists) if lists else search).select(["id", "_distance"]).to_arrow()
+        ids = found["id"].to_numpy()
+        # LanceDB numbers the queries only where there are several.
+        return found["query_index"].to_numpy() if len(queries) > 1 else np.zeros(len(ids), np.int64), ids
 
     def records(self, ids: IntArray) -> dict[int, dict[str, Any]]:
         """Return all columns but the vector, by id; unknown ids are left out."""
@@ -294,6 +324,10 @@ def _locked(directory: Path) -> Callable[[], None]:
         os.close(file)
 
     return release
+
+
+def _lists(rows: int) -> int:
+    return max(1, min(round(2 * rows**0.5), rows // 32))
 
 
 def _among(ids: IntArray) -> str:

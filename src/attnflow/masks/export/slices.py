@@ -14,7 +14,7 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
 from attnflow.masks.batches import MaskGrid
-from attnflow.masks.export.bands import NotExpressible, end_to_end, sequences
+from attnflow.masks.export.varlen import NotExpressible, end_to_end, sequences
 from attnflow.masks.intervals import IntervalRows, ragged
 from attnflow.masks.mask import Mask
 

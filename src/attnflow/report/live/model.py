@@ -9,10 +9,9 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
-from torch import nn
 
 from attnflow import audit, bias, geometry, knowledge
-from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
+from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import token_label
 from attnflow._core.plain import as_integer, as_text
 from attnflow._core.progress import Progress
@@ -22,7 +21,6 @@ from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.provenance import Trace
 from attnflow.models import load_model
-from attnflow.models.attention import attention_layers
 from attnflow.models.loaded import Loaded, text_inputs, token_texts
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
@@ -95,7 +93,6 @@ class ModelSession:
             "model": self._name,
             "kind": type(model).__name__,
             "parameters": sum(each.numel() for each in model.parameters()),
-            "attention": _attention(model),
             "layers": getattr(model.config, "num_hidden_layers", None),
             "heads": getattr(model.config, "num_attention_heads", None),
             "key_heads": getattr(model.config, "num_key_value_heads", None),
@@ -235,19 +232,6 @@ def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
         progress(0, 0, f"attaching the bias {folder}")
         bias.load(loaded, folder)
     return loaded
-
-
-def _attention(model: nn.Module) -> Reply | None:
-    """Counts the layers and heads of a model's self-attention; None unless its layers are alike."""
-    try:
-        layers = attention_layers(model)
-    except (AttnflowError, ValueError):  # which the view of geometry explains
-        return None
-    shapes = {(each.tower, each.kind, each.num_heads, each.head_dim) for each in layers}
-    if len(shapes) != 1:
-        return None
-    [(_, _, heads, head_dim)] = shapes
-    return {"num_layers": len(layers), "num_heads": heads, "head_dim": head_dim}
 
 
 def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:

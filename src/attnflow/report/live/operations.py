@@ -8,11 +8,10 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Final, cast
 
-from attnflow._core.checks import integer
 from attnflow._core.markup import plural
-from attnflow._core.parameters import EXAMPLES, find
+from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
-from attnflow.masks.spec import named_masks
+from attnflow.masks.registry import named_masks
 from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
 from attnflow.report.live.design import (
     MAX_LAYERS,
@@ -86,7 +85,7 @@ def typed(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _begun(name: str, size: int) -> Layer:
-    find(name, named_masks(), "mask")
+    typed = find(name, named_masks(), "mask").example
     block, large = (max(d for d in range(1, most + 1) if size % d == 0) for most in (4, max(2, size // 16)))
     fitting: Mapping[str, Mapping[str, str]] = {
         "big_bird": {"block": str(large)},
@@ -96,11 +95,11 @@ def _begun(name: str, size: int) -> Layer:
         "prefix_lm": {"prefix": str(min(6, size))},
         "tree": {"parents": ",".join(str((i - 1) // 2) for i in range(min(size, 64)))},
     }
-    example = {key: text for key, text in EXAMPLES[name].items() if key != "n"}
+    example = {key: text for key, text in typed.items() if key != "n"}
     try:
         return Layer.of(chosen({"name": name, "settings": {**example, **fitting.get(name, {})}}, size))
     except ValueError:  # a butterfly of so many tokens, for one, has more positions than a design
-        return Layer.of(chosen({"name": name, "settings": EXAMPLES[name]}, size))
+        return Layer.of(chosen({"name": name, "settings": typed}, size))
 
 
 def pick(design: Design, message: Message) -> Outcome:
@@ -300,20 +299,9 @@ def witness(design: Design, message: Message) -> Reply:
     return {"number": number, "witness": leak.witness, "route": leak.route}
 
 
-def cost(design: Design, message: Message) -> Reply:
-    """Computes the cost of attention under a layer's mask: of that layer in a stack, otherwise of "num_layers"."""
-    layers, heads, head_dim = (
-        integer(name, as_integer(message.get(name, otherwise), name), 1)
-        for name, otherwise in (("num_layers", 1), ("num_heads", 1), ("head_dim", 64))
-    )
-    layers = 1 if design.stacked else layers
-    result = design.layers[layer_of(design, message)].mask.cost(num_heads=heads, head_dim=head_dim)
-    blocks = {**asdict(result.blocks), "total": result.blocks.total}
-    rows = [
-        {**asdict(each), "pairs": layers * heads * each.pairs, "flops": layers * each.flops} for each in result.backends
-    ]
-    counted = f"{plural(layers, 'layer')} with {plural(heads, 'head')} of {plural(head_dim, 'channel')}"
-    return {"blocks": blocks, "skipped": result.skipped, "backends": rows, "counted": counted}
+def blocks(design: Design, message: Message) -> Reply:
+    sparsity = design.layers[layer_of(design, message)].mask.block_sparsity()
+    return {**asdict(sparsity), "total": sparsity.total, "skipped": sparsity.skipped}
 
 
 def code(design: Design) -> dict[str, object]:
@@ -352,8 +340,8 @@ def _expression(spec: object) -> str:
         return f"~{_expression(values['not'])}"
     text = json.dumps(values)
     if len(text) <= _MAX_LITERAL:
-        return f"masks.Mask.from_json({text!r})"
-    return 'masks.Mask.from_json(open("mask.json").read())  # the file that the studio saves'
+        return f"masks.from_json({text!r})"
+    return 'masks.from_json(open("mask.json").read())  # the file that the studio saves'
 
 
 def _task(design: Design, subject: str) -> list[str]:
@@ -379,6 +367,6 @@ QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
     "field": field,
     "leaks": lambda design, _: leaks(design),
     "witness": witness,
-    "cost": cost,
+    "blocks": blocks,
     "code": lambda design, _: code(design),
 }

@@ -26,7 +26,7 @@ class Session:
       operations of `attnflow.report.live.operations` change the design; the reply describes it. With a "tile" it also
       holds that window of the matrix.
     - `undo` and `redo` change it, too.
-    - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`, `code`, `families`
+    - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `blocks`, `code`, `families`
       and `family` are questions; one with an outdated "revision" is answered `"stale": true`.
 
     Errors become replies: `{"ok": false, "error": what was expected, what came}`.
