@@ -372,9 +372,8 @@ def _unpack(file: Path, partial: bool, gaps: list[str]) -> PreTrainedModel:
 
 def cache_folder() -> Path:
     """Return the cache folder: `$ATTNFLOW_CACHE`, or `attnflow` in `$XDG_CACHE_HOME` (by default `~/.cache`)."""
-    own = os.environ.get("ATTNFLOW_CACHE")
-    if own:
-        return Path(own).expanduser()
+    if chosen := os.environ.get("ATTNFLOW_CACHE"):
+        return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnflow"
 
 

@@ -26,8 +26,8 @@ from attnflow.models.trial import read, trial
 from attnflow.models.watching import Arguments, Call, Watch
 
 TOKENS: Final = 16  # so many numbers by which a component is recognised
-# Shapes of the tokens that modules take when they are called alone, and whether with a rotation: sequences of one token,
-# packed sequences, a batch of these, images of one patch, and sequences with an embedding of positions to add.
+# Shapes of the tokens that modules take when they are called alone, and whether with a rotation: sequences of one
+# token, packed sequences, a batch of these, images of one patch, and sequences with an embedding of positions to add.
 _ALONE: Final = (
     *((shape, True) for shape in ((TOKENS, 1), (TOKENS,), (1, TOKENS), (TOKENS, 1, 1))),
     ((TOKENS, 1), False),
@@ -131,7 +131,7 @@ def _call_alone(module: nn.Module, trace: NoiseTrace) -> None:
 def _arguments(module: nn.Module, tokens: Tensor, rotated: bool) -> dict[str, object]:
     """Make arguments of the module's signature: the tokens first, no rotation, sequences of one token."""
     made: dict[str, object] = {}
-    one = tokens.new_ones(1, 1)
+    cosine = tokens.new_ones(1, 1)
     for name, parameter in inspect.signature(module.forward).parameters.items():
         required = parameter.default is parameter.empty
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -139,7 +139,7 @@ def _arguments(module: nn.Module, tokens: Tensor, rotated: bool) -> dict[str, ob
         if not made or (name in _KEYS and required):
             made[name] = tokens.clone()
         elif name == "position_embeddings":
-            made[name] = (one, torch.zeros_like(one)) if rotated else None
+            made[name] = (cosine, torch.zeros_like(cosine)) if rotated else None
         elif name.startswith("cu_seq"):
             made[name] = torch.tensor([0, TOKENS], dtype=torch.int32, device=tokens.device)
         elif required:

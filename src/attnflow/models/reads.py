@@ -43,9 +43,9 @@ class HeldNorm:
         direction = self.gain * self.reduced(x)
         size = (direction * direction).sum(-1, keepdim=True)
         scale = ((y - self.bias) * direction).sum(-1, keepdim=True) / size.where(size > 0, 1.0)
-        held = replace(self, scale=scale)
-        difference = (held(x) - y).abs().amax()
-        return held if bool(difference <= _NORM * y.abs().amax()) else None  # False of NaN, too
+        fitted = replace(self, scale=scale)
+        difference = (fitted(x) - y).abs().amax()
+        return fitted if bool(difference <= _NORM * y.abs().amax()) else None  # False of NaN, too
 
 
 def may_be_norm(module: nn.Module) -> bool:
@@ -102,13 +102,13 @@ class Reads:
 
     def before_norm(self, x: Tensor) -> tuple[Tensor, HeldNorm | None]:
         """The input of the norm that put out x, and that norm held; x itself if none did."""
-        for number, one in reversed(list(enumerate(self.small))):
-            if one.output is x or (one.output.data_ptr() == x.data_ptr() and one.output.shape == x.shape):
+        for number, call in reversed(list(enumerate(self.small))):
+            if call.output.data_ptr() == x.data_ptr() and call.output.shape == x.shape:
                 if number not in self._norms:
-                    self._norms[number] = hold(one.module, one.input.detach(), one.output.detach())
+                    self._norms[number] = hold(call.module, call.input.detach(), call.output.detach())
                 norm = self._norms[number]
                 if norm is not None and norm.gain.numel() == norm.bias.numel() == x.shape[-1]:
-                    return one.input, norm
+                    return call.input, norm
         return x, None
 
 
@@ -165,12 +165,11 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
     """
     if not target.requires_grad or not reads.matrices:
         return None
-    leaves = [one.output for one in reads.matrices]
+    leaves = [call.output for call in reads.matrices]
     unequal = torch.linspace(1, 2, target.shape[-1], dtype=target.dtype, device=target.device)  # so nothing cancels
-    some = (target * unequal).sum()
-    found = torch.autograd.grad(some, leaves, retain_graph=True, allow_unused=True)
-    grads = cast("Sequence[Tensor | None]", found)
-    used = [(one, grad) for one, grad in zip(reads.matrices, grads, strict=True) if grad is not None]
+    grads = torch.autograd.grad((target * unequal).sum(), leaves, retain_graph=True, allow_unused=True)
+    grads = cast("Sequence[Tensor | None]", grads)
+    used = [(call, grad) for call, grad in zip(reads.matrices, grads, strict=True) if grad is not None]
     if len(used) != 1 or used[0][0].output.shape[:-1].numel() != len(target):
         return None
     call, grad = used[0]
@@ -194,17 +193,17 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
 def _weights(call: ModuleCall, columns: Tensor, places: slice) -> tuple[Tensor, Tensor] | None:
     """Rows of the matrix and bias of a module that is one linear map; None if that is not what it computed there."""
     x, y = (side.detach().reshape(-1, side.shape[-1]) for side in (call.input, call.output))
-    own = [p.detach() for p in call.module._parameters.values() if isinstance(p, nn.Parameter)]
-    tables = [p for p in own if p.ndim == 2]
-    biases = [p for p in own if p.shape == y.shape[1:]]
-    if len(tables) != 1 or len(x) != len(y) or len(own) != len(tables) + len(biases) or len(biases) > 1:
+    stored = [p.detach() for p in call.module._parameters.values() if isinstance(p, nn.Parameter)]
+    tables = [p for p in stored if p.ndim == 2]
+    biases = [p for p in stored if p.shape == y.shape[1:]]
+    if len(tables) != 1 or len(x) != len(y) or len(stored) != 1 + len(biases) or len(biases) > 1:
         return None
     bias = (biases[0] if biases else torch.zeros_like(y[0]))[columns]
-    seen = y[places][:, columns]
+    y = y[places][:, columns]
     for matrix in (tables[0], tables[0].T):
-        if matrix.shape == (y.shape[1], x.shape[1]):
-            difference = (torch.addmm(bias, x[places], matrix[columns].T) - seen).abs().amax()
-            if bool(difference <= _CLOSE * seen.abs().amax()):
+        if matrix.shape == (call.output.shape[-1], x.shape[1]):
+            difference = (torch.addmm(bias, x[places], matrix[columns].T) - y).abs().amax()
+            if bool(difference <= _CLOSE * y.abs().amax()):
                 return matrix[columns].double(), bias.double()
     return None
 
@@ -224,8 +223,8 @@ def _turn(target: Tensor, leaf: Tensor, columns: Tensor, places: slice) -> Diago
         return grad.reshape(-1, leaf.shape[-1])[places][:, columns].double()
 
     def explains(turn: Diagonals | Matrices) -> bool:  # it is linear, and each position has its own
-        found, seen = turn(value), target.detach().double()
-        return bool(((found - seen).abs() <= _CLOSE * seen.abs().amax(-1, keepdim=True)).all())
+        received = target.detach().double()
+        return bool(((turn(value) - received).abs() <= _CLOSE * received.abs().amax(-1, keepdim=True)).all())
 
     entry = torch.arange(size, device=leaf.device)
 
@@ -242,5 +241,5 @@ def _turn(target: Tensor, leaf: Tensor, columns: Tensor, places: slice) -> Diago
             before = below.roll(step, 1) * ~first
             if explains(turn := Diagonals(torch.where(first, above, below), after, before, step)):
                 return turn
-    turn = Matrices(torch.stack([pulled([one]) for one in range(size)], dim=1))
+    turn = Matrices(torch.stack([pulled([row]) for row in range(size)], dim=1))
     return turn if explains(turn) else None
