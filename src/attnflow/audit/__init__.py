@@ -9,8 +9,10 @@ Read `audit` first (`check`), then `perturb`, which finds what moves, and `passe
 `functions` lets `check` take any function of token ids; `scores` asks whether a score per token is a probability.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from attnflow._core.errors import MissingExtra
 from attnflow._core.lazy import on_demand
 from attnflow.audit.alone import check_alone
 from attnflow.audit.audit import check
@@ -22,7 +24,7 @@ from attnflow.audit.report import AuditReport
 from attnflow.audit.scores import check_scores
 
 if TYPE_CHECKING:
-    from attnflow.audit.hf import GuardCallback
+    from attnflow.audit.callback import GuardCallback
 
 __all__ = [
     "AuditReport",
@@ -39,9 +41,11 @@ __all__ = [
 
 
 def _home(_: str) -> object:
-    from attnflow.audit import hf
+    if find_spec("transformers") is None:
+        raise MissingExtra("transformers", "hf", "an audit inside a Trainer")
+    from attnflow.audit import callback
 
-    return hf
+    return callback
 
 
 __getattr__, __dir__ = on_demand(__name__, __all__, _home)

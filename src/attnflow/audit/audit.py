@@ -16,7 +16,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.audit.declared import Order, relation_of
 from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
-from attnflow.audit.fields import Fields, Plan, batch_sets, plan
+from attnflow.audit.fields import Fields, ProbePlan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.packing import all_real, unplaced_padding
@@ -24,7 +24,7 @@ from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
-from attnflow.audit.rows import Layout, outputs_in_words
+from attnflow.audit.rows import OutputLayout, outputs_in_words
 from attnflow.audit.survey import survey
 from attnflow.audit.towers import rows_beside
 from attnflow.masks.catalogue import causal
@@ -169,9 +169,9 @@ class Auditor:
     noise: float = 0.0
     base: Recording | None = None
     layer_calls: int = 0
-    plan: Plan | None = None
+    plan: ProbePlan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
-    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    layouts: dict[str, OutputLayout] = field(default_factory=dict[str, OutputLayout])
     moved: set[str] = field(default_factory=set[str])  # outputs without positions that moved at all
     apart: bool = False  # whether all sequences were changed, and none moved another one
     short: dict[str, str] = field(default_factory=dict[str, str])  # what pools a sequence without its end, and why
@@ -343,7 +343,7 @@ class Auditor:
             notes.append("no sequence moves with another one")
         return tuple(untested), tuple(notes)
 
-    def _rows_of(self, layout: Layout) -> str:
+    def _rows_of(self, layout: OutputLayout) -> str:
         here, beside = self.call.slots[-1].title, self.call.beside(self.call.kwargs).items()
         if layout.form == "pairs":
             return f"[rows of {here}, rows of {here}]"
@@ -376,7 +376,7 @@ class Auditor:
                 f"({few(unwatched)}): nothing to audit. Try other lengths, or a batch of another size"
             )
 
-    def _plan(self, beyond: bool = True) -> Plan:
+    def _plan(self, beyond: bool = True) -> ProbePlan:
         if self.plan is None:
             assert self.base is not None
             seen: dict[int, Tensor] = {}
@@ -387,5 +387,5 @@ class Auditor:
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True
             runs = [(slot.offset, slot.offset + slot.length) for slot in self.call.slots]
-            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else Plan((), 0.0, 0)
+            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else ProbePlan((), 0.0, 0)
         return self.plan
