@@ -214,8 +214,9 @@ class _DeclaredStack:
             allow, label = within, self._described(within, real)
         later = asked & ~self.direction & real[:, :, None] & self.together
         accepted, problem = torch.zeros_like(later), ""
-        if later.any() and asks_causal(request):  # image tokens that see one another; a causal head that asks for
-            accepted, problem = within_blocks(later, self.family, self.inputs, self.slot)  # all pairs is not believed
+        # Image tokens may see one another. A causal head that asks for all pairs is not believed.
+        if later.any() and asks_causal(request):
+            accepted, problem = within_blocks(later, self.family, self.inputs, self.slot)
             self.blocks = self.blocks | accepted
         if problem == "unknown":
             self.unsure.append("the mask lets positions see later ones, and nothing says that they are of one block")
