@@ -19,8 +19,9 @@ from attnflow._core.lazy import renderer
 from attnflow.masks import flex
 from attnflow.masks.flex import BlockSparsity, MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
+from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, same_rank
 from attnflow.masks.registry import named_masks
+from attnflow.masks.stretches import pieces_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -201,7 +202,7 @@ class Mask:
         self._check(other, "compare")
         limit = checks.integer("limit", limit, 1)
         a, b = self._numbered, other._numbered
-        if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank) and a.rows.equals(b.rows):
+        if a.numbered_as(b) and a.rows.equals(b.rows):
             return []
         pairs: list[tuple[int, int]] = []
         for query in differing(a, b).tolist():
