@@ -14,7 +14,7 @@ import torch
 import attnflow as af
 from attnflow.geometry.score import layer_scores
 from attnflow.models.watching import Watch
-from tests.knowledge.hf.readers import opened, store_of
+from tests.knowledge.readers import opened, store_of
 from tests.models import tiny
 
 THREADS, CALLS, LENGTH = 4, 6, 12

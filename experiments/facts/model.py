@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.knowledge.hf.modular import Entries, ModularConfig, ModularForCausalLM
+from attnflow.knowledge.modular import Entries, ModularConfig, ModularForCausalLM
 from attnflow.knowledge.reader import Reading
 from experiments.facts.corpus import Vocabulary
 

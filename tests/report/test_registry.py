@@ -11,14 +11,14 @@ from attnflow import audit, bias, geometry, knowledge, masks, report, tasks
 from attnflow._core.handles import Handle
 from attnflow._core.results import Result
 from attnflow.bias.map import LayerQuery, QueryBias
-from attnflow.knowledge.activity_report import ActivityReport, LayerActivity
+from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
 from attnflow.order import analyze
 from attnflow.report import registry, svg
 from attnflow.report.svg import Svg
 from attnflow.tasks import Label, Task, Token, check
 from tests.bias.test_map import make as bias_map
-from tests.knowledge.hf.test_attach import modular, store_of
-from tests.knowledge.hf.test_edit import FRANCE, TEXT, WORDS, converted
+from tests.knowledge.test_attach import modular, store_of
+from tests.knowledge.test_edit import FRANCE, TEXT, WORDS, converted
 from tests.knowledge.test_provenance import made as trace
 from tests.models import tiny
 from tests.models.saved import word_tokenizer
@@ -62,12 +62,6 @@ def attached():
     return knowledge.attach(model, store_of(model), write=True)
 
 
-def added():
-    store = knowledge.Store.open("memory", dim=8)
-    store.insert(embeddings=torch.randn(5, 8))
-    return knowledge.attach(tiny("Llama", torch.float32), store)
-
-
 HANDLES = {
     "Guard": guarded,
     "MaskHandle": lambda: masks.attach(tiny("Llama"), per_layer=[masks.causal(8), masks.full(8)]),
@@ -76,7 +70,6 @@ HANDLES = {
     "SharedPrefixes": lambda: tasks.share_prefixes(tiny("Llama", torch.float32)),
     "Edited": edited,
     "Attached": attached,
-    "AddedReaders": added,
     "AveragedTokens": lambda: tasks.average_embeddings(tiny("Llama")),
 }
 
@@ -111,7 +104,7 @@ MAKERS = {
     "ScoreAttribution": attribution,
     "Trace": trace,
     "EntryReport": entry_report,
-    "Removal": lambda: entry_report().ablate([5, 6, 7]),
+    "Removal": lambda: entry_report(ablate=[5, 6, 7]).removal,
 }
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.reader import KnowledgeReader, Observer, Reading
 from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.feed_forward import PackedExperts, by_expert
 
 

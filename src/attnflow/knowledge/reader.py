@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer
 from attnflow.knowledge.attention import ACTIVATIONS, CONSTANT, GeneralizedCrossAttention, weigh
 from attnflow.knowledge.retrieval import BOUNDED, Certificate, Retrieval, best, certify, sum_of_rows
-from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.store.source import EntrySource
 
 _BLOCK: Final = 1 << 15  # entries whose values are held at once
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
-from attnflow.knowledge.entry_report import EntryReport, Example, Near, Removal
+from attnflow.knowledge.reading.results import EntryReport, Example, Near, Removal
 from attnflow.report import charts, html
 from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SERIES, SOFT, blank, chart, heat_map, literal
 from attnflow.report.html import Content, tag

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
-from attnflow.knowledge.provenance import Fired, Trace
+from attnflow.knowledge.reading.provenance import Fired, Trace
 from attnflow.report import charts, html
 from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
 from attnflow.report.html import Content, tag

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attnflow._core.markup import shorten, token_label
 from attnflow.bias.map import LayerMap, LayerQuery, QueryBias
 from attnflow.geometry.monitor import Monitor
-from attnflow.knowledge.activity_report import ActivityReport
+from attnflow.knowledge.reading.results import ActivityReport
 from attnflow.report.charts import (
     NEGATIVE,
     POSITIVE,

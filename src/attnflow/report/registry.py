@@ -18,9 +18,8 @@ from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.monitor import Monitor
 from attnflow.geometry.score import Survey
 from attnflow.geometry.table import GeometryScores
-from attnflow.knowledge.activity_report import ActivityReport
-from attnflow.knowledge.entry_report import EntryReport, Removal
-from attnflow.knowledge.provenance import Trace
+from attnflow.knowledge.reading.provenance import Trace
+from attnflow.knowledge.reading.results import ActivityReport, EntryReport, Removal
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.export.slices import FlashMask, MagiRanges
 from attnflow.masks.export.varlen import Varlen

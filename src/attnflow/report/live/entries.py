@@ -13,8 +13,8 @@ from attnflow.report.live.numbers import number, numbers
 from attnflow.report.live.operations import Reply
 
 if TYPE_CHECKING:
-    from attnflow.knowledge.entry_report import EntryReport, Near, Pushed, Removal
-    from attnflow.knowledge.provenance import Fired, Trace
+    from attnflow.knowledge.reading.provenance import Fired, Trace
+    from attnflow.knowledge.reading.results import EntryReport, Near, Pushed, Removal
 
 _SONNETS: Final = 12
 _TITLE: Final = 40  # characters; shorter parts of the sonnets are their numbers

@@ -19,7 +19,8 @@ from attnflow.bias.kind import layer_biases
 from attnflow.geometry.published import Summary
 from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.layered import reads_entries
-from attnflow.knowledge.provenance import Trace
+from attnflow.knowledge.reading.entry import removal
+from attnflow.knowledge.reading.provenance import Trace
 from attnflow.models import load_model
 from attnflow.models.loaded import Loaded, text_inputs, token_texts
 from attnflow.report.audit import LISTED, effort, strips_of
@@ -183,7 +184,7 @@ class ModelSession:
         """Returns the next token after a position, with an entry and without it."""
         model, one, place = self._place(loaded, message, progress)
         position = as_integer(message.get("position", -1), "position")
-        return entries.removed(self._report(model, one, **place).ablate(_ids(loaded, message), position))
+        return entries.removed(removal(model, one, _ids(loaded, message), position=position, **place))
 
     def _why(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         layer, head = (as_integer(message.get(name), name) for name in ("layer", "head"))

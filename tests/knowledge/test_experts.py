@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import attnflow as af
-from attnflow.knowledge.hf.conversion_check import verify
+from attnflow.knowledge.conversion_check import verify
 from attnflow.knowledge.layered import ExpertEntries, readers
 from attnflow.models.evaluation import precision
 from tests.models import deep, outputs, tiny

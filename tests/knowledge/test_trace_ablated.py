@@ -5,10 +5,10 @@ import torch
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.knowledge.ablation import LocatedEntry, without
-from attnflow.knowledge.hf.trace import trace
 from attnflow.knowledge.layered import readers
-from tests.knowledge.hf.test_trace import MODULAR, made
+from attnflow.knowledge.reading.ablation import LocatedEntry, without
+from attnflow.knowledge.reading.trace import trace
+from tests.knowledge.test_trace import MODULAR, made
 from tests.models import tiny, tokens
 
 

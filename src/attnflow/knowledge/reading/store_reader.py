@@ -20,11 +20,9 @@ from attnflow._core.checks import integer, preview
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.threads import PerThread
 from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
-from attnflow.knowledge.hf.attached import Attached
 from attnflow.knowledge.layered import SharedReader, reads_entries
-from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
+from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.addons import Addon, check_loaded, check_unwrapped, read_addon, save_addon
 from attnflow.models.interception import (
     AttentionCall,
@@ -209,73 +207,70 @@ def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
 
 
-class AddedReaders(Attached):
-    """The handle of a model with added readers of a store."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        store: Store,
-        retrieval: Retrieval | None,
-        folder: str | os.PathLike[str] | None,
-        layers: Sequence[int] | None,
-        key_dim: int,
-        num_heads: int,
-    ) -> None:
-        if not len(store):
-            raise ValueError(f"{store.uri} has no entries to read: insert some first")
-        encoders = store.stats().encoders
-        if len(encoders) > 1:
-            raise ValueError(
-                f"a reader needs entries of one encoder, but those of {store.uri} come from {len(encoders)} "
-                f"({preview(encoders)}): build a store of their texts with one encoder"
-            )
-        self.encoder = next(iter(encoders), "")
-        if reads_entries(model):
-            raise ValueError(
-                f"{type(model).__name__} reads entries already: remove the earlier handle; edit the entries of a "
-                "converted model in its base, model.knowledge"
-            )
-        check_unwrapped(model, "reader")
-        stack = stack_of(model)
-        saved = None if folder is None else _saved(folder, stack, store, self.encoder)
-        if saved is not None:
-            if layers is not None:
-                raise ValueError("a saved reader has its own layers: pass reader or layers, not both")
-            layers, key_dim, num_heads = (saved.config[name] for name in ("layers", "key_dim", "num_heads"))
-        chosen = _chosen(layers, stack)
-        # Early values identify words best. Of 1,000 made-up facts, SmolLM2-135M found the right entry for 86 % of
-        # held-out questions from layer 3, 70 % from layer 6, 56 % from layer 9, and 95 % from several of the first.
-        pooled = [layer for layer in sorted(stack.attention) if layer <= chosen[0]][:_LAYERS]
-        around = models_around(list(stack.attention.values()))
-        check_implementation(
-            around[0], base_implementation(around[0].config), "the model's attention implementation", "reader"
+def add_readers(
+    model: nn.Module,
+    store: Store,
+    folder: str | os.PathLike[str] | None,
+    layers: Sequence[int] | None,
+    key_dim: int,
+    num_heads: int,
+) -> tuple[ExitStack, EntrySource, str]:
+    """Add readers to a model; return what takes them out again, what they read, and the encoder of the entries."""
+    if not len(store):
+        raise ValueError(f"{store.uri} has no entries to read: insert some first")
+    encoders = store.stats().encoders
+    if len(encoders) > 1:
+        raise ValueError(
+            f"a reader needs entries of one encoder, but those of {store.uri} come from {len(encoders)} "
+            f"({preview(encoders)}): build a store of their texts with one encoder"
         )
-        widths = _measured(stack, sorted({*pooled, *chosen}))
-        pool, source = PooledValues(pooled, sum(widths[number][1] for number in pooled), chosen[-1]), EntrySource(store)
-        added = [StoreReader(number, widths[number][0], pool, key_dim, num_heads, source) for number in chosen]
-        for reader in added:
-            module = stack.attention[reader.layer].module
-            parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
-            if parameter is not None:  # half precision is too coarse to learn in
-                reader.to(device_of(module), torch.promote_types(parameter.dtype, torch.float32))
-            reader.train(module.training)
-        if saved is not None:
-            saved.fill(_tensors_of(added))
-        super().__init__(model, store, retrieval, source, _put(stack, pool, added))
+    encoder = next(iter(encoders), "")
+    if reads_entries(model):
+        raise ValueError(
+            f"{type(model).__name__} reads entries already: remove the earlier handle; edit the entries of a "
+            "converted model in its base, model.knowledge"
+        )
+    check_unwrapped(model, "reader")
+    stack = stack_of(model)
+    saved = None if folder is None else _saved(folder, stack, store, encoder)
+    if saved is not None:
+        if layers is not None:
+            raise ValueError("a saved reader has its own layers: pass reader or layers, not both")
+        layers, key_dim, num_heads = (saved.config[name] for name in ("layers", "key_dim", "num_heads"))
+    chosen = _chosen(layers, stack)
+    # Early values identify words best. Of 1,000 made-up facts, SmolLM2-135M found the right entry for 86 % of
+    # held-out questions from layer 3, 70 % from layer 6, 56 % from layer 9, and 95 % from several of the first.
+    pooled = [layer for layer in sorted(stack.attention) if layer <= chosen[0]][:_LAYERS]
+    around = models_around(list(stack.attention.values()))
+    check_implementation(
+        around[0], base_implementation(around[0].config), "the model's attention implementation", "reader"
+    )
+    widths = _measured(stack, sorted({*pooled, *chosen}))
+    pool, source = PooledValues(pooled, sum(widths[number][1] for number in pooled), chosen[-1]), EntrySource(store)
+    added = [StoreReader(number, widths[number][0], pool, key_dim, num_heads, source) for number in chosen]
+    for reader in added:
+        module = stack.attention[reader.layer].module
+        parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
+        if parameter is not None:  # half precision is too coarse to learn in
+            reader.to(device_of(module), torch.promote_types(parameter.dtype, torch.float32))
+        reader.train(module.training)
+    if saved is not None:
+        saved.fill(_tensors_of(added))
+    return _put(stack, pool, added), source, encoder
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the readers to a folder, replacing earlier ones, and return it."""
-        saved = cast("list[StoreReader]", self.readers)
-        first = saved[0].attention
-        config = {
-            "encoder": self.encoder,
-            "entry_dim": first.entry_dim,
-            "layers": [reader.layer for reader in saved],
-            "key_dim": first.key_dim,
-            "num_heads": first.num_heads,
-        }
-        return save_addon(folder, _KIND, _tensors_of(saved), config, stack_of(self.model).identity(_CHILD))
+
+def save_readers(
+    folder: str | os.PathLike[str], model: nn.Module, readers: Sequence[StoreReader], encoder: str
+) -> Path:
+    first = readers[0].attention
+    config = {
+        "encoder": encoder,
+        "entry_dim": first.entry_dim,
+        "layers": [reader.layer for reader in readers],
+        "key_dim": first.key_dim,
+        "num_heads": first.num_heads,
+    }
+    return save_addon(folder, _KIND, _tensors_of(readers), config, stack_of(model).identity(_CHILD))
 
 
 def _put(stack: Stack, pool: PooledValues, readers: Sequence[StoreReader]) -> ExitStack:

@@ -1,10 +1,14 @@
-"""One entry of a model: what it says, when it fires, what is near it, and what the model says without it."""
+"""What is read off the entries of a model: which are active, and one of them, with the model's answer without it.
+
+Apart from the code that looks at models, so that a report opens where no transformers is installed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
+from attnflow._core.checks import preview
 from attnflow._core.markup import aligned, percent, shorten, token_label
 from attnflow._core.results import Result
 
@@ -98,6 +102,7 @@ class EntryReport(Result):
         active: at how many of them its score is positive (in gated layers, its gate's score).
         near_by_value: the entries with the most similar values, which say the same.
         near_by_key: those with the most similar keys (in gated layers, gates), which fire for the same.
+        removal: what the model says next with the entry and without it; None if no text was given for it.
     """
 
     model: str
@@ -116,27 +121,7 @@ class EntryReport(Result):
     active: int
     near_by_value: tuple[Near, ...]
     near_by_key: tuple[Near, ...]
-    take_out: Callable[..., Removal] | None = field(init=False, default=None, repr=False, compare=False)
-
-    def ablate(self, text: object, position: int = -1, count: int = 8) -> Removal:
-        """Run the model on a text with the entry and without it, and compare what it says next.
-
-        Args:
-            text: a text; token ids [tokens] or [1, tokens]; or the model's named inputs for one sequence.
-            position: of the token after which it speaks, -1 for the last one.
-            count: how many of the most likely tokens of each answer are kept.
-
-        Returns:
-            The probabilities with and without the entry's value, which is zero at all tokens.
-
-        Raises:
-            ValueError: this report was read from a file, so it has no model; or the position does not exist.
-
-        Cost: one forward pass of two sequences.
-        """
-        if self.take_out is None:
-            raise ValueError("this report holds no model: call af.knowledge.entry(model, id) for one that does")
-        return self.take_out(text, position, count)
+    removal: Removal | None = None
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each token, example and near entry, which "kind" tells apart."""
@@ -162,4 +147,51 @@ class EntryReport(Result):
         for name, near in (("value", self.near_by_value), ("key", self.near_by_key)):
             said = ", ".join(f"{one.entry} ({one.cosine:.2f})" for one in near)
             lines.append(f"near by {name}: {said}")
+        return "\n".join([*lines, *([str(self.removal)] if self.removal else [])])
+
+
+@dataclass(frozen=True)
+class LayerActivity:
+    """The active entries of one layer, counted over tokens; for each token, the sum over heads."""
+
+    layer: int  # the number of the layer
+    tokens: int  # how many tokens were counted
+    entries: int  # how many entries the layer may read
+    read_all: bool  # whether all of them were read; if not, the counts cover the entries that were
+    mean: float  # active entries per token
+    maximum: int  # the most active entries of any token
+    dead: int  # entries that were never active in this layer
+
+
+@dataclass(frozen=True)
+class ActivityReport(Result):
+    """Active and dead entries of all layers."""
+
+    layers: tuple[LayerActivity, ...]  # in their order
+    entries: int  # how many entries the layers may read
+    dead: tuple[int, ...]  # ids of the entries that were never active in any layer
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each layer."""
+        return [asdict(one) for one in self.layers]
+
+    def __str__(self) -> str:
+        head = ["layer", "tokens", "entries", "mean active", "share", "max active", "never active"]
+        rows = [
+            [
+                str(one.layer),
+                f"{one.tokens:,}",
+                f"{one.entries:,}",
+                f"{one.mean:,.1f}{'' if one.read_all else '*'}",
+                f"{100 * one.mean / max(one.entries, 1):.1f}%",
+                f"{one.maximum:,}",
+                f"{one.dead:,}",
+            ]
+            for one in self.layers
+        ]
+        lines = [aligned([head, *rows]), f"never active in any layer: {len(self.dead):,} of {self.entries:,} entries"]
+        if self.dead:
+            lines[-1] += f": {preview(self.dead)}"
+        if not all(one.read_all for one in self.layers):
+            lines.append("* counted among the entries that were read")
         return "\n".join(lines)

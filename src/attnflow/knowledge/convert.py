@@ -18,8 +18,7 @@ from attnflow._core.checks import integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
-from attnflow.knowledge.conditions import conditions
-from attnflow.knowledge.hf.conversion_check import verify
+from attnflow.knowledge.conversion_check import conditions, verify
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
 from attnflow.knowledge.store import Store
 from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, stored, uncovered

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from attnflow.knowledge.activity_report import ActivityReport, LayerActivity
 from attnflow.knowledge.layered import ExpertEntries, LayerEntries, LayerReader, observed, readers
 from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
 from attnflow.models.watching import Call, Watch
 
 

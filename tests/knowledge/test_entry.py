@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.knowledge.entry_report import EntryReport
 from attnflow.knowledge.layered import readers
+from attnflow.knowledge.reading.results import EntryReport
 from attnflow.models.loaded import Loaded
-from tests.knowledge.hf.test_ablation import DOWN, zeroed
-from tests.knowledge.hf.test_experts import IDS, expert_readers
-from tests.knowledge.hf.test_experts import made as experts_of
-from tests.knowledge.hf.test_trace import made
+from tests.knowledge.test_ablation import DOWN, zeroed
+from tests.knowledge.test_experts import IDS, expert_readers
+from tests.knowledge.test_experts import made as experts_of
+from tests.knowledge.test_trace import made
 from tests.models import tiny
 from tests.models.saved import word_tokenizer
 
@@ -41,7 +41,7 @@ def test_tokens_are_those_that_the_value_moves_most(name):
 @pytest.mark.parametrize("name", ["Llama", "OPT", "heads", "gated", "best"])
 def test_examples_are_the_largest_weights_of_all_texts_alone(name, monkeypatch):
     """Padded together, and a batch at a time, they are what each text gives by itself."""
-    monkeypatch.setattr(sys.modules["attnflow.knowledge.hf.entry"], "_BATCH", 10)
+    monkeypatch.setattr(sys.modules["attnflow.knowledge.reading.entry"], "_BATCH", 10)
     model = made(name)
     layer = None if name in ("Llama", "OPT") else 1
     fired = af.knowledge.trace(model, TEXTS[0], top=1000, by="norm").fired(layer=1)
@@ -106,9 +106,9 @@ def test_without_the_entry_the_model_says_what_the_zeroed_module_says():
     model, tokenizer = tiny("Llama"), word_tokenizer(["[UNK]", *(f"w{i}" for i in range(49))])
     opened = Loaded(af.knowledge.from_ffn(model), tokenizer)
     reader = readers(opened.model)[1]
-    found = af.knowledge.entry(opened, int(reader.ids(torch.tensor([6]))[0]))
     for position in (-1, 1):
-        answer = found.ablate("w4 w5 w6", position, count=50)
+        id = int(reader.ids(torch.tensor([6]))[0])
+        answer = af.knowledge.entry(opened, id, count=50, ablate="w4 w5 w6", position=position).removal
         inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
         with torch.no_grad():
             before = model(**inputs).logits[0, position].softmax(dim=-1)
@@ -121,20 +121,17 @@ def test_without_the_entry_the_model_says_what_the_zeroed_module_says():
         assert [one.after for one in answer.chances] == pytest.approx(after[ids].tolist(), rel=1e-6)
         assert answer.kl == pytest.approx(float((before * (before / after).log()).sum()), rel=1e-4)
         assert answer.changed == (int(after.argmax()) != ids[0])
-    assert f"without entry {found.entry}" in str(answer)
+    assert f"without entry {id}" in str(answer)
 
 
-def test_what_a_report_says_and_that_a_saved_one_has_no_model():
+def test_what_a_report_says():
     model = made("Llama")
-    found = af.knowledge.entry(model, 7, texts=TEXTS, count=3)
+    found = af.knowledge.entry(model, 7, texts=TEXTS, count=3, ablate=[5, 6])
     again = EntryReport.from_json(found.to_json())
     assert again == found
     assert {row["kind"] for row in found.rows()} == {"raises", "lowers", "fires", "near by value", "near by key"}
     assert str(found).startswith("entry 7 of layer 0 of LlamaForCausalLM")
-    with pytest.raises(ValueError, match=r"holds no model: call af.knowledge.entry\(model, id\)"):
-        again.ablate([5, 6])
-    with pytest.raises(ValueError, match="position must be"):
-        found.ablate([5, 6], 2)
+    assert str(found).endswith(str(found.removal))
 
 
 def test_models_without_named_tokens_and_models_left_as_they_were():
@@ -158,6 +155,7 @@ def test_models_without_named_tokens_and_models_left_as_they_were():
         ({"id": 7, "texts": "a text"}, "put it in a list"),
         ({"id": 7, "texts": ["a text"]}, "needs a tokenizer"),
         ({"id": 7, "count": 0}, "count must be"),
+        ({"id": 7, "ablate": [5, 6], "position": 2}, "position must be"),
     ],
 )
 def test_bad_arguments(arguments, said):

@@ -5,12 +5,12 @@ import torch
 from transformers import BertForMaskedLM
 
 import attnflow as af
-from attnflow.knowledge.ablation import LocatedEntry, logits_without, without
 from attnflow.knowledge.layered import readers
+from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without, without
 from attnflow.models.evaluation import precision
-from tests.knowledge.hf.test_experts import IDS, NAMES, columns, expert_readers, logits
-from tests.knowledge.hf.test_experts import made as experts_of
-from tests.knowledge.hf.test_trace import GATED, PLAIN, made
+from tests.knowledge.test_experts import IDS, NAMES, columns, expert_readers, logits
+from tests.knowledge.test_experts import made as experts_of
+from tests.knowledge.test_trace import GATED, PLAIN, made
 from tests.models import tiny, tokens
 
 DOWN = {  # the weight of the last map of layer 1, [model_dim, neurons]
@@ -120,7 +120,7 @@ def test_a_long_text_runs_as_several_batches(monkeypatch):
     model, inputs = made("Llama"), {"input_ids": tokens(1, 7)}
     some = [LocatedEntry(reader, place) for reader in readers(model) for place in range(5)]
     whole = logits_without(model, inputs, some, 6)
-    monkeypatch.setattr("attnflow.knowledge.ablation._TOKENS", 21)
+    monkeypatch.setattr("attnflow.knowledge.reading.ablation._TOKENS", 21)
     parts = logits_without(model, inputs, some, 6)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

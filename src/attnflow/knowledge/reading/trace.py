@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.knowledge.ablation import LocatedEntry, logits_without
-from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.direct_effect import Directions, Kind, Stream, directions, wide
+from attnflow.knowledge.convert import from_ffn
 from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries, unobserved
-from attnflow.knowledge.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.reader import Reading
-from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
+from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, directions, wide
+from attnflow.knowledge.reading.provenance import By, LayerTrace, Promoted, Trace
+from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sequence_texts, sparing, split, token_texts
 from attnflow.models.offload import refuse_offloaded
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _PROMOTED: Final = 5  # tokens named for an entry
 _LAST: Final = 40  # entries of the last position, as a page lists them, whose tokens are named first

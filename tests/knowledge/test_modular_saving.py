@@ -6,7 +6,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import attnflow as af
 from attnflow.knowledge import ModularConfig, ModularForCausalLM
-from attnflow.knowledge.hf.modular import ModularModel
+from attnflow.knowledge.modular import ModularModel
 from tests.models import MODULAR, modular, tokens
 
 FORMS = [

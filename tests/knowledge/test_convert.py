@@ -10,7 +10,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 import attnflow as af
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
-from attnflow.knowledge.hf.convert import LinearLayer
+from attnflow.knowledge.convert import LinearLayer
 from attnflow.knowledge.layered import EntryScores, EntryValues, readers
 from attnflow.models.evaluation import precision
 from attnflow.models.feed_forward import find_feed_forward, uncovered

@@ -29,7 +29,7 @@ from attnflow.knowledge.attention import (
 from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.layered import SharedReader
 from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.loaded import CACHES
 
 Entries = Float[Tensor, "entries entry_dim"] | EntrySource

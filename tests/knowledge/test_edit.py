@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from attnflow.knowledge import ModularConfig, ModularForCausalLM, edit, from_ffn, to_ffn
-from attnflow.knowledge.facts import EditReport, Fact, read_facts
+from attnflow.knowledge.editing.facts import EditReport, Fact, read_facts
 from tests.models import tiny
 from tests.models.saved import word_tokenizer
 

@@ -8,9 +8,9 @@ import transformers
 
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
-from attnflow.knowledge.hf.trace import trace
 from attnflow.knowledge.layered import readers
+from attnflow.knowledge.modular import ModularConfig, ModularForCausalLM
+from attnflow.knowledge.reading.trace import trace
 from attnflow.models.loaded import Loaded
 from tests.conformance.miniature import Architecture, build
 from tests.memory import Largest
@@ -138,7 +138,7 @@ def brute_force(model, ids, by):
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "heads"])
 def test_listed_are_the_largest_of_all_entries(name, by, monkeypatch):
     # entries in blocks, as those of large models are
-    monkeypatch.setattr(sys.modules["attnflow.knowledge.hf.trace"], "_BLOCK", 7)
+    monkeypatch.setattr(sys.modules["attnflow.knowledge.reading.trace"], "_BLOCK", 7)
     model, ids = made(name), tokens(1, 6)
     found = trace(model, ids, top=4, by=by)
     assert found.by == by or (by is None and found.by == "effect")

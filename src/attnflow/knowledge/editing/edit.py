@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core.checks import integer
 from attnflow._core.handles import Handle
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.facts import EditReport, Fact, FactChange, read_facts
-from attnflow.knowledge.hf.edit_targets import (
+from attnflow.knowledge.editing.edit_targets import (
     Layers,
     Method,
     Moments,
@@ -31,11 +29,15 @@ from attnflow.knowledge.hf.edit_targets import (
     token_ids,
     weights_everywhere,
 )
+from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import Loaded, split
 from attnflow.models.names import sample_text
 from attnflow.models.offload import refuse_offloaded
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Facts = Fact | Mapping[str, object] | Sequence[Fact | Mapping[str, object]] | Path
 

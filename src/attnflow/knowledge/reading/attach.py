@@ -1,22 +1,27 @@
-"""`attach`: lets a model read a store, in addition to its weights or in place of its own base."""
+"""`attach`: lets a model read a store, in addition to its weights or in place of its own base; and its handle."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from attnflow.knowledge.hf.attached import Attached
-from attnflow.knowledge.hf.modular import ModularModel, ModularReader
-from attnflow.knowledge.hf.store_reader import AddedReaders
+from attnflow._core.checks import Indices
+from attnflow._core.handles import Handle
+from attnflow._core.markup import plural
+from attnflow.knowledge.layered import readers
+from attnflow.knowledge.modular import ModularModel, ModularReader
+from attnflow.knowledge.reading.store_reader import StoreReader, add_readers, save_readers
 from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
+from attnflow.knowledge.store.entry import StoreStats, Vectors, matrix
+from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.loaded import Loaded, split
 
 
@@ -63,8 +68,8 @@ def attach(
             reads a store or was converted by `from_ffn` (edit the entries in its base).
         UnsupportedArchitecture: the model has no known layers. The model stays unchanged.
 
-    Cost: a second copy of the entries in memory, read again after an edit. Each token, layer and head reads all of
-        them or makes a search. A modular model computes the thresholds of all entries once.
+    Cost: a copy of the entries in the model's precision and place, made again after an edit. Each token, layer and head
+        reads all of them or makes a search. A modular model computes the thresholds of all entries once.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = LlamaForCausalLM(LlamaConfig(
@@ -80,7 +85,8 @@ def attach(
         raise TypeError(f"store must be an open store, af.knowledge.Store.open(uri), got {type(store).__name__}")
     modular = next((one for one in module.modules() if isinstance(one, ModularModel)), None)
     if modular is None or reader is not None or layers is not None:
-        return AddedReaders(module, store, retrieval, reader, layers, key_dim, num_heads)
+        undo, source, encoder = add_readers(module, store, reader, layers, key_dim, num_heads)
+        return Attached(module, store, retrieval, source, undo, encoder)
     return _modular(module, modular, store, retrieval, write)
 
 
@@ -110,3 +116,81 @@ def _modular(
     modular.source, undo = source, ExitStack()
     undo.callback(setattr, modular, "source", None)
     return Attached(model, store, retrieval, source, undo)
+
+
+class Attached(Handle):
+    """The handle of `attach`: the model reads a store until it is removed.
+
+    Attributes:
+        store: the store that the model reads.
+        readers: the layers that read it; each has its own `retrieval` and can bound the error of leaving entries out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        retrieval: Retrieval | None,
+        source: EntrySource,
+        undo: ExitStack,  # detaches the store when it is closed
+        encoder: str = "",  # of the entries, "" if unknown
+    ) -> None:
+        super().__init__(model)
+        self.store, self.source, self.readers, self._undo, self.encoder = store, source, readers(model), undo, encoder
+        for reader in self.readers:
+            undo.callback(setattr, reader, "retrieval", reader.retrieval)
+            reader.retrieval = retrieval or reader.retrieval
+
+    def insert(self, *, embeddings: Vectors, **columns: Any) -> Int64[Tensor, " n"]:
+        """Insert entries into the store (`Store.insert`), with the thresholds that the model's layers compute for them.
+
+        Args:
+            embeddings: [n, dim], finite.
+            **columns: the other arguments of `Store.insert`: ids, texts, sources, encoder.
+
+        Raises:
+            ValueError: as `Store.insert`.
+        """
+        rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
+        named: dict[str, Any] = {"encoder": self.encoder or None, **columns}
+        return self.store.insert(embeddings=rows, thresholds=self.source.thresholds(rows), **named)
+
+    def upsert(self, *, ids: Indices, embeddings: Vectors, **columns: Any) -> None:
+        """Replace or add entries (`Store.upsert`), with the thresholds that the model's layers compute for them."""
+        rows = torch.from_numpy(matrix("embeddings", embeddings, self.store.dim))
+        self.store.upsert(ids=ids, embeddings=rows, thresholds=self.source.thresholds(rows), **columns)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Save the readers of a decoder to a folder as safetensors and JSON, without the model and the store.
+
+        If the process is killed, the folder holds either the old readers or the new ones.
+
+        Raises:
+            ValueError: the model's own layers read the store, or a reader holds NaN or infinity. Nothing is written.
+        """
+        added = [reader for reader in self.readers if isinstance(reader, StoreReader)]
+        if not added:
+            raise ValueError(
+                f"expected readers that attach added, but {type(self.model).__name__}'s own layers read the store: "
+                "save the model"
+            )
+        return save_readers(folder, self.model, added, self.encoder)
+
+    def results(self) -> Sequence[StoreStats]:
+        """The store in numbers."""
+        return (self.store.stats(),)
+
+    def _restore(self) -> None:
+        self._undo.close()
+
+    def _summary(self) -> str:
+        chosen = {reader.retrieval for reader in self.readers}
+        read = {
+            "all" if one is None else f"the best {one.k}" if one.k else f"those above {one.threshold:g}"
+            for one in chosen
+        }
+        reads = "reads" if len(self.readers) == 1 else "read"
+        return (
+            f"{plural(len(self.readers), 'layer')} of {type(self.model).__name__} {reads} {' or '.join(sorted(read))} "
+            f"of the {plural(len(self.store), 'entry', 'entries')} of {self.store.uri}"
+        )

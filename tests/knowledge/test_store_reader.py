@@ -10,7 +10,7 @@ import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture, WrongBase
 from attnflow.knowledge import Retrieval, Store
 from attnflow.knowledge.store import StoreError
-from tests.knowledge.hf.readers import DIM, opened, store_of
+from tests.knowledge.readers import DIM, opened, store_of
 from tests.models import outputs, tiny, tokens
 
 DECODERS = [

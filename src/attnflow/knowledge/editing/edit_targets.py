@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core.progress import Progress
-from attnflow.knowledge.facts import Fact
+from attnflow.knowledge.editing.facts import Fact
 from attnflow.knowledge.layered import EntryValues
 from attnflow.models.loaded import sparing
 from attnflow.models.offload import device_of
 from attnflow.models.watching import Call, Watch, calls_of
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Layers = Mapping[int, EntryValues]
 

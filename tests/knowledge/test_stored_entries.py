@@ -3,8 +3,7 @@
 import torch
 
 import attnflow as af
-from attnflow.knowledge import Store
-from attnflow.knowledge.hf import convert
+from attnflow.knowledge import Store, convert
 from attnflow.knowledge.layered import readers
 from tests.models import outputs, tiny, tokens
 

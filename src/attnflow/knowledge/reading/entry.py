@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
-from attnflow.knowledge.ablation import LocatedEntry, logits_without
-from attnflow.knowledge.entry_report import Chance, EntryReport, Example, Near, Pushed, Removal
-from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.direct_effect import Stream, directions, wide
+from attnflow.knowledge.convert import from_ffn
 from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers, reads_entries, unobserved
 from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
+from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
+from attnflow.knowledge.reading.results import Chance, EntryReport, Example, Near, Pushed, Removal
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import (
     Loaded,
@@ -37,6 +35,9 @@ from attnflow.models.loaded import (
     token_texts,
 )
 from attnflow.models.offload import device_of, refuse_offloaded
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _AROUND: Final = 12  # tokens of an example on each side
 _LONGEST: Final = 512  # tokens of a text that are read
@@ -53,6 +54,8 @@ def entry(
     head: int = 0,
     texts: Sequence[str | Sequence[int]] = (),
     count: int = 8,
+    ablate: Text | None = None,
+    position: int = -1,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
 ) -> EntryReport:
@@ -67,15 +70,17 @@ def entry(
         texts: the corpus, texts or token ids, in which to look for the places where it fires. Of each the first 512
             tokens are read.
         count: how many tokens, examples and near entries to list.
+        ablate: a text, token ids [tokens] or [1, tokens], or the model's named inputs for one sequence: run it with the
+            entry and without it (its value is zero at all tokens), and compare what the model says next, `.removal`.
+        position: of the token of that text after which it speaks, -1 for the last one.
         tokenizer: needed for texts unless `model` has one; for token ids, it names the tokens.
         progress: called as progress(done, total, what) while texts are read.
 
     Returns:
-        The report. Its `ablate(text)` takes the entry out and compares what the model says next; `print` and
-        `af.report.figure` show it.
+        The report; `print` and `af.report.figure` show it, and its `removal`.
 
     Raises:
-        ValueError: there is no such entry, layer or head; a text without a tokenizer.
+        ValueError: there is no such entry, layer, head or position; a text without a tokenizer.
         UnsupportedArchitecture: an encoder-decoder model, or one with unknown feed-forward layers.
 
     Cost: one forward pass of a few tokens, a comparison with all entries of that width, and for the texts a forward
@@ -85,10 +90,10 @@ def entry(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> model = af.knowledge.from_ffn(LlamaForCausalLM(LlamaConfig(
     ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)))
-    >>> found = entry(model, 30, texts=[[5, 6, 7], [8, 9]], count=3)
+    >>> found = entry(model, 30, texts=[[5, 6, 7], [8, 9]], count=3, ablate=[5, 6, 7])
     >>> found.layer, len(found.raised), len(found.examples), len(found.near_by_key)
     (1, 3, 2, 3)
-    >>> len(found.ablate([5, 6, 7]).chances) >= 8
+    >>> len(found.removal.chances) >= 3
     True
     """
     model, own = split(model)
@@ -108,7 +113,7 @@ def entry(
         examples, read, active = _examples(model, one, texts, count, tokenizer, progress)
         by_value, by_key = _nearest(model, one, head, count, named)
         threshold = float(one.reader.thresholds(place)[0, head, 0])
-    report = EntryReport(
+    return EntryReport(
         model=model_name(model),
         entry=id,
         layer=one.reader.layer,
@@ -125,9 +130,13 @@ def entry(
         active=active,
         near_by_value=by_value,
         near_by_key=by_key,
+        removal=None if ablate is None else _removal(model, tokenizer, one, ablate, position, count),
     )
-    object.__setattr__(report, "take_out", partial(_taken_out, model, tokenizer, one))
-    return report
+
+
+def removal(model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0) -> Removal:
+    """`entry(model, id, ablate=text).removal` alone, of a model that reads entries."""
+    return _removal(*model, _found(model.model, id, layer, head), text, position, 8)
 
 
 def _found(model: nn.Module, id: int, layer: int | None, head: int) -> LocatedEntry:
@@ -161,7 +170,7 @@ class _Names:
     """Names the tokens whose logits a value raises or lowers; `without` says why it cannot."""
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        ids = torch.tensor([ordinary_tokens(cast(PreTrainedModel, model), 2)], device=device_of(model))
+        ids = torch.tensor([ordinary_tokens(cast(Any, model), 2)], device=device_of(model))
         run = partial(cast(Any, model), input_ids=ids, **sparing(model))
         with unobserved(model):
             found = directions(Stream(model, [1]), run, lambda _: [0])
@@ -276,7 +285,7 @@ def _nearest(model: nn.Module, one: LocatedEntry, head: int, count: int, names: 
         )
 
 
-def _taken_out(
+def _removal(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase | None,
     one: LocatedEntry,
