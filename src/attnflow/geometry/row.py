@@ -58,7 +58,7 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
         raise UnsupportedArchitecture(f"{type(module).__name__} passes {strange[0]} to attention, which is not read")
     group = call.query.shape[1] // call.key.shape[1]
     keys = call.key[0, head // group]
-    scaling = call.query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(cast(Any, kwargs["scaling"]))
+    scaling = call.query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
     product = scaling * (keys.double().cpu() @ call.query[0, head, query].double().cpu())
     allowed, added = _mask(call, head, query)
     for name in _ADDED:
