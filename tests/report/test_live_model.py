@@ -203,7 +203,7 @@ def test_the_terms_of_a_score_are_those_of_geometry_and_add_up_to_it(page, netwo
     assert (reply["query"], reply["key"], reply["head"], reply["heads"]) == (5, 3, 2, [0, 1, 2, 3])
     assert reply["weights"][2] == pytest.approx(found.weights.tolist(), rel=1e-3, abs=1e-6)
     largest = reply["terms"][0]
-    places = found.components.index(largest["query"]), found.components.index(largest["key"])
+    places = tuple(list(map(str, found.components)).index(largest[side]) for side in ("query", "key"))
     assert largest["raw"] == pytest.approx(float(found.raw[at][places]), rel=1e-3)
     assert abs(largest["centred"]) == pytest.approx(float(found.centred[at].abs().max()), rel=1e-3)
     assert reply["sum"]["raw"] == pytest.approx(float(found.scores[at]), rel=1e-3)

@@ -143,7 +143,7 @@ def geometry_why(
     inputs = text_or_ids(text, ids)
     target = None if output is None else output_path(output, FIGURES, "an attribution as a figure")
     with working(f"loading {model}") as spinner:
-        from attnflow.geometry.attribute import attribute, attribute_one
+        from attnflow.geometry import reading
         from attnflow.models.loaded import text_inputs
         from attnflow.report.attribution import attribution_part, row_of
         from attnflow.report.page import Context, build
@@ -153,11 +153,9 @@ def geometry_why(
         if getattr(loaded.model.config, "is_encoder_decoder", False):  # both sides read the text, as in an audit
             inputs = {name: value[:1] for name, value in text_inputs(loaded, inputs).items()}
         spinner.stage(f"attributing layer {layer}")
-        if head is None:
-            found = attribute_one(loaded, inputs, layer, query, attention=attention)
-        else:
-            found = attribute(loaded, inputs, layer, head, query, attention=attention)
-        found = replace(found, model=model)
+        with reading(loaded, inputs) as read:
+            one = read.telling_head(layer, query, attention=attention) if head is None else head
+            found = replace(read.explain(layer, one, query, attention=attention), model=model)
         row = row_of(found, None, key, raw)
         if target is not None:
             spinner.stage(f"writing {output}")

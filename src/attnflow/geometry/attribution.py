@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.results import Result
+from attnflow.models.recording import ComponentName
 
 
 class Term(NamedTuple):
@@ -19,8 +20,8 @@ class Term(NamedTuple):
 
     head: int
     key: int  # position
-    query_component: str
-    key_component: str
+    query_component: ComponentName
+    key_component: ComponentName
     value: float  # centred
     raw: float
 
@@ -41,8 +42,8 @@ class ScoreAttribution(Result):
     query_token: str
     keys: tuple[int, ...]  # positions
     tokens: tuple[str, ...]  # texts of the keys
-    components: tuple[str, ...]  # of the query's stream
-    key_components: tuple[str, ...]  # of the keys' stream: the same, except in cross-attention
+    components: tuple[ComponentName, ...]  # of the query's stream
+    key_components: tuple[ComponentName, ...]  # of the keys' stream: the same, except in cross-attention
     raw: Float64[Tensor, "*heads keys query_components key_components"]
     constants: Mapping[str, Float64[Tensor, "*heads keys"]]  # "biases", and where present "positions", "attached bias"
     scores: Float64[Tensor, "*heads keys"]  # what the model computed, before a softcap and the softmax
@@ -109,8 +110,8 @@ class ScoreAttribution(Result):
                 "query": self.query,
                 "key": key,
                 "token": token,
-                "query_component": first,
-                "key_component": second,
+                "query_component": str(first),
+                "key_component": str(second),
                 "raw": raw_value,
                 "centred": centred_value,
             }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution, telling
+from attnflow.models.recording import ComponentName
 from attnflow.report import charts, html
 from attnflow.report.charts import INK, NEGATIVE, POSITIVE, SIGNED, SOFT, blank, chart, literal, name_axis
 from attnflow.report.html import Content, tag
@@ -34,7 +34,6 @@ _PARTS: Final = 5  # components in the picture of a row, each with a line of its
 _LISTED: Final = 40  # terms in the table of a page
 _MOST: Final = 0.9  # of the weight of a row: of a key with more, centred terms say little
 _SHADES: Final = 4  # of each colour, in the text of a page
-_LAYER: Final = re.compile(r"^(.*?layer \d+)\b ?(.*)$")
 CHOICE: Final = "has the most weight on a token besides the first and the query"
 
 
@@ -66,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Leading:
-    terms: Sequence[tuple[str, str, float]]
+    terms: Sequence[tuple[ComponentName, ComponentName, float]]
     constants: Mapping[str, float]
     count: int  # of the other terms
     others: float
@@ -181,7 +180,9 @@ def _terms(result: ScoreAttribution, row: Row, drawn: Drawn) -> Section:
     bars = drawn("terms", "Leading terms", caption)
     listed = leading(result, row, _LISTED)
     values = [value for *_, value in listed.terms] + [*listed.constants.values(), listed.others, listed.total]
-    names = [pair[:2] for pair in listed.terms] + [("constant", name) for name in listed.constants]
+    names = [(str(query), str(key)) for query, key, _ in listed.terms] + [
+        ("constant", name) for name in listed.constants
+    ]
     names += [("other terms", grouped(listed.count)), ("sum", "")]
     cells = [(*pair, value) for pair, value in zip(names, html.numbers(values, signed=True), strict=True)]
     table = html.table(["query side", "key side", "logits"], cells, text_columns=2)
@@ -266,7 +267,7 @@ def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[s
     axes.spines[["top", "right"]].set_visible(True)
     for axis, names in ((axes.yaxis, sides[0]), (axes.xaxis, sides[1])):
         step = -(-len(names) // 32)
-        axis.set_ticks(range(0, len(names), step), [literal(short(name)) for name in names[::step]])
+        axis.set_ticks(range(0, len(names), step), [literal(name) for name in names[::step]])
     axes.tick_params(labelsize=7, length=2)
     axes.tick_params(axis="x", rotation=90)
     layered = len(table) != row.terms.shape[1]
@@ -361,9 +362,9 @@ def _collapsed(result: ScoreAttribution, table: Array) -> tuple[Array, tuple[lis
     sides: list[list[str]] = []
     for axis, names in enumerate((result.components, result.key_components)):
         if max(table.shape) <= _NAMED and len(sides) == axis:
-            sides.append(list(names))
+            sides.append([short(name) for name in names])
             continue
-        groups = [match[1] if (match := _LAYER.match(name)) else name for name in names]
+        groups = [name.place.replace("layer ", "") for name in names]
         kept = list(dict.fromkeys(groups))
         member = np.array([[group == one for group in groups] for one in kept], dtype=np.float64)
         table = member @ table if axis == 0 else table @ member.T
@@ -389,9 +390,11 @@ def _quantity(row: Row) -> str:
     return "centred over the row" if row.centred else "raw"
 
 
-def short(name: str) -> str:
-    """Shortens "layer 7 attention" to "attention 7", and "layer 7" to "7"."""
-    return shorten(re.sub(r"\blayer (\d+)\b *(.*)", r"\2 \1", name).strip(), 34)
+def short(name: ComponentName) -> str:
+    """ "attention 7" for layer 7 attention."""
+    which = f"({name.which})" if name.which else ""
+    number = "" if name.layer is None else str(name.layer)
+    return shorten(" ".join(filter(None, (name.half, name.kind, which, number))), 34)
 
 
 def _where(result: ScoreAttribution, row: Row) -> str:

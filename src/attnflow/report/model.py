@@ -12,7 +12,6 @@ from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
-from attnflow.geometry.attribute import attribute_one
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.geometry.table import GeometryScores
 from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
@@ -69,13 +68,17 @@ def model_page(
         scored.append(replace(geometry.score(module), model=name))
         return scores_part(scored, context)
 
+    def attribution() -> Part:
+        layer = _upper(scored)
+        with geometry.reading(module, first, tokenizer=tokenizer) as reading:
+            explained = reading.explain(layer, reading.telling_head(layer))
+        return _attribution(replace(explained, model=name), context)
+
     steps: dict[str, Callable[[], Part]] = {
         "audit": lambda: audit_part(audit.check(module, named), context),
         "geometry": scores,
         "bias": lambda: bias_part(replace(bias.capture(module, first, tokenizer=tokenizer), model=name), context),
-        "attribution": lambda: _attribution(
-            replace(attribute_one(module, first, _upper(scored), tokenizer=tokenizer), model=name), context
-        ),
+        "attribution": attribution,
         "knowledge": lambda: trace_part(
             replace(knowledge.trace(module, first, tokenizer=tokenizer), model=name), context
         ),

@@ -62,7 +62,7 @@ class ModelSession:
         self._map = lru_cache(_RESULTS)(bias.capture)
         self._trace = lru_cache(_RESULTS)(knowledge.trace)
         self._report = lru_cache(_RESULTS)(knowledge.entry)
-        self._attribute = lru_cache(_RESULTS)(geometry.attribute)
+        self._reading = lru_cache(1)(geometry.reading)  # its pass is large
         self._with_entries: Loaded | None = None  # the model, converted once
         self._questions: Mapping[str, Callable[[Loaded, Message, Progress], Reply]] = {
             "model": self._about,
@@ -191,7 +191,7 @@ class ModelSession:
         query, key = (_optional(message, name) for name in ("query", "key"))
         ids = _ids(loaded, message)
         progress(0, 0, "a forward pass, and the components of the residual stream")
-        found = self._attribute(loaded, ids, layer, query=-1 if query is None else query)
+        found = self._reading(loaded, ids).explain(layer, query=-1 if query is None else query)
         return why.explained(found, head, key, token_texts(ids, loaded.tokenizer))
 
     def _opened(self, loaded: Loaded, progress: Progress) -> Loaded:

@@ -13,6 +13,7 @@ from attnflow.report.live.operations import Reply
 
 if TYPE_CHECKING:
     from attnflow.geometry.attribution import ScoreAttribution
+    from attnflow.models.recording import ComponentName
 
 _TERMS: Final = 12
 
@@ -46,8 +47,8 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
         "keys": list(found.keys),
         "key": found.keys[at],
         "weights": table(found.weights),
-        "components": list(found.components),
-        "key_components": list(found.key_components),
+        "sides": [_brief(name) for name in found.components],
+        "columns": [_brief(name) for name in found.key_components],
         "table": table(centred.terms[at]),
         **_terms(found, raw.terms[at], centred.terms[at]),
         "constants": [
@@ -66,6 +67,12 @@ def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[s
     }
 
 
+def _brief(name: ComponentName) -> str:
+    """ "11 ffn" for layer 11 feed-forward: the side of a map has little room."""
+    kind = "" if name.layer is None else name.kind.replace("feed-forward", "ffn").replace("attention", "attn")
+    return f"{name.place.removeprefix('layer ')} {kind}".strip()
+
+
 def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:
     sizes = np.abs(centred if centred.any() else raw)  # of a query with one key all centred terms are zero
     order: list[int] = np.argsort(-sizes, axis=None, kind="stable")[:_TERMS].tolist()
@@ -76,8 +83,8 @@ def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:
     return {
         "terms": [
             {
-                "query": found.components[one],
-                "key": found.key_components[other],
+                "query": str(found.components[one]),
+                "key": str(found.key_components[other]),
                 **numbers(raw=float(raw[one, other]), centred=float(centred[one, other])),
             }
             for one, other in places
