@@ -12,9 +12,9 @@ Read `audit` first (`check`), then `perturb`, which finds what moves, and `passe
 from typing import TYPE_CHECKING
 
 from attnflow._core.lazy import on_demand
-from attnflow.audit.alone import check_alone
 from attnflow.audit.audit import check
-from attnflow.audit.batches import check_batch, check_loss
+from attnflow.audit.batch.alone import check_alone
+from attnflow.audit.batch.check import check_batch, check_loss
 from attnflow.audit.declared import declared_order
 from attnflow.audit.guards import guard
 from attnflow.audit.measurement import measure
