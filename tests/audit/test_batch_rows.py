@@ -15,8 +15,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollat
 
 import attnflow as af
 from attnflow.audit import check_batch
-from attnflow.audit.batch_reading import Family, family_of
-from attnflow.audit.batch_rows import as_batch
+from attnflow.audit.batch.reading import Family, family_of
+from attnflow.audit.batch.rows import as_batch
 from attnflow.models.loaded import Loaded
 from tests.audit.batches import CAUSAL, MASKED, SEQUENCES, completions, pairs
 from tests.audit.common import tiny

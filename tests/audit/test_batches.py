@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 import attnflow as af
 from attnflow.audit import check_batch, declared_order
-from attnflow.audit.batch_reading import family_of
+from attnflow.audit.batch.reading import family_of
 from attnflow.testing import closure
 from tests.audit.batches import CAUSAL, CLEAN, IDS, MASKED, MISTAKES, label
 from tests.audit.common import tiny

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.lazy import on_demand
-from attnflow.audit.alone import check_alone
 from attnflow.audit.audit import check
-from attnflow.audit.batches import check_batch, check_loss
+from attnflow.audit.batch.alone import check_alone
+from attnflow.audit.batch.check import check_batch, check_loss
 from attnflow.audit.declared import declared_order
 from attnflow.audit.guards import guard
 from attnflow.audit.measurement import measure

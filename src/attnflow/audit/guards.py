@@ -19,9 +19,9 @@ from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow._core.threads import Turns, untraced
-from attnflow.audit.alone import compare_alone
 from attnflow.audit.audit import AuditOptions, audited
-from attnflow.audit.cutting import attached_masks
+from attnflow.audit.batch.alone import compare_alone
+from attnflow.audit.batch.cutting import attached_masks
 from attnflow.audit.declared import Order
 from attnflow.audit.inputs import LOSS_ARGUMENTS, Inputs, fresh, read, with_decoder_inputs
 from attnflow.audit.packing import BOUNDARIES

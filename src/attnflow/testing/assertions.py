@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow import audit
-from attnflow.audit.alone import bound, compare_alone
-from attnflow.audit.cutting import rows_of
+from attnflow.audit.batch.alone import bound, compare_alone
+from attnflow.audit.batch.cutting import rows_of
 from attnflow.audit.functions import is_function
 from attnflow.audit.guards import without_loss
 from attnflow.masks.build import computed_pairs
