@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attnflow.models.families.rows import Composed, Piece, Selected, run_of
-from attnflow.models.noise import TOKENS, Trace
+from attnflow.models.noise import TOKENS, NoiseTrace
 from attnflow.models.offload import parameter_of
 
 OTHER_SEQUENCE: Final = "it attends to another sequence in the same call"
@@ -59,7 +59,7 @@ class Projections:
     hidden_size: int | None  # the width of what the module reads; None if it reads no vectors
 
 
-def projections_in(trace: Trace) -> Projections | str:
+def projections_in(trace: NoiseTrace) -> Projections | str:
     if not trace.calls:
         return trace.why
     query, key = trace.calls[-1]
@@ -113,7 +113,7 @@ class NotLinear(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class ProbedWeights:
     """One module's queries and keys as weights on the tokens that it reads."""
 
     query_rows: Selected | Composed
@@ -130,19 +130,19 @@ class Unread:
     ran: bool  # whether the module was seen at work; otherwise nothing speaks against what its names suggest
 
 
-def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, Trace]) -> dict[str, Weights | Unread]:
+def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, NoiseTrace]) -> dict[str, ProbedWeights | Unread]:
     """Derive the weights of traced attention modules, by path, in running order.
 
     A module that attends to an earlier one's keys (shared key-value layers) gets that one's key weights.
     """
-    result: dict[str, Weights | Unread] = {}
+    result: dict[str, ProbedWeights | Unread] = {}
     for name, module in modules.items():
-        earlier = {traces[other]: read for other, read in result.items() if isinstance(read, Weights)}
+        earlier = {traces[other]: read for other, read in result.items() if isinstance(read, ProbedWeights)}
         result[name] = _weights(_Reader(module, name, traces[name]), traces[name], earlier)
     return result
 
 
-def _weights(reader: _Reader, trace: Trace, earlier: Mapping[Trace, Weights]) -> Weights | Unread:
+def _weights(reader: _Reader, trace: NoiseTrace, earlier: Mapping[NoiseTrace, ProbedWeights]) -> ProbedWeights | Unread:
     if not trace.calls:
         return Unread(trace.why, ran=False)
     query, key = trace.calls[0]
@@ -160,11 +160,11 @@ def _weights(reader: _Reader, trace: Trace, earlier: Mapping[Trace, Weights]) ->
         keys = shared.key_rows if shared else reader.weight("keys", [k for _, k in trace.calls])
     except NotLinear as error:
         return Unread(str(error), ran=True)
-    return Weights(queries, keys, query.shape[1], key.shape[1])
+    return ProbedWeights(queries, keys, query.shape[1], key.shape[1])
 
 
 class _Reader:
-    def __init__(self, module: nn.Module, name: str, trace: Trace) -> None:
+    def __init__(self, module: nn.Module, name: str, trace: NoiseTrace) -> None:
         self._module, self._name, self._trace = module, name, trace
 
     def weight(self, side: str, heads: Sequence[Tensor]) -> Selected | Composed:
