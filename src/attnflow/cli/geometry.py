@@ -144,14 +144,14 @@ def geometry_why(
     target = None if output is None else output_path(output, FIGURES, "an attribution as a figure")
     with working(f"loading {model}") as spinner:
         from attnflow.geometry import reading
-        from attnflow.models.loaded import text_inputs
+        from attnflow.models.subject import Subject
         from attnflow.report.attribution import attribution_part, row_of
         from attnflow.report.page import Context, build
 
         loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
         loaded = loaded._replace(model=loaded.model.float())  # a sum in half precision could not be checked
         if getattr(loaded.model.config, "is_encoder_decoder", False):  # both sides read the text, as in an audit
-            inputs = {name: value[:1] for name, value in text_inputs(loaded, inputs).items()}
+            inputs = {name: value[:1] for name, value in Subject.of(loaded).sample(inputs).items()}
         spinner.stage(f"attributing layer {layer}")
         with reading(loaded, inputs) as read:
             one = read.telling_head(layer, query, attention=attention) if head is None else head

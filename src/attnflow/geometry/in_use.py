@@ -19,8 +19,7 @@ from attnflow.geometry.scores import Mode, from_norms, ratio, summed
 from attnflow.models.attention import AttentionLayer
 from attnflow.models.evaluation import evaluating
 from attnflow.models.families.rows import Composed, Selected
-from attnflow.models.loaded import Loaded, Text, any_inputs, sparing, split
-from attnflow.models.offload import device_of
+from attnflow.models.subject import Loaded, Subject, Text
 from attnflow.models.watching import Call, Watch
 
 _SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
@@ -143,10 +142,11 @@ def measure(
     model: nn.Module | Loaded, layers: Sequence[AttentionLayer], inputs: Text, gamma: float, mode: Mode
 ) -> dict[str, list[InUse]]:
     """The geometry in use of every self-attention layer, by its name: all heads together, then each head."""
-    module, tokenizer = split(model)
+    subject = Subject.of(model)
+    module = subject.model
     layers = [layer for layer in layers if layer.kind == "self"]
     sums = {layer.name: Accumulator(layer) for layer in layers}
-    observe(module, layers, any_inputs(module, inputs, tokenizer), lambda layer, seen: sums[layer.name].add(seen))
+    observe(module, layers, subject.read(inputs), lambda layer, seen: sums[layer.name].add(seen))
     silent = [name for name, one in sums.items() if not one.pairs]
     if silent:
         raise ValueError(
@@ -162,10 +162,10 @@ def observe(
     see: Callable[[AttentionLayer, Seen], None],
 ) -> None:
     from attnflow.models.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
-    from attnflow.models.sites import find_sites, models_around
+    from attnflow.models.sites import models_around
 
     named = {layer.name: layer for layer in layers}
-    sites = [site for site in find_sites(model) if site.name in named]
+    sites = [site for site in Subject(model).sites if site.name in named]
     missing = sorted(set(named) - {site.name for site in sites})
     if missing:
         raise UnsupportedArchitecture(
@@ -196,11 +196,11 @@ def observe(
     own = {readable_implementation(site.owner.config) for site in sites}
     implementation = own.pop() if len(own) == 1 else "sdpa"
     modules = {path: model.get_submodule(path) for path in dict.fromkeys(uses)}
-    exact = torch.autocast(device_of(model).type, enabled=False)
+    exact = torch.autocast(Subject(model).device.type, enabled=False)
     with evaluating(model), torch.no_grad(), exact, Watch(modules, enter):
         interception = intercept(models_around(sites), by_module, role="pool", implementation=implementation)
         try:
-            model(**tensors, **sparing(model))
+            model(**tensors, **Subject(model).sparing)
         finally:
             interception.remove()
 

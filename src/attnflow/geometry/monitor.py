@@ -15,7 +15,7 @@ from attnflow.geometry.published import Quartiles
 from attnflow.geometry.score import Attention, layer_scores, layers_in_memory
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.table import GeometryScores, MatrixScores
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.subject import Loaded, Subject
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -64,7 +64,7 @@ def monitor(
     [False, True, False, True]
     """
     check_reading(gamma, mode)
-    module, _ = split(model)
+    module = Subject.of(model).model
     if log is not None and not callable(log):
         raise TypeError(f"log must be a function of values and step, got {type(log).__name__}")
     return Monitor(module, checks.integer("every", every, 1), per_head, (gamma, mode), attention, log)

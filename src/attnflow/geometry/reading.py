@@ -16,8 +16,7 @@ from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.parts import parts_of
 from attnflow.geometry.row import Row, row_of
 from attnflow.geometry.terms import attribution_of, head_terms
-from attnflow.models.loaded import Loaded, Text, any_inputs, sparing, split, token_texts
-from attnflow.models.offload import without_numbers
+from attnflow.models.subject import Loaded, Subject, Text
 
 if TYPE_CHECKING:
     from attnflow.models.interception import AttentionCall
@@ -112,8 +111,8 @@ def reading(
     ...     [handle.explain(layer=1, head=head, query=3).tokens for head in (0, 1)]
     [('5', '6', '7', '8'), ('5', '6', '7', '8')]
     """
-    module, brought = split(model)
-    return AttentionReading(module, _read(module, inputs, tokenizer or brought), tokenizer or brought)
+    subject = Subject.of(model, tokenizer)
+    return AttentionReading(subject, _read(subject, inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,13 +133,11 @@ class _LayerPass:
 class AttentionReading(Handle):
     """The handle of `reading`: it explains scores of a model, and keeps a recorded pass until it is removed."""
 
-    def __init__(self, model: nn.Module, inputs: dict[str, Tensor], tokenizer: Any) -> None:
-        from attnflow.models.sites import find_sites
-
-        super().__init__(model)
+    def __init__(self, subject: Subject, inputs: dict[str, Tensor]) -> None:
+        super().__init__(subject.model)
         self._inputs = {name: value.clone() for name, value in inputs.items()}  # the caller may write to theirs
-        self._tokenizer = tokenizer
-        self._sites = find_sites(model)
+        self._subject = subject
+        self._sites = subject.sites
         self._last: _LayerPass | None = None
 
     def explain(
@@ -203,7 +200,7 @@ class AttentionReading(Handle):
             lists = {other.layers: "" for other in self._sites if other.owner is site.owner}
             if attention == "cross":
                 lists |= {other.layers: "encoder" for other in self._sites if other.part == "encoder"}
-            stream = ResidualStream(self.model, {**self._inputs, **sparing(self.model)}, site, self._sites, lists)
+            stream = ResidualStream(self.model, {**self._inputs, **self._subject.sparing}, site, self._sites, lists)
             with stream.still():
                 passed = _LayerPass(number, attention, stream, stream.record())
             queries, keys = passed.call.query.shape, passed.call.key.shape
@@ -217,7 +214,7 @@ class AttentionReading(Handle):
 
     def _query(self, passed: _LayerPass, query: object) -> int:
         at = _place("query", query, passed.call.query.shape[2])
-        name = "decoder_attention_mask" if self._two else "attention_mask"
+        name = "decoder_attention_mask" if self._subject.encodes_and_decodes else "attention_mask"
         mask = self._inputs.get(name)
         if mask is not None and mask.ndim == 2:
             added = max(0, passed.call.query.shape[2] - mask.shape[1])  # virtual tokens of a prompt, before the others
@@ -225,20 +222,17 @@ class AttentionReading(Handle):
                 raise ValueError(f"query {at} is a pad by the {name}; choose a position whose mask is 1")
         return at
 
-    @property
-    def _two(self) -> bool:
-        return getattr(getattr(self.model, "config", None), "is_encoder_decoder", False) is True
-
     def _texts(self, passed: _LayerPass) -> tuple[list[str], list[str]]:
         """The texts of queries and keys; numbers of positions where they are no tokens."""
-        name = "decoder_input_ids" if self._two and "decoder_input_ids" in self._inputs else "input_ids"
+        two = self._subject.encodes_and_decodes and "decoder_input_ids" in self._inputs
+        name = "decoder_input_ids" if two else "input_ids"
         other = "input_ids" if passed.attention == "cross" else name
 
         def texts(name: str, count: int) -> list[str]:
             ids = self._inputs.get(name)
             if ids is None or ids.shape[-1] != count:
                 return [str(position) for position in range(count)]
-            return token_texts(ids[0].tolist(), self._tokenizer)
+            return self._subject.texts(ids[0].tolist())
 
         return texts(name, passed.call.query.shape[2]), texts(other, passed.call.key.shape[2])
 
@@ -250,8 +244,9 @@ class AttentionReading(Handle):
         return f"reads the scores of {type(self.model).__name__}; {kept}"
 
 
-def _read(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]:
-    if without_numbers(model) or any(parameter.is_inference() for parameter in model.parameters()):
+def _read(subject: Subject, inputs: object) -> dict[str, Tensor]:
+    model = subject.model
+    if subject.without_numbers or any(parameter.is_inference() for parameter in model.parameters()):
         raise UnsupportedArchitecture(
             "the weights are on the meta device, or were made in torch.inference_mode(): load the model outside of both"
         )
@@ -261,7 +256,7 @@ def _read(model: nn.Module, inputs: object, tokenizer: Any) -> dict[str, Tensor]
             f"the weights are {str(kind).removeprefix('torch.')}, whose residual sums are rounded to 2 or 3 digits, so "
             "that no attribution of a score can be checked; call model.float() first"
         )
-    named = any_inputs(model, inputs, tokenizer)
+    named = subject.read(inputs)
     for name, value in named.items():
         if name.endswith("input_ids") and len(value) != 1:
             raise ValueError(f"attribute takes one sequence, got a batch of {len(value)} in {name}: pass one row of it")

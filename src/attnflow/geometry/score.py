@@ -21,7 +21,7 @@ from attnflow.geometry.scores import Mode, check_reading, full_scores, head_scor
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
 from attnflow.models.attention import AttentionLayer, attention_layers, stored_layers
 from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
-from attnflow.models.loaded import Loaded, Text, split
+from attnflow.models.subject import Loaded, Subject, Text
 
 Attention = Literal["self", "cross", "all"]
 Source = nn.Module | Loaded | str | os.PathLike[str]
@@ -216,7 +216,7 @@ def check_attention(attention: str) -> None:
 def layers_in_memory(model: nn.Module | Loaded, attention: Attention = "self") -> list[AttentionLayer]:
     """List the layers of one kind of attention of a model in memory, even if wrapped for several devices."""
     check_attention(attention)
-    module, _ = split(model)
+    module = Subject.of(model).model
     if isinstance(module, DataParallel | DistributedDataParallel):
         module = module.module
     if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):

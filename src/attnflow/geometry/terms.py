@@ -13,7 +13,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.parts import Parts
 from attnflow.geometry.row import Row
-from attnflow.models.loaded import model_name
+from attnflow.models.subject import Subject
 
 if TYPE_CHECKING:
     from attnflow.models.interception import AttentionCall
@@ -83,7 +83,7 @@ def attribution_of(
     names = dict.fromkeys(name for head in terms for name in head.constants)
     components = stream.names(sorted({*parts.query_components, *parts.key_components}))
     return ScoreAttribution(
-        model=model_name(stream.model),
+        model=Subject(stream.model).name,
         head=place["heads"][0] if one_head else None,
         keys=tuple(keys),
         components=tuple(components[c] for c in parts.query_components),

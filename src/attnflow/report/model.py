@@ -14,7 +14,7 @@ from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.geometry.table import GeometryScores
-from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
+from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.attribution import CHOICE, attribution_part
@@ -53,14 +53,15 @@ def model_page(
 
     Cost: an audit of the model, one pass over its queries and keys, and about seven forward passes.
     """
-    module, tokenizer = split(model)
-    name = title or model_name(module)
-    named = model_inputs(module, inputs, tokenizer, 0)
+    subject = Subject.of(model)
+    module = subject.model
+    name = title or subject.name
+    named = subject.read(inputs, ids=True)
     first = {key: value[:1] for key, value in named.items()}
     labels = None
-    if tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
+    if subject.tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
-        labels = tuple(text for row in rows for text in token_texts(row, tokenizer))
+        labels = tuple(text for row in rows for text in subject.texts(row))
     context = Context(labels=labels)
     scored: list[GeometryScores] = []
 
@@ -70,17 +71,19 @@ def model_page(
 
     def attribution() -> Part:
         layer = _upper(scored)
-        with geometry.reading(module, first, tokenizer=tokenizer) as reading:
+        with geometry.reading(module, first, tokenizer=subject.tokenizer) as reading:
             explained = reading.explain(layer, reading.telling_head(layer))
         return _attribution(replace(explained, model=name), context)
 
     steps: dict[str, Callable[[], Part]] = {
         "audit": lambda: audit_part(audit.check(module, named), context),
         "geometry": scores,
-        "bias": lambda: bias_part(replace(bias.capture(module, first, tokenizer=tokenizer), model=name), context),
+        "bias": lambda: bias_part(
+            replace(bias.capture(module, first, tokenizer=subject.tokenizer), model=name), context
+        ),
         "attribution": attribution,
         "knowledge": lambda: trace_part(
-            replace(knowledge.trace(module, first, tokenizer=tokenizer), model=name), context
+            replace(knowledge.trace(module, first, tokenizer=subject.tokenizer), model=name), context
         ),
         "order": lambda: _order(audit.declared_order(module, named), context),
     }

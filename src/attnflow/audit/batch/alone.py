@@ -18,9 +18,9 @@ from attnflow.audit.batch.comparison import AloneComparison, Difference
 from attnflow.audit.batch.cutting import BOUNDARY_NAME
 from attnflow.audit.inputs import LOSS_ARGUMENTS, read, with_decoder_inputs
 from attnflow.models.evaluation import WithoutDropout, evaluating, unchanged
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import split
 from attnflow.models.offload import device_of
-from attnflow.models.subject import Subject
+from attnflow.models.subject import Loaded, Subject
 
 
 def check_alone(

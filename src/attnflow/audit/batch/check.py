@@ -37,8 +37,7 @@ from attnflow.audit.batch.rows import DataRows, as_batch
 from attnflow.audit.batch.targets import LossUnread, read_targets
 from attnflow.audit.packing import as_tensor
 from attnflow.models.evaluation import REFUSALS, refusal
-from attnflow.models.loaded import Loaded
-from attnflow.models.subject import Subject
+from attnflow.models.subject import Loaded, Subject
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]
 Documents = str | Sequence[Any] | Tensor | None

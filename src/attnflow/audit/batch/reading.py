@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow.audit.packing import LENGTHS, allowed_pairs, as_tensor, integers, other_positions, read_packing
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 
 IGNORED: Final = -100
 _ROWS: Final = 2  # of an af.tasks.Collator's labels: target ids and weights

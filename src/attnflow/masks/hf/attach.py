@@ -19,8 +19,8 @@ from attnflow.masks.hf.forms import GridForms
 from attnflow.masks.hf.selfcheck import Check, check_stack
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.sites import Site, find_sites, mixers_beside, models_around, one_owner
+from attnflow.models.sites import Site, mixers_beside, models_around, one_owner
+from attnflow.models.subject import Loaded, Subject
 
 AnyMask = Mask | MaskGrid
 OtherMixers = Literal["error", "keep"]
@@ -143,13 +143,13 @@ def attach(
     >>> handle.backend, handle.active
     ('sdpa', False)
     """
-    model, _ = split(model)
+    model = Subject.of(model).model
     crop = boolean("crop", crop)
     options = ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)), ("other_mixers", other_mixers, get_args(OtherMixers))
     for name, value, choices in options:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    sites = find_sites(model)
+    sites = Subject(model).sites
     by_batch = isinstance(mask, str) and mask == "batch" and per_layer is None
     masks = {} if by_batch else _assign(sites, mask, per_layer, layers)
     if by_batch and layers is not None:

@@ -22,7 +22,7 @@ from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.reading.entry import removal
 from attnflow.knowledge.reading.provenance import Trace
 from attnflow.models import load_model
-from attnflow.models.loaded import Loaded, text_inputs, token_texts
+from attnflow.models.subject import Loaded, Subject
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
 from attnflow.report.geometry import SCORES, chance_bands, head_grid, reading_words, rows_of
@@ -107,7 +107,7 @@ class ModelSession:
 
     def _audited(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         ids = _ids(loaded, message)
-        report = audit.check(loaded, text_inputs(loaded, ids), progress=progress)
+        report = audit.check(loaded, Subject.of(loaded).sample(ids), progress=progress)
         return {
             "verdict": report.verdict,
             "total": len(report.violations),
@@ -120,7 +120,7 @@ class ModelSession:
                 for stack, names, rows in strips_of(report.modules)
             ],
             "watched": len(report.modules),
-            "tokens": [token_label(text) for text in token_texts(ids, loaded.tokenizer)],
+            "tokens": [token_label(text) for text in Subject.of(loaded).texts(ids)],
             "facts": effort(report),
             "notes": report.notes,
         }
@@ -192,7 +192,7 @@ class ModelSession:
         ids = _ids(loaded, message)
         progress(0, 0, "a forward pass, and the components of the residual stream")
         found = self._reading(loaded, ids).explain(layer, query=-1 if query is None else query)
-        return why.explained(found, head, key, token_texts(ids, loaded.tokenizer))
+        return why.explained(found, head, key, Subject.of(loaded).texts(ids))
 
     def _opened(self, loaded: Loaded, progress: Progress) -> Loaded:
         if self._with_entries is None:
@@ -243,7 +243,7 @@ def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:
     if loaded.tokenizer is None and not all(word.isdecimal() and len(word) < 10 for word in words):
         raise ValueError("this model has no tokenizer: type token ids, such as 5 6 7")
     read = text if loaded.tokenizer is not None else [int(word) for word in words]
-    return tuple(text_inputs(loaded, read, MAX_TOKENS)["input_ids"][0].tolist())
+    return tuple(Subject.of(loaded).sample(read, MAX_TOKENS)["input_ids"][0].tolist())
 
 
 def _geometry(scores: GeometryScores) -> Reply:
