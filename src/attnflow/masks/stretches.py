@@ -50,7 +50,7 @@ def expected(starts: IntArray, ends: IntArray, new_key: IntArray, sample: int = 
     begun: list[int] = []
     for start, end in zip(starts[chosen], ends[chosen], strict=True):
         below = neighbours[0][start:end]
-        begun.append(np.count_nonzero((below < start) | (below >= end)))
+        begun.append(int(np.count_nonzero((below < start) | (below >= end))))
     return round(np.mean(begun) * len(starts))
 
 

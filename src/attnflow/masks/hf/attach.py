@@ -239,7 +239,7 @@ def _assign(
             if not numbers or len(set(numbers)) < len(numbers):
                 raise ValueError(f"layers must name at least one attention layer, each once, got {numbers}")
             here = [here[layer] for layer in numbers]
-        values = [chosen] * len(here) if per_layer is None else _one_each(chosen, here)
+        values = [chosen] * len(here) if per_layer is None else _by_layer(chosen, here)
         masks |= {site.module: _checked(value, part) for site, value in zip(here, values, strict=True)}
     return masks
 
@@ -263,7 +263,7 @@ def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
     return parts
 
 
-def _one_each(values: object, sites: Sequence[Site]) -> list[object]:
+def _by_layer(values: object, sites: Sequence[Site]) -> list[object]:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"per_layer takes a list of masks, one for each attention layer, got {type(values).__name__}")
     masks = list(cast(Sequence[object], values))
