@@ -24,7 +24,7 @@ from attnflow.knowledge.editing.edit_targets import (
     Layers,
     Method,
     Moments,
-    Place,
+    Spot,
     Targets,
     leads_of,
     places_of,
@@ -246,7 +246,7 @@ class Bench:
         prompt = RELATIONS[case.fact.relation].prompt.format(case.fact.subject)
         return taught.Fact(prompt, case.fact.other, case.fact.subject)
 
-    def _places(self, case: Case) -> list[Place]:
+    def _places(self, case: Case) -> list[Spot]:
         return places_of(self._fact(case), self.tokenizer, self.leads, None)
 
     def _ids(self, text: str) -> list[int]:

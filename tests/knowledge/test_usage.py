@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import attnflow as af
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval, duplicates
 from attnflow.knowledge.layered import readers
-from attnflow.knowledge.reader import KnowledgeReader, Reading
+from attnflow.knowledge.reader import KnowledgeReader, LayerReading
 from attnflow.knowledge.reading.usage import Activity
 from attnflow.knowledge.retrieval import Certificate
 from tests.models import modular, tiny, tokens
@@ -19,7 +19,7 @@ from tests.models import modular, tiny, tokens
 def reading(fires, layer=0, ids=None):
     """A reading whose weights are 1 where entries fire, [tokens, heads, read]."""
     weights = torch.tensor(fires).float()
-    return Reading(layer, ids, weights.unsqueeze(0), weights)
+    return LayerReading(layer, ids, weights.unsqueeze(0), weights)
 
 
 def same(positions):

@@ -91,7 +91,7 @@ def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabul
 
 
 @dataclass(frozen=True)
-class Place:
+class Spot:
     ids: tuple[int, ...]  # of the prompt
     position: int  # of the token
     answer: tuple[int, ...] = ()  # ids of the answer that should follow; () if only the weights are needed
@@ -105,10 +105,10 @@ class Moments:
     tokens: int  # that were read
 
 
-def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Place]:
+def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Spot]:
     """Return the places where a fact is edited: its prompts and subject, alone or after leads."""
     answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
-    places: list[Place] = []
+    places: list[Spot] = []
     for prompt in fact.prompts:
         for lead in ("", *leads):
             place = _place(tokenizer, f"{lead}{prompt}", len(lead) + prompt.rfind(fact.subject), fact.subject, answer)
@@ -123,11 +123,11 @@ def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[st
     return places
 
 
-def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: str, answer: tuple[int, ...]) -> Place:
+def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: str, answer: tuple[int, ...]) -> Spot:
     """Find the last token of the subject that starts at a character, or without a subject the last of the text."""
     if not subject:
         ids = token_ids(tokenizer, text)
-        return Place(tuple(ids), len(ids) - 1, answer)
+        return Spot(tuple(ids), len(ids) - 1, answer)
     if not tokenizer.is_fast:
         raise ValueError(
             f"{type(tokenizer).__name__} does not map tokens to characters, so the subject {subject!r} cannot be "
@@ -137,7 +137,7 @@ def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: s
     spans = cast("list[tuple[int, int]]", encoded["offset_mapping"])
     last = start + len(subject) - 1
     position = next(index for index, (first, end) in enumerate(spans) if first <= last < end)
-    return Place(tuple(cast("list[int]", encoded["input_ids"])), position, answer)
+    return Spot(tuple(cast("list[int]", encoded["input_ids"])), position, answer)
 
 
 def leads_of(text: str, count: int) -> list[str]:
@@ -147,7 +147,7 @@ def leads_of(text: str, count: int) -> list[str]:
     return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
 
 
-def _weights_at(model: nn.Module, layers: Layers, places: Sequence[Place]) -> dict[int, Tensor]:
+def _weights_at(model: nn.Module, layers: Layers, places: Sequence[Spot]) -> dict[int, Tensor]:
     """Compute each layer's entry weights at each place, [places, entries], in float64."""
     positions, rows = [place.position for place in places], torch.arange(len(places))
     calls = calls_of(layers, lambda: cast(Any, model)(**batch(model, [place.ids for place in places])))
@@ -194,7 +194,7 @@ def longest(model: nn.Module) -> int | None:
     return cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
 
 
-def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]) -> Watch:
+def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Spot]) -> Watch:
     rows, positions = torch.arange(len(places)), torch.tensor([place.position for place in places])
 
     def add(call: Call, output: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Place]
 
 @torch.enable_grad()
 def target(
-    model: nn.Module, layers: Layers, places: Sequence[Place], subject: Place | None, method: Method
+    model: nn.Module, layers: Layers, places: Sequence[Spot], subject: Spot | None, method: Method
 ) -> dict[int, Tensor]:
     """Find by Adam what each layer must add at the places, [model_dim], so that the answers follow.
 
@@ -262,7 +262,7 @@ def targets(
     tokenizer: PreTrainedTokenizerBase,
     layers: Layers,
     facts: Sequence[Fact],
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[Spot]],
     leads: Sequence[str],
     method: Method,
     progress: Progress | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.layered import LayerReader, observed
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reader import LayerReading
 from attnflow.models.loaded import sparing
 from attnflow.models.watching import Call, Watch
 
@@ -29,14 +29,14 @@ class LocatedEntry(NamedTuple):
     def heads(self) -> slice:
         return slice(None) if self.head is None else slice(self.head, self.head + 1)
 
-    def column(self, reading: Reading, table: Tensor) -> Float[Tensor, "tokens heads"]:
+    def column(self, reading: LayerReading, table: Tensor) -> Float[Tensor, "tokens heads"]:
         """Select the entry from a table of a reading, such as its weights; 0 where it was not read."""
         table = table.flatten(0, -3)  # some models flatten a batch
         if reading.ids is None:
             return table[..., int((self.reader.every() == self.place).nonzero()[0])]
         return torch.where(reading.ids.flatten(0, -3) == self.place, table, 0).sum(dim=-1)
 
-    def written(self, reading: Reading) -> Float[Tensor, "tokens model_dim"]:
+    def written(self, reading: LayerReading) -> Float[Tensor, "tokens model_dim"]:
         weights = self.column(reading, reading.weights)[:, self.heads]
         values = self.reader.values(torch.tensor([self.place], device=weights.device))[self.heads, 0]
         kind = torch.promote_types(weights.dtype, torch.float32)
@@ -56,7 +56,7 @@ def without(removed: Sequence[LocatedEntry | None]) -> Generator[None]:
             rows.setdefault(one.reader, []).append((row, one))
     written: dict[LayerReader, list[tuple[slice, Tensor]]] = {}
 
-    def see(reader: LayerReader, reading: Reading) -> None:
+    def see(reader: LayerReader, reading: LayerReading) -> None:
         total = reading.weights.shape[:-2].numel()
         if total % len(removed):
             raise UnsupportedArchitecture(

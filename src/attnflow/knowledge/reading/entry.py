@@ -17,7 +17,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.knowledge.convert import from_ffn
 from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, readers, reads_entries, unobserved
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
 from attnflow.knowledge.reading.results import Chance, EntryReport, Example, Near, Pushed, Removal
@@ -242,7 +242,7 @@ def _read_batch(model: nn.Module, one: LocatedEntry, rows: Sequence[Tensor]) -> 
     ids, mask = (pad_sequence(each, batch_first=True) for each in ([*rows], [torch.ones_like(row) for row in rows]))
     seen: list[Tensor] = []
 
-    def see(reading: Reading) -> None:
+    def see(reading: LayerReading) -> None:
         columns = (one.column(reading, table)[:, one.heads] for table in (reading.weights, reading.scores[0]))
         seen.extend(column.reshape(ids.shape).to(wide(column.dtype)) for column in columns)
         raise _Read

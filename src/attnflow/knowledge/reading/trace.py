@@ -15,7 +15,7 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.convert import from_ffn
 from attnflow.knowledge.layered import LayerReader, SharedReader, observed, readers, reads_entries, unobserved
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, directions, wide
 from attnflow.knowledge.reading.provenance import By, LayerTrace, Promoted, Trace
@@ -276,7 +276,7 @@ class LayerWatch:
         self.pieces: list[dict[str, Tensor]] = []
         self._heads = 1
 
-    def see(self, reading: Reading) -> None:
+    def see(self, reading: LayerReading) -> None:
         """Keep the strongest entries of a reading; a second call of the layer replaces the first."""
         read = reading.scores.shape[-2:]  # heads, entries
         scores = reading.scores[0].flatten(0, -3)  # some families flatten a batch

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from attnflow.knowledge.layered import ExpertEntries, LayerEntries, LayerReader, observed, readers
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
 from attnflow.models.watching import Call, Watch
 
@@ -59,7 +59,7 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         two_sided = "decoder_input_ids" in arguments or "decoder_inputs_embeds" in arguments
         mask = given.bool() if isinstance(given, Tensor) and given.ndim == 2 and not two_sided else None
 
-    def see(reader: LayerReader, reading: Reading) -> None:
+    def see(reader: LayerReader, reading: LayerReading) -> None:
         tokens = reading.weights.shape[:-2]
         counted = None
         if mask is not None and len(tokens) == 2:  # with a cache, the mask has the tokens before these, too
@@ -90,7 +90,7 @@ class Activity:
 
     def see(
         self,
-        reading: Reading,
+        reading: LayerReading,
         ids: Callable[[Tensor], Tensor],
         counted: Bool[Tensor, "*tokens"] | None = None,
         fires: Bool[Tensor, "*tokens heads read"] | None = None,

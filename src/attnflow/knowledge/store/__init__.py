@@ -4,8 +4,8 @@ Users call `store.py`. `table.py` is its LanceDB table and index, which `approxi
 searches the vectors in memory; `source.py` hands them to models. `entry.py` checks what a store takes and returns.
 """
 
-from attnflow.knowledge.store.entry import Entry, StoreStats
+from attnflow.knowledge.store.entry import StoredEntry, StoreStats
 from attnflow.knowledge.store.store import Store
 from attnflow.knowledge.store.table import StoreError
 
-__all__ = ["Entry", "Store", "StoreError", "StoreStats"]
+__all__ = ["Store", "StoreError", "StoreStats", "StoredEntry"]
