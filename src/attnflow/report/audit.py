@@ -15,7 +15,7 @@ from attnflow.report import charts, html
 from attnflow.report.charts import INK, blank, chart, literal
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, code, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ _LOOKS: Final = {  # colour, hatch for print and for readers who do not tell red
 _ROWS: Final = 48  # runs of layers that a chart shows
 
 
-def audit_part(report: AuditReport, _: Context) -> Part:
+def audit_part(report: AuditReport, _: Context) -> PagePart:
     count, tested = len(report.violations), _tested(report)
     if report.ok:
         reading: list[Content] = [f"No leak found, {tested}."]
@@ -59,7 +59,7 @@ def audit_part(report: AuditReport, _: Context) -> Part:
     ink = "bad-ink" if count else "good-ink" if report.ok else ""
     verdict_ = tag("span", plural(count, "violation") if count else report.verdict, class_=ink)
     sections = [Section("audit", "Audit of the model", body)]
-    return Part("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
+    return PagePart("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
 
 
 def _tested(report: AuditReport) -> str:

@@ -20,7 +20,7 @@ from attnflow.report.charts import INK, POSITIVE, SIGNED, blank, chart, heat_map
 from attnflow.report.hasse_svg import bent, box
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.layered_layout import Point
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 from attnflow.report.svg import framed, pair
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _LABEL: Final = 16  # characters of a token
 _HEIGHT: Final = 40.0
 
 
-def bias_part(bias_map: BiasMap, context: Context) -> Part:
+def bias_part(bias_map: BiasMap, context: Context) -> PagePart:
     sections = [_layers(bias_map)]
     if _strength(bias_map):
         sections += [_maps(bias_map), _weights(bias_map)]
@@ -52,11 +52,11 @@ def bias_part(bias_map: BiasMap, context: Context) -> Part:
         ("Weight moved", percent(_moved(bias_map))),
     ]
     name = bias_map.model
-    return Part(f"Attention bias of {name}", sections, _reading(bias_map), numbers, [("Model", html.code(name))])
+    return PagePart(f"Attention bias of {name}", sections, _reading(bias_map), numbers, [("Model", html.code(name))])
 
 
-def graph_part(graph: BiasGraph, _: Context) -> Part:
-    return Part(f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph", [_graph(graph, "here")])
+def graph_part(graph: BiasGraph, _: Context) -> PagePart:
+    return PagePart(f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph", [_graph(graph, "here")])
 
 
 def _layers(bias_map: BiasMap) -> Section:

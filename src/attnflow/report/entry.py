@@ -12,7 +12,7 @@ from attnflow.knowledge.entry_report import EntryReport, Example, Near, Removal
 from attnflow.report import charts, html
 from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SERIES, SOFT, blank, chart, heat_map, literal
 from attnflow.report.html import Content, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ _ROW: Final = 0.22  # inches of a bar
 _CELL: Final = 8  # characters of a token in a cell
 
 
-def entry_part(report: EntryReport, _: Context) -> Part:
+def entry_part(report: EntryReport, _: Context) -> PagePart:
     numbers: list[tuple[str, Content]] = [("Layer", str(report.layer)), ("Norm of its value", f"{report.norm:.3g}")]
     if report.tokens_read:
         share = percent(report.active / report.tokens_read)
@@ -48,7 +48,9 @@ def entry_part(report: EntryReport, _: Context) -> Part:
     sections.append(Section("near", "Near entries", _near(report)))
     source: list[tuple[str, Content]] = [("Model", html.code(report.model)), ("Module", html.code(report.name))]
     reading = [str(report).partition("\n")[0] + "."]
-    return Part(f"Entry {report.entry} of layer {report.layer} of {report.model}", sections, reading, numbers, source)
+    return PagePart(
+        f"Entry {report.entry} of layer {report.layer} of {report.model}", sections, reading, numbers, source
+    )
 
 
 def _texts(examples: Sequence[Example]) -> html.Html:

@@ -16,7 +16,7 @@ from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, chanc
 from attnflow.report import charts, html
 from attnflow.report.charts import SERIES, SOFT, blank, chart, heat_map, literal
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ _MODALITIES: Final = {"language-models": "o", "vision-models": "^", "audio-model
 _BANDS: Final = 4  # different bands of chance that a legend names
 
 
-def scores_part(models: Models, _: Context) -> Part:
+def scores_part(models: Models, _: Context) -> PagePart:
     """Describes the scores of one or several models: in the plane, by layer and by head."""
     sections = [_scores(models), _by_layer(models)]
     if any(one.head != "all" for model in models for one in model):
@@ -45,7 +45,7 @@ def scores_part(models: Models, _: Context) -> Part:
         numbers.append(("Directionality", tag("span", _text(summary.directionality.median), where)))
     title = f"Geometry of {models[0].model if len(models) == 1 else plural(len(models), 'model')}"
     source = [("Model", code(model.model)) for model in models]
-    return Part(title, sections, _reading(models), numbers, source)
+    return PagePart(title, sections, _reading(models), numbers, source)
 
 
 def _scores(models: Models) -> Section:

@@ -21,7 +21,7 @@ _LINE_GAP: Final = 14.0
 
 
 @dataclass(frozen=True)
-class Placement:
+class LayeredPlacement:
     """Centres of the nodes and routes of the edges; y grows downwards.
 
     A route runs from the top of the lower node to the bottom of the upper one, alternating vertical stretches inside
@@ -72,7 +72,7 @@ class _Rows:
 
 def place(
     sizes: Sequence[tuple[float, float]], levels: Sequence[int], edges: Sequence[tuple[int, int]], row_gap: float = 40.0
-) -> Placement:
+) -> LayeredPlacement:
     """Places boxes of the given (width, height) on the rows `levels`; edges go from lower to upper.
 
     Cost: O(sweeps x vertices x log), with a vertex for each node and for each row that an edge passes.
@@ -104,7 +104,7 @@ def place(
         route += [(x[upper], bottoms[row]), (x[upper], middle[row] + sizes[upper][1] / 2)]
         routes.append(route)
     centres = [(x[v], middle[levels[v]]) for v in range(len(sizes))]
-    return Placement(centres, routes, right - left, total)
+    return LayeredPlacement(centres, routes, right - left, total)
 
 
 def shelved(
@@ -113,7 +113,7 @@ def shelved(
     edges: Sequence[tuple[int, int]],
     width: float,
     row_gap: float = 40.0,
-) -> Placement:
+) -> LayeredPlacement:
     """Places boxes as `place` does; if that is wider than `width`, the connected parts stand on several shelves."""
     whole = place(sizes, levels, edges, row_gap)
     graph = networkx.Graph(edges)
@@ -122,7 +122,7 @@ def shelved(
     if whole.width <= width or len(parts) == 1:
         return whole
     centres, routes = [(0.0, 0.0)] * len(sizes), [list[Point]()] * len(edges)
-    shelves: list[list[tuple[list[int], list[int], Placement]]] = [[]]
+    shelves: list[list[tuple[list[int], list[int], LayeredPlacement]]] = [[]]
     room = width
     for part in parts:
         index = {node: i for i, node in enumerate(part)}
@@ -145,7 +145,7 @@ def shelved(
                 routes[edge] = [(x + left, y + down) for x, y in route]
             left += placed.width + _NODE_GAP
         right, top = max(right, left - _NODE_GAP), top + height + row_gap
-    return Placement(centres, routes, right, top - row_gap)
+    return LayeredPlacement(centres, routes, right, top - row_gap)
 
 
 def _reduce_crossings(graph: _Rows) -> None:

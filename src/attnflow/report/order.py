@@ -17,7 +17,7 @@ from attnflow.report import charts, html
 from attnflow.report.charts import POSITIVE, blank, chart
 from attnflow.report.hasse_svg import hasse_svg, runs
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 from attnflow.tasks.leaks import Leak, LeakReport
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ _DRAWN: Final = 2  # leaks with a diagram of their own
 _LISTED: Final = 24  # rows of a list before the rest is only counted
 
 
-def hasse_part(hasse: Hasse, context: Context) -> Part:
+def hasse_part(hasse: Hasse, context: Context) -> PagePart:
     title = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
-    return Part(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
+    return PagePart(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
 
 
 def order(flow: Flow, labels: Sequence[str] | None) -> Section:
@@ -182,7 +182,7 @@ def _walk(rows: IntervalRows, starts: IntArray) -> IntArray:
         sizes.append(sizes[-1] + np.bincount(walker, minlength=count))
 
 
-def leak_part(report: LeakReport, context: Context) -> Part:
+def leak_part(report: LeakReport, context: Context) -> PagePart:
     leaks, dead = len(report.leaks), len(report.dead)
     reading = [f"No label can leak: this is proved for all {grouped(report.num_labels)}."]
     if leaks:
@@ -200,7 +200,7 @@ def leak_part(report: LeakReport, context: Context) -> Part:
         ("Dead positions", tag("span", grouped(dead) if dead else "none", class_="bad-ink" if dead else None)),
     ]
     sections = [_leaks(report, context), _idle(report)]
-    return Part("Leaks", sections, reading, numbers, failed=not report.ok)
+    return PagePart("Leaks", sections, reading, numbers, failed=not report.ok)
 
 
 def _leaks(report: LeakReport, context: Context) -> Section:

@@ -16,7 +16,7 @@ from attnflow.bias.graph import BiasGraph
 from attnflow.bias.map import BiasMap, LayerMap, LayerQuery, QueryBias
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.monitor import Monitor
-from attnflow.geometry.score import Survey
+from attnflow.geometry.score import GeometrySurvey
 from attnflow.geometry.table import GeometryScores
 from attnflow.knowledge.activity_report import ActivityReport
 from attnflow.knowledge.entry_report import EntryReport, Removal
@@ -39,7 +39,7 @@ from attnflow.report.knowledge import trace_chart, trace_part
 from attnflow.report.mask import flow_of, mask_part
 from attnflow.report.mask_picture import mask_svg
 from attnflow.report.order import growth_chart, hasse_part, leak_part
-from attnflow.report.page import Context, Page, Part, Section, build
+from attnflow.report.page import Context, Page, PagePart, Section, build
 from attnflow.report.recorded import activity_chart, layer_chart, layer_query_chart, monitor_chart, query_chart
 from attnflow.report.svg import Svg, standalone
 from attnflow.report.tables import card, gallery, table_svg
@@ -58,7 +58,7 @@ def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str |
     return hasse_svg(flow.hasse, **options) if picture == "hasse" else growth_chart(flow, **options)
 
 
-def _table_part(result: Result, _: Context) -> Part:
+def _table_part(result: Result, _: Context) -> PagePart:
     """Shows a result by its picture, if it has one, and as a table; one that judges says how first."""
     rows, name, ok = result.rows(), type(result).__name__, getattr(result, "ok", None)
     head = list(rows[0]) if rows else []
@@ -70,17 +70,17 @@ def _table_part(result: Result, _: Context) -> Part:
             body = in_page(lambda: cast("Figure", draw(result)), name) + body
     if ok is not None:
         body = html.note("good" if ok else "bad", html.paragraph(str(result).partition("\n")[0])) + body
-    return Part(name, [Section(name.lower(), name, body)], failed=ok is False)
+    return PagePart(name, [Section(name.lower(), name, body)], failed=ok is False)
 
 
 def _cell(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _handle_part(handle: Handle, _: Context) -> Part:
+def _handle_part(handle: Handle, _: Context) -> PagePart:
     """Shows a handle that holds no results: what it changed."""
     body = html.join([html.paragraph(line) for line in str(handle).splitlines()])
-    return Part(type(handle).__name__, [Section("change", "What was changed", body)])
+    return PagePart(type(handle).__name__, [Section("change", "What was changed", body)])
 
 
 def _audit_figure(report: AuditReport, **options: Any) -> str | Figure:
@@ -92,12 +92,12 @@ def _merged_figure(merged: MergedTask, **options: Any) -> str:
     return task_svg(merged.task, **options)
 
 
-def _survey_figure(survey: Survey, **options: Any) -> Figure:
+def _survey_figure(survey: GeometrySurvey, **options: Any) -> Figure:
     return score_chart(*survey.models, **options)
 
 
 @dataclass(frozen=True)
-class Kind:
+class Display:
     """How a result is shown.
 
     Attributes:
@@ -107,45 +107,45 @@ class Kind:
         opens: what a page shows in its place, such as the order and the proof of a task.
     """
 
-    part: Callable[[Any, Context], Part] = _table_part
+    part: Callable[[Any, Context], PagePart] = _table_part
     figure: Callable[..., str | Figure] | None = None
     together: bool = False
     opens: Callable[[Any], Sequence[object]] | None = None
 
 
-TABLE: Final = Kind()
-EXPORTED: Final = Kind(opens=lambda form: [form.to_mask()])
-KINDS: Final[dict[type, Kind]] = {
-    Mask: Kind(mask_part, mask_svg, opens=lambda mask: [flow_of(mask)[0] or mask]),
-    MaskGrid: Kind(opens=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row))),
-    Flow: Kind(mask_part, _flow_figure),
-    Hasse: Kind(hasse_part, hasse_svg),
-    MeasuredOrder: Kind(opens=lambda measured: measured.flows),
-    Sparse: Kind(opens=lambda sparse: [sparse.mask]),
+TABLE: Final = Display()
+EXPORTED: Final = Display(opens=lambda form: [form.to_mask()])
+KINDS: Final[dict[type, Display]] = {
+    Mask: Display(mask_part, mask_svg, opens=lambda mask: [flow_of(mask)[0] or mask]),
+    MaskGrid: Display(opens=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row))),
+    Flow: Display(mask_part, _flow_figure),
+    Hasse: Display(hasse_part, hasse_svg),
+    MeasuredOrder: Display(opens=lambda measured: measured.flows),
+    Sparse: Display(opens=lambda sparse: [sparse.mask]),
     **dict.fromkeys((Varlen, FlashInferMask, EngineMask, FlashMask, MagiRanges), EXPORTED),
-    Task: Kind(figure=task_svg, opens=lambda task: [task.flow, check(task)]),
-    MergedTask: Kind(figure=_merged_figure, opens=lambda merged: [merged.task]),
-    LeakReport: Kind(leak_part, leak_svg),
-    AuditReport: Kind(audit_part, _audit_figure),
-    BiasMap: Kind(bias_part, map_chart),
-    BiasGraph: Kind(graph_part, graph_svg),
-    QueryBias: Kind(figure=query_chart),
-    LayerQuery: Kind(figure=layer_query_chart),
-    LayerMap: Kind(figure=layer_chart),
-    GeometryScores: Kind(scores_part, score_chart, together=True),
-    Survey: Kind(figure=_survey_figure, opens=lambda survey: survey.models),
-    Monitor: Kind(_handle_part, monitor_chart, opens=lambda monitor: monitor.results()),
-    ScoreAttribution: Kind(attribution_part, attribution_chart),
-    Trace: Kind(trace_part, trace_chart),
-    EntryReport: Kind(entry_part, entry_chart),
-    Removal: Kind(figure=removal_chart),
-    ActivityReport: Kind(figure=activity_chart),
-    Handle: Kind(_handle_part, opens=lambda handle: handle.results()),
+    Task: Display(figure=task_svg, opens=lambda task: [task.flow, check(task)]),
+    MergedTask: Display(figure=_merged_figure, opens=lambda merged: [merged.task]),
+    LeakReport: Display(leak_part, leak_svg),
+    AuditReport: Display(audit_part, _audit_figure),
+    BiasMap: Display(bias_part, map_chart),
+    BiasGraph: Display(graph_part, graph_svg),
+    QueryBias: Display(figure=query_chart),
+    LayerQuery: Display(figure=layer_query_chart),
+    LayerMap: Display(figure=layer_chart),
+    GeometryScores: Display(scores_part, score_chart, together=True),
+    GeometrySurvey: Display(figure=_survey_figure, opens=lambda survey: survey.models),
+    Monitor: Display(_handle_part, monitor_chart, opens=lambda monitor: monitor.results()),
+    ScoreAttribution: Display(attribution_part, attribution_chart),
+    Trace: Display(trace_part, trace_chart),
+    EntryReport: Display(entry_part, entry_chart),
+    Removal: Display(figure=removal_chart),
+    ActivityReport: Display(figure=activity_chart),
+    Handle: Display(_handle_part, opens=lambda handle: handle.results()),
     Result: TABLE,
 }
 
 
-def kind_of(result: object) -> Kind:
+def kind_of(result: object) -> Display:
     """Returns how a result is shown; raises TypeError, listing what can be shown, if it cannot be."""
     for base in type(result).__mro__:
         if base in KINDS:
@@ -238,7 +238,7 @@ def page(
     """
     problems = dict(problems or {})
     for result in results:
-        problems |= result.unscored if isinstance(result, Survey) else {}
+        problems |= result.unscored if isinstance(result, GeometrySurvey) else {}
     if not results and not problems:
         raise ValueError("expected at least one result, got none: nothing to show")
     subjects = [subject for result in results for subject in _subjects(result)]
@@ -248,11 +248,11 @@ def page(
         raise ValueError(f"expected a label for each of {size} positions, got {len(labels)}")
     flow = first if isinstance(first, Flow) else None
     context = Context(flow, None if labels is None else tuple(labels))
-    parts: list[Part] = []
-    gathered: set[Kind] = set()
+    parts: list[PagePart] = []
+    gathered: set[Display] = set()
     for subject in subjects:
         if isinstance(subject, Section):
-            parts.append(Part(subject.title, [subject]))
+            parts.append(PagePart(subject.title, [subject]))
             continue
         kind = kind_of(subject)
         if not kind.together:

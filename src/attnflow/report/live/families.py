@@ -11,7 +11,7 @@ from attnflow._core.parameters import Named, find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow.masks.build import from_edges
 from attnflow.report.hasse_svg import diagram
-from attnflow.report.live.design import Design, Layer
+from attnflow.report.live.design import Design, MaskLayer
 from attnflow.report.live.operations import Message, Reply, typed
 from attnflow.report.live.tiles import tile
 from attnflow.tasks.derivation import derive, named_families, with_mask
@@ -116,7 +116,7 @@ def _design(task: Task, cells: Sequence[Mapping[str, Any]]) -> Design:
     labels = [(each.position, each.data_index) for each in task.labels if each.data_index is not None]
     inside = tuple(dict.fromkeys(pair for pair in labels if pair[1] < task.size))
     tokens = tuple(str(cell["short"]) for cell in cells)
-    return Design((Layer.of(task.mask.to_dict()),), tokens=tokens, sources=sources, labels=inside)
+    return Design((MaskLayer.of(task.mask.to_dict()),), tokens=tokens, sources=sources, labels=inside)
 
 
 def _words(text: str) -> list[str]:

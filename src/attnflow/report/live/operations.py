@@ -17,7 +17,7 @@ from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
 from attnflow.report.live.design import (
     MAX_LAYERS,
     Design,
-    Layer,
+    MaskLayer,
     Spec,
     Stroke,
     labels_of,
@@ -66,7 +66,7 @@ def preview(design: Design, message: Message) -> Reply:
     over the message's "tile" window beside the layer's mask if both have as many positions, otherwise all of it.
     """
     here, size = design.layers[layer_of(design, message)].mask, design.size
-    layer = Layer.of(chosen(message, size)) if "settings" in message else _begun(_text(message, "name"), size)
+    layer = MaskLayer.of(chosen(message, size)) if "settings" in message else _begun(_text(message, "name"), size)
     settings = typed(cast("Mapping[str, object]", layer.spec["parameters"]))
     mask, n = layer.mask, layer.mask.num_queries
     reply: Reply = {"name": layer.spec["name"], "settings": settings, "title": layer.title, "size": n}
@@ -85,7 +85,7 @@ def typed(values: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _begun(name: str, size: int) -> Layer:
+def _begun(name: str, size: int) -> MaskLayer:
     find(name, named_masks(), "mask")
     block, large = (max(d for d in range(1, most + 1) if size % d == 0) for most in (4, max(2, size // 16)))
     fitting: Mapping[str, Mapping[str, str]] = {
@@ -98,33 +98,33 @@ def _begun(name: str, size: int) -> Layer:
     }
     example = {key: text for key, text in EXAMPLES[name].items() if key != "n"}
     try:
-        return Layer.of(chosen({"name": name, "settings": {**example, **fitting.get(name, {})}}, size))
+        return MaskLayer.of(chosen({"name": name, "settings": {**example, **fitting.get(name, {})}}, size))
     except ValueError:  # a butterfly of so many tokens, for one, has more positions than a design
-        return Layer.of(chosen({"name": name, "settings": EXAMPLES[name]}, size))
+        return MaskLayer.of(chosen({"name": name, "settings": EXAMPLES[name]}, size))
 
 
 def pick(design: Design, message: Message) -> Outcome:
-    return design.with_layer(layer_of(design, message), Layer.of(chosen(message, design.size)))
+    return design.with_layer(layer_of(design, message), MaskLayer.of(chosen(message, design.size)))
 
 
 def combine(design: Design, message: Message) -> Outcome:
     number, sign = layer_of(design, message), _text(message, "sign")
     if sign not in ("and", "or"):
         raise ValueError(f"sign must be and or or, got {sign!r}")
-    here, other = design.layers[number], Layer.of(chosen(message, design.size))
+    here, other = design.layers[number], MaskLayer.of(chosen(message, design.size))
     if other.mask.num_queries != design.size:
         raise ValueError(
             f"masks that are combined have as many positions: expected {design.size}, got {other.mask.num_queries}"
         )
     base = here.baked()
     parts = cast("list[object]", base[sign]) if sign in base else [base]
-    return design.with_layer(number, Layer.of({sign: [*parts, other.spec]}))
+    return design.with_layer(number, MaskLayer.of({sign: [*parts, other.spec]}))
 
 
 def invert(design: Design, message: Message) -> Outcome:
     number = layer_of(design, message)
     base = design.layers[number].baked()
-    return design.with_layer(number, Layer.of(base.get("not", {"not": base})))
+    return design.with_layer(number, MaskLayer.of(base.get("not", {"not": base})))
 
 
 def paint(design: Design, message: Message) -> Outcome:
@@ -197,7 +197,7 @@ def design_of(values: Mapping[str, object], where: str = "the file") -> Design:
         return Design.from_dict(values, where)
     if "inputs" in values:
         return Design.of_task(Task.from_dict(values, where))
-    return Design((Layer.of(values.get("mask", values), where=where),))
+    return Design((MaskLayer.of(values.get("mask", values), where=where),))
 
 
 ACTIONS: Final[Mapping[str, Callable[[Design, Message], Outcome]]] = {

@@ -8,7 +8,7 @@ from typing import Final
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.plain import as_integer
-from attnflow.report.live.design import Design, Layer
+from attnflow.report.live.design import Design, MaskLayer
 from attnflow.report.live.families import families, family
 from attnflow.report.live.operations import ACTIONS, QUESTIONS, Message, Reply, layer_of
 from attnflow.report.live.tiles import tile, window_of
@@ -132,7 +132,7 @@ def _first(sources: Mapping[int, tuple[int, ...]]) -> list[tuple[int, tuple[int,
     return list(islice(sources.items(), _LISTED))
 
 
-def _shown(layer: Layer) -> object:
+def _shown(layer: MaskLayer) -> object:
     """Returns the specification of an unpainted catalogue mask, so that a form can show its parameters."""
     return layer.spec if "name" in layer.spec and not layer.strokes else None
 
