@@ -17,6 +17,7 @@ from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.models.recording import ComponentName
 from attnflow.report import charts, html
 from attnflow.report.charts import INK, NEGATIVE, POSITIVE, SIGNED, SOFT, blank, chart, literal, name_axis
+from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, PagePart, Section
 
@@ -123,6 +124,7 @@ def remark(result: ScoreAttribution, row: HeadRow) -> str:
     )
 
 
+@describes(ScoreAttribution)
 def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = None, raw: bool = False) -> PagePart:
     row = row_of(result, None, key, raw)
     best = leading(result, row, 10)
@@ -212,6 +214,7 @@ def _tokens(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
     return Section("received", "What each token received", body)
 
 
+@draws(ScoreAttribution)
 @chart
 def attribution_chart(
     result: ScoreAttribution,

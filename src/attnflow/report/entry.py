@@ -11,6 +11,7 @@ from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.knowledge.entry_report import EntryReport, Example, Near, Removal
 from attnflow.report import charts, html
 from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SERIES, SOFT, blank, chart, heat_map, literal
+from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, PagePart, Section
 
@@ -21,6 +22,7 @@ _ROW: Final = 0.22  # inches of a bar
 _CELL: Final = 8  # characters of a token in a cell
 
 
+@describes(EntryReport)
 def entry_part(report: EntryReport, _: Context) -> PagePart:
     numbers: list[tuple[str, Content]] = [("Layer", str(report.layer)), ("Norm of its value", f"{report.norm:.3g}")]
     if report.tokens_read:
@@ -83,6 +85,7 @@ def _near(report: EntryReport) -> html.Html:
     return html.paragraph(lead, kind="lead") + html.table(head, rows, text_columns=3)
 
 
+@draws(EntryReport)
 @chart
 def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
     """Draws the tokens that an entry's value raises and lowers, its near entries, and the texts that make it fire."""
@@ -100,6 +103,7 @@ def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
     return figure
 
 
+@draws(Removal)
 @chart
 def removal_chart(removal: Removal, *, title: str | None = None) -> Figure:
     """Draws the probabilities of the next token with an entry and without it."""

@@ -15,6 +15,7 @@ from attnflow.geometry.published import PublishedScores, Quartiles, Summary, pub
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, chance_bands
 from attnflow.report import charts, html
 from attnflow.report.charts import SERIES, SOFT, blank, chart, heat_map, literal
+from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.page import Context, PagePart, Section
 
@@ -33,6 +34,7 @@ _MODALITIES: Final = {"language-models": "o", "vision-models": "^", "audio-model
 _BANDS: Final = 4  # different bands of chance that a legend names
 
 
+@describes(GeometryScores, together=True)
 def scores_part(models: Models, _: Context) -> PagePart:
     """Describes the scores of one or several models: in the plane, by layer and by head."""
     sections = [_scores(models), _by_layer(models)]
@@ -193,6 +195,7 @@ def _text(value: float) -> str:
     return "none" if math.isnan(value) else f"{value:z.3f}".replace("-", "−")
 
 
+@draws(GeometryScores)
 @chart
 def score_chart(
     scores: GeometryScores, *others: GeometryScores, picture: Picture = "plane", title: str | None = None

@@ -13,6 +13,7 @@ from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.knowledge.provenance import Fired, Trace
 from attnflow.report import charts, html
 from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
+from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, PagePart, Section
 
@@ -32,6 +33,7 @@ _PROMPT: Final = 400  # tokens of a prompt that are shown; of a longer one the l
 _WIDEST: Final = 96  # tokens of a map; of a longer text the last ones
 
 
+@describes(Trace)
 def trace_part(trace: Trace, _: Context) -> PagePart:
     numbers: list[tuple[Content, Content]] = [
         ("Tokens", tag("span", str(len(trace.tokens)), tag("small", f"{len(trace.positions)} traced"))),
@@ -183,6 +185,7 @@ def _share(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
+@draws(Trace)
 @chart
 def trace_chart(
     trace: Trace,

@@ -10,6 +10,7 @@ from attnflow.masks.costs import block_sparsity
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
 from attnflow.report import html, order
+from attnflow.report.displays import describes
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.mask_picture import mask_svg
@@ -23,6 +24,7 @@ LARGEST_ORDER: Final = 32_768  # positions above which the closure would take gi
 Layers = list[tuple[Mask, list[int]]]  # each distinct mask with the layers (from 1) that use it
 
 
+@describes(Mask, Flow)
 def mask_part(subject: Mask | Flow, context: Context) -> PagePart:
     masks = subject.masks if isinstance(subject, Flow) else (subject,)
     flow, missing = (subject, "") if isinstance(subject, Flow) else flow_of(subject)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import charts, html
 from attnflow.report.charts import POSITIVE, blank, chart
+from attnflow.report.displays import describes, draws
 from attnflow.report.hasse_svg import hasse_svg, runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.page import Context, PagePart, Section
@@ -32,6 +33,7 @@ _DRAWN: Final = 2  # leaks with a diagram of their own
 _LISTED: Final = 24  # rows of a list before the rest is only counted
 
 
+@describes(Hasse)
 def hasse_part(hasse: Hasse, context: Context) -> PagePart:
     title = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
     return PagePart(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
@@ -182,6 +184,14 @@ def _walk(rows: IntervalRows, starts: IntArray) -> IntArray:
         sizes.append(sizes[-1] + np.bincount(walker, minlength=count))
 
 
+@draws(Flow)
+def flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str | Figure:
+    if picture not in ("hasse", "growth"):
+        raise ValueError(f'picture must be "hasse" or "growth", got {picture!r}')
+    return hasse_svg(flow.hasse, **options) if picture == "hasse" else growth_chart(flow, **options)
+
+
+@describes(LeakReport)
 def leak_part(report: LeakReport, context: Context) -> PagePart:
     leaks, dead = len(report.leaks), len(report.dead)
     reading = [f"No label can leak: this is proved for all {grouped(report.num_labels)}."]

@@ -4,47 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.handles import Handle
 from attnflow._core.results import Result
 from attnflow.audit.measurement import MeasuredOrder
-from attnflow.audit.report import AuditReport
-from attnflow.bias.graph import BiasGraph
-from attnflow.bias.map import BiasMap, LayerMap, LayerQuery, QueryBias
-from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.monitor import Monitor
 from attnflow.geometry.score import GeometrySurvey
-from attnflow.geometry.table import GeometryScores
-from attnflow.knowledge.activity_report import ActivityReport
-from attnflow.knowledge.entry_report import EntryReport, Removal
-from attnflow.knowledge.provenance import Trace
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.export.packed import EngineMask, FlashInferMask, Varlen
 from attnflow.masks.export.slices import FlashMask, MagiRanges
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
-from attnflow.order.hasse import Hasse, Sparse
-from attnflow.report import html, svg
-from attnflow.report.attribution import attribution_chart, attribution_part
-from attnflow.report.audit import audit_chart, audit_part
-from attnflow.report.bias import bias_part, graph_part, graph_svg, map_chart
+from attnflow.order.hasse import Sparse
+from attnflow.report import attribution, audit, bias, entry, geometry, html, knowledge, recorded, svg, tasks
 from attnflow.report.charts import in_page, svg_of
-from attnflow.report.entry import entry_chart, entry_part, removal_chart
-from attnflow.report.geometry import score_chart, scores_part
-from attnflow.report.hasse_svg import hasse_svg
-from attnflow.report.knowledge import trace_chart, trace_part
-from attnflow.report.mask import flow_of, mask_part
+from attnflow.report.displays import DISPLAYS, Display, describes, draws, opens
+from attnflow.report.mask import flow_of
 from attnflow.report.mask_picture import mask_svg
-from attnflow.report.order import growth_chart, hasse_part, leak_part
 from attnflow.report.page import Context, Page, PagePart, Section, build
-from attnflow.report.recorded import activity_chart, layer_chart, layer_query_chart, monitor_chart, query_chart
 from attnflow.report.svg import Svg, standalone
-from attnflow.report.tables import card, gallery, table_svg
-from attnflow.report.tasks import leak_svg, task_svg
-from attnflow.tasks.leaks import LeakReport, check
+from attnflow.report.tables import card, cell, gallery, table_svg
+from attnflow.tasks.leaks import check
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
 
@@ -52,17 +35,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str | Figure:
-    if picture not in ("hasse", "growth"):
-        raise ValueError(f'picture must be "hasse" or "growth", got {picture!r}')
-    return hasse_svg(flow.hasse, **options) if picture == "hasse" else growth_chart(flow, **options)
-
-
+@describes(Result)
 def _table_part(result: Result, _: Context) -> PagePart:
     """Shows a result by its picture, if it has one, and as a table; one that judges says how first."""
     rows, name, ok = result.rows(), type(result).__name__, getattr(result, "ok", None)
     head = list(rows[0]) if rows else []
-    cells = [[_cell(value) for value in row.values()] for row in rows]
+    cells = [[cell(value, _LONGEST) for value in row.values()] for row in rows]
     body = html.table(head, cells, text_columns=len(head)) if rows else html.paragraph("No rows.")
     draw = kind_of(result).figure
     if draw is not None:
@@ -73,85 +51,49 @@ def _table_part(result: Result, _: Context) -> PagePart:
     return PagePart(name, [Section(name.lower(), name, body)], failed=ok is False)
 
 
-def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
+@describes(Handle, Monitor)
 def _handle_part(handle: Handle, _: Context) -> PagePart:
     """Shows a handle that holds no results: what it changed."""
     body = html.join([html.paragraph(line) for line in str(handle).splitlines()])
     return PagePart(type(handle).__name__, [Section("change", "What was changed", body)])
 
 
-def _audit_figure(report: AuditReport, **options: Any) -> str | Figure:
-    """Draws the watched modules; the audit of a function watches none, and its violations are drawn as a table."""
-    return audit_chart(report, **options) if report.modules else table_svg(report, **options)
-
-
+@draws(MergedTask)
 def _merged_figure(merged: MergedTask, **options: Any) -> str:
-    return task_svg(merged.task, **options)
+    return tasks.task_svg(merged.task, **options)
 
 
+@draws(GeometrySurvey)
 def _survey_figure(survey: GeometrySurvey, **options: Any) -> Figure:
-    return score_chart(*survey.models, **options)
+    return geometry.score_chart(*survey.models, **options)
 
 
-@dataclass(frozen=True)
-class Display:
-    """How a result is shown.
-
-    Attributes:
-        part: its part of a page.
-        figure: its picture; None for that of what it `opens` to, or else of its table.
-        together: whether several results share both.
-        opens: what a page shows in its place, such as the order and the proof of a task.
-    """
-
-    part: Callable[[Any, Context], PagePart] = _table_part
-    figure: Callable[..., str | Figure] | None = None
-    together: bool = False
-    opens: Callable[[Any], Sequence[object]] | None = None
+SHOWN: Final = (attribution, audit, bias, entry, knowledge, recorded)  # which register what they draw
+opens(Mask, to=lambda mask: [flow_of(mask)[0] or mask])
+opens(MaskGrid, to=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row)))
+opens(MeasuredOrder, to=lambda measured: measured.flows)
+opens(Sparse, to=lambda sparse: [sparse.mask])
+opens(Varlen, FlashInferMask, EngineMask, FlashMask, MagiRanges, to=lambda form: [form.to_mask()])
+opens(Task, to=lambda task: [task.flow, check(task)])
+opens(MergedTask, to=lambda merged: [merged.task])
+opens(GeometrySurvey, to=lambda survey: survey.models)
+opens(Monitor, Handle, to=lambda handle: handle.results())
 
 
-TABLE: Final = Display()
-EXPORTED: Final = Display(opens=lambda form: [form.to_mask()])
-KINDS: Final[dict[type, Display]] = {
-    Mask: Display(mask_part, mask_svg, opens=lambda mask: [flow_of(mask)[0] or mask]),
-    MaskGrid: Display(opens=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row))),
-    Flow: Display(mask_part, _flow_figure),
-    Hasse: Display(hasse_part, hasse_svg),
-    MeasuredOrder: Display(opens=lambda measured: measured.flows),
-    Sparse: Display(opens=lambda sparse: [sparse.mask]),
-    **dict.fromkeys((Varlen, FlashInferMask, EngineMask, FlashMask, MagiRanges), EXPORTED),
-    Task: Display(figure=task_svg, opens=lambda task: [task.flow, check(task)]),
-    MergedTask: Display(figure=_merged_figure, opens=lambda merged: [merged.task]),
-    LeakReport: Display(leak_part, leak_svg),
-    AuditReport: Display(audit_part, _audit_figure),
-    BiasMap: Display(bias_part, map_chart),
-    BiasGraph: Display(graph_part, graph_svg),
-    QueryBias: Display(figure=query_chart),
-    LayerQuery: Display(figure=layer_query_chart),
-    LayerMap: Display(figure=layer_chart),
-    GeometryScores: Display(scores_part, score_chart, together=True),
-    GeometrySurvey: Display(figure=_survey_figure, opens=lambda survey: survey.models),
-    Monitor: Display(_handle_part, monitor_chart, opens=lambda monitor: monitor.results()),
-    ScoreAttribution: Display(attribution_part, attribution_chart),
-    Trace: Display(trace_part, trace_chart),
-    EntryReport: Display(entry_part, entry_chart),
-    Removal: Display(figure=removal_chart),
-    ActivityReport: Display(figure=activity_chart),
-    Handle: Display(_handle_part, opens=lambda handle: handle.results()),
-    Result: TABLE,
-}
+_LONGEST: Final = 400  # characters of a cell on a page
 
 
 def kind_of(result: object) -> Display:
     """Returns how a result is shown; raises TypeError, listing what can be shown, if it cannot be."""
     for base in type(result).__mro__:
-        if base in KINDS:
-            return KINDS[base]
-    names = ", ".join(sorted(kind.__name__ for kind in KINDS if kind not in (Handle, Result)))
+        if base in DISPLAYS:
+            return DISPLAYS[base]
+    names = ", ".join(sorted(kind.__name__ for kind in DISPLAYS if kind not in (Handle, Result)))
     raise TypeError(f"expected a result ({names}, any other, or a handle), got {type(result).__name__}")
+
+
+def _part(kind: Display) -> Callable[..., PagePart]:
+    return kind.part or _table_part
 
 
 def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
@@ -257,11 +199,11 @@ def page(
         kind = kind_of(subject)
         if not kind.together:
             other = isinstance(subject, Mask | Flow) and subject is not first
-            parts.append(kind.part(subject, replace(context, labels=None) if other else context))
+            parts.append(_part(kind)(subject, replace(context, labels=None) if other else context))
         elif kind not in gathered:
             gathered.add(kind)
             alike = [one for one in subjects if not isinstance(one, Section) and kind_of(one) is kind]
-            parts.append(kind.part(alike, context))
+            parts.append(_part(kind)(alike, context))
     return build(parts, title, dict(details or {}), problems)
 
 
@@ -288,5 +230,5 @@ def notebook(result: object) -> str:
             return f'<div style="background:#fff;color:#1c2024">{shown}</div>'
         except (MissingExtra, ValueError):  # no matplotlib, or nothing to draw
             pass
-    part = kind.part([result] if kind.together else result, Context())
+    part = _part(kind)([result] if kind.together else result, Context())
     return html.tag("div", html.paragraph(*part.reading), *(section.body for section in part.sections)).markup

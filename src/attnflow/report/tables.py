@@ -82,7 +82,7 @@ def _table(rows: Sequence[Mapping[str, object]]) -> tuple[str, float, float]:
     x, parts, last = 0.0, list[str](), [*rows[0]][-1]
     for name in rows[0]:
         values = [row[name] for row in rows]
-        cells = [_cell(value, _LAST if name == last else _CELL) for value in values]
+        cells = [cell(value, _LAST if name == last else _CELL) for value in values]
         numeric = all(isinstance(value, int | float | None) and not isinstance(value, bool) for value in values)
         width = _WIDTH * max(columns(text) for text in (name, *cells))
         parts.append(_text(name.replace("_", " "), x + width * numeric, 12, numeric, 0.65))
@@ -99,7 +99,7 @@ def _table(rows: Sequence[Mapping[str, object]]) -> tuple[str, float, float]:
     return "".join(parts), x - _GAP + 4, _LINE * (len(rows) + 1)
 
 
-def _cell(value: object, limit: int) -> str:
+def cell(value: object, limit: int) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
