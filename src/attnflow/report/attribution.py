@@ -55,7 +55,6 @@ class HeadRow:
 
     @property
     def constant(self) -> Array:
-        """The sum of all constants, [keys]."""
         return np.sum(list(self.constants.values()), axis=0) if self.constants else np.zeros(len(self.scores))
 
     @property

@@ -70,7 +70,6 @@ def _tested(report: AuditReport) -> str:
 
 
 def _untested(report: AuditReport) -> str:
-    """Returns why an audit without violations is not clean."""
     if not report.forbidden:
         who = "a bidirectional model" if report.order == "bidirectional" else f"the order ({report.order})"
         return f"{who} forbids no pair of these inputs"

@@ -88,7 +88,6 @@ def _near(report: EntryReport) -> html.Html:
 @draws(EntryReport)
 @chart
 def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
-    """Draws the tokens that an entry's value raises and lowers, its near entries, and the texts that make it fire."""
     listed = max(len(report.raised) + len(report.lowered), len(report.near_by_value) + len(report.near_by_key) + 2)
     above, below = 1.1 + _ROW * listed, 1.0 + 0.27 * len(report.examples)
     figure = blank(11.5, above + (below if report.examples else 0))
@@ -106,7 +105,6 @@ def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
 @draws(Removal)
 @chart
 def removal_chart(removal: Removal, *, title: str | None = None) -> Figure:
-    """Draws the probabilities of the next token with an entry and without it."""
     names = [_label(one.token, 16) for one in removal.chances]
     figure = blank(6.5, 1.3 + 0.36 * len(names))
     axes = figure.subplots()

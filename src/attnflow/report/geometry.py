@@ -36,7 +36,6 @@ _BANDS: Final = 4  # different bands of chance that a legend names
 
 @describes(GeometryScores, together=True)
 def scores_part(models: Models, _: Context) -> PagePart:
-    """Describes the scores of one or several models: in the plane, by layer and by head."""
     sections = [_scores(models), _by_layer(models)]
     if any(one.head != "all" for model in models for one in model):
         sections.append(_by_head(models))
@@ -315,7 +314,6 @@ def head_grid(rows: Sequence[MatrixScores], name: str) -> np.ndarray[Any, np.dty
 
 
 def background() -> tuple[PublishedScores, ...]:
-    """Returns the published records of self-attention, except those known to be wrong."""
     return tuple(record for record in published_scores() if not record.fault and record.kind == "self")
 
 
@@ -362,12 +360,10 @@ def has_several(scores: GeometryScores) -> bool:
 
 
 def name_of(scores: GeometryScores, summary: Summary) -> str:
-    """Names the model, and its attention if it has several."""
     return f"{scores.model}: {summary.what}" if has_several(scores) else scores.model
 
 
 def reading_words(reading: tuple[float, str]) -> str:
-    """Says how directionality was read: its mode and gamma."""
     return f"{reading[1]}, gamma {reading[0]:g}"
 
 

@@ -239,7 +239,6 @@ def box(frame: Frame, text: Words, several: bool = False, hot: bool = False) -> 
 
 
 def _summary(hasse: Hasse, grouping: Grouping) -> list[str]:
-    """Says how a diagram was summarised, if it was."""
     if not grouping.how:
         return []
     shown = plural(len(grouping.boxes), "box", "boxes")

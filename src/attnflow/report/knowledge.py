@@ -237,7 +237,6 @@ def written(trace: Trace) -> Array:
 
 
 def entry_name(one: Fired) -> str:
-    """Names an entry by layer and id, and by head if it is not the first."""
     return f"{one.layer} · {one.entry}" + (f" · head {one.head}" if one.head else "")
 
 

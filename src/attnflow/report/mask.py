@@ -45,7 +45,6 @@ def mask_part(subject: Mask | Flow, context: Context) -> PagePart:
 
 
 def flow_of(mask: Mask) -> tuple[Flow | None, str]:
-    """Returns the order of a mask, or None with the reason."""
     queries, keys = mask.shape
     if queries != keys:
         return None, f"queries and keys are different sequences ({queries} and {keys}): information does not return"

@@ -40,7 +40,6 @@ def hasse_part(hasse: Hasse, context: Context) -> PagePart:
 
 
 def order(flow: Flow, labels: Sequence[str] | None) -> Section:
-    """Shows the Hasse diagram and its numbers."""
     lead = (
         "Positions that can read each other form a class. An arrow leads from a class to the next one that reads it "
         "(a cover of the order): information flows upwards, and only upwards."
@@ -110,7 +109,6 @@ def _facts(flow: Flow) -> list[tuple[str, Content]]:
 
 
 def growth_by_layer(flow: Flow) -> Section:
-    """Shows the share of its final receptive field that a position has after each layer."""
     sizes, positions = growth(flow)
     shares = sizes / sizes[-1]
     whole = "every position" if len(positions) == flow.size else f"{len(positions)} evenly spaced positions"

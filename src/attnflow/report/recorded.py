@@ -35,7 +35,6 @@ Array = npt.NDArray[np.floating[Any]]
 @draws(Monitor)
 @chart
 def monitor_chart(monitor: Monitor, *, title: str | None = None) -> Figure:
-    """Plots symmetry and directionality over the recorded steps: medians over layers, with their quartiles."""
     steps = list(monitor.history)
     if not steps:
         raise ValueError("the monitor has no record yet: use it in a with block, or call start() or record() first")
@@ -92,7 +91,6 @@ def activity_chart(report: ActivityReport, *, title: str | None = None) -> Figur
 
 @draws(QueryBias)
 def query_chart(bias: QueryBias, *, title: str | None = None) -> Figure:
-    """Draws the bias of one query: a row for each layer, a column for each key."""
     head = "" if bias.head is None else f", head {bias.head}"
     what = f"bias, row-centred: query {token_label(bias.tokens[bias.query])} at position {bias.query}{head}"
     table = np.array([[np.nan if value is None else value for value in one.bias] for one in bias.layers])
@@ -102,7 +100,6 @@ def query_chart(bias: QueryBias, *, title: str | None = None) -> Figure:
 
 @draws(LayerQuery)
 def layer_query_chart(layer: LayerQuery, *, title: str | None = None) -> Figure:
-    """Draws the bias of one query in one layer: a column for each key."""
     table = np.array([[np.nan if value is None else value for value in layer.bias]])
     keys = list(map(str, range(len(layer.bias))))
     return _bias_chart(table, keys, [str(layer.layer)], "layer", title or f"bias, row-centred, of {layer.name}")
@@ -110,7 +107,6 @@ def layer_query_chart(layer: LayerQuery, *, title: str | None = None) -> Figure:
 
 @draws(LayerMap)
 def layer_chart(layer: LayerMap, *, title: str | None = None) -> Figure:
-    """Draws the bias of one layer, mean over the captured heads: a row for each captured query, in order."""
     allowed = layer.allowed.any(dim=0).numpy()
     table = np.where(allowed, layer.bias.float().mean(dim=0).numpy(), np.nan)
     rows, keys = table.shape

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 @describes(Result)
 def _table_part(result: Result, _: Context) -> PagePart:
-    """Shows a result by its picture, if it has one, and as a table; one that judges says how first."""
     rows, name, ok = result.rows(), type(result).__name__, getattr(result, "ok", None)
     head = list(rows[0]) if rows else []
     cells = [[cell(value, _LONGEST) for value in row.values()] for row in rows]
@@ -53,7 +52,6 @@ def _table_part(result: Result, _: Context) -> PagePart:
 
 @describes(Handle, Monitor)
 def _handle_part(handle: Handle, _: Context) -> PagePart:
-    """Shows a handle that holds no results: what it changed."""
     body = html.join([html.paragraph(line) for line in str(handle).splitlines()])
     return PagePart(type(handle).__name__, [Section("change", "What was changed", body)])
 
@@ -215,12 +213,10 @@ def _subjects(result: object) -> list[object]:
 
 
 def encode(result: object, suffix: str) -> bytes:
-    """Encodes a result as .html, .svg, .png or .pdf: the content that `result.save` writes."""
     return page(result).html.encode() if suffix == ".html" else svg.encode(figure(result), suffix)
 
 
 def notebook(result: object) -> str:
-    """Returns the notebook view of a result: its picture, or its part of a page."""
     kind = kind_of(result)
     title = type(result).__name__
     if kind.figure is not None or not isinstance(result, Result):

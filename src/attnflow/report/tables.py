@@ -37,7 +37,6 @@ def table_svg(result: Result, *, title: str | None = None) -> str:
 
 
 def card(heading: str, rows: Sequence[Mapping[str, object]], lines: Sequence[str] = ()) -> str:
-    """Draws a heading above a table, or above lines of text if there are no rows."""
     if len(rows) == 1 and len(rows[0]) > 3:  # read downwards
         rows = [{"": name.replace("_", " "), "value": value} for name, value in rows[0].items()]
     top = [line for text in heading.splitlines() for line in textwrap.wrap(text, _HEADING)]

@@ -225,7 +225,6 @@ async def _received(socket: WebSocket) -> str | None:
 
 
 def _parsed(text: str, limit: int) -> dict[str, object] | None:
-    """Returns the JSON object of a message, or None if it is malformed or too long."""
     if len(text.encode()) > limit:
         return None
     try:

@@ -151,7 +151,6 @@ class Design:
 
     @property
     def texts(self) -> list[str] | None:
-        """Returns a text for each position, or None without tokens."""
         return [*self.tokens, *[""] * (self.size - len(self.tokens))] if self.tokens else None
 
     @property
@@ -161,7 +160,6 @@ class Design:
         return next((kind for kind in kinds if labels_of(kind, self.size) == self.labels), None)
 
     def with_layer(self, number: int, layer: MaskLayer) -> tuple[Design, list[str]]:
-        """Replaces a layer's mask; returns the design and notices of what no longer fits."""
         if layer.mask.num_queries == self.size:
             layers = tuple(layer if i == number else each for i, each in enumerate(self.layers))
             return replace(self, layers=layers), []
@@ -214,7 +212,6 @@ class Design:
 
     @classmethod
     def of_task(cls, task: Task) -> Design:
-        """Converts a task and its data-token labels; raises ValueError if it is too large for a design."""
         if task.size > MAX_POSITIONS or len(task.masks) > MAX_LAYERS:
             raise ValueError(
                 f"expected at most {MAX_POSITIONS:,} positions and {MAX_LAYERS} layers, got {task.size:,} and "

@@ -89,7 +89,6 @@ def fires(found: EntryReport) -> Reply:
 
 
 def removed(found: Removal) -> Reply:
-    """Describes what the model says next with an entry and without it."""
     return {
         "entry": found.entry,
         "position": found.position,

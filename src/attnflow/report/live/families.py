@@ -164,7 +164,6 @@ def _pairs(values: object, size: int) -> list[tuple[int, int]]:
 
 
 def _cell(token: Token, words: Sequence[str]) -> dict[str, Any]:
-    """Describes an input: its position id, and what it is made of."""
     made = sorted(token.provenance)
     named = [words[index] for index in made]
     kind = "data" if made == [token.position] else "mean" if made else "mask"
@@ -195,7 +194,6 @@ def _merged_cells(merged: MergedTask, words: Sequence[str]) -> list[dict[str, An
 
 
 def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -> list[Reply]:
-    """Describes each subtask: its cells with their merged nodes and positions, its labels and its mask."""
     rows: list[Reply] = []
     for number, task in enumerate(tasks):
         at = merged.positions[number]
@@ -207,7 +205,6 @@ def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -
 
 
 def _nodes(task: Task, merged: MergedTask, report: LeakReport) -> list[Reply]:
-    """Describes each merged node: its positions, origins, what it reads and predicts, and its leaks."""
     members: list[list[list[int]]] = [[] for _ in range(merged.num_nodes)]
     for number, places in enumerate(merged.positions):
         for position, node in enumerate(merged.node[places].tolist()):

@@ -82,7 +82,6 @@ class ModelSession:
         }
 
     def handle(self, message: Message, progress: Progress) -> Reply:
-        """Replies to one message, with its `id`, and reports progress; errors become replies."""
         return answered(message, lambda: self._answer(message, progress))
 
     def _answer(self, message: Message, progress: Progress) -> Reply:
@@ -187,7 +186,6 @@ class ModelSession:
         return entries.fires(knowledge.entry(model, one, texts=texts, progress=progress, **place))
 
     def _without(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        """Returns the next token after a position, with an entry and without it."""
         model, one, place = self._place(loaded, message, progress)
         position = as_integer(message.get("position", -1), "position")
         return entries.removed(self._report(model, one, **place).ablate(_ids(loaded, message), position))
@@ -227,7 +225,6 @@ def _optional(message: Message, name: str) -> int | None:
 
 
 def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
-    """Loads the model, without a tokenizer if it has none, and attaches its bias."""
     progress(0, 0, f"reading {name}")
     try:
         loaded = load_model(name)
@@ -242,7 +239,6 @@ def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
 
 
 def _attention(model: nn.Module) -> Reply | None:
-    """Counts the layers and heads of a model's self-attention; None unless its layers are alike."""
     try:
         layers = attention_layers(model)
     except (AttnflowError, ValueError):  # which the view of geometry explains

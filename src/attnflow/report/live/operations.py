@@ -47,7 +47,6 @@ out = attend(query, key, value, block_mask=block_mask)  # [batch, heads, {size},
 
 
 def chosen(message: Message, size: int) -> Spec:
-    """Reads the catalogue mask that a message names; an empty `n` becomes `size`, others keep their default."""
     name = _text(message, "name")
     entry = find(name, named_masks(), "mask")
     settings = as_object(message.get("settings", {}), "settings")
@@ -137,7 +136,6 @@ def paint(design: Design, message: Message) -> Outcome:
 
 
 def stack(design: Design, message: Message) -> Outcome:
-    """Copies a layer's mask as a further layer after it; a single mask becomes a stack of two."""
     number = layer_of(design, message)
     if len(design.layers) >= MAX_LAYERS:
         raise ValueError(f"a stack has at most {MAX_LAYERS} layers")
@@ -146,7 +144,6 @@ def stack(design: Design, message: Message) -> Outcome:
 
 
 def unstack(design: Design, message: Message) -> Outcome:
-    """Removes a layer; the last one left is the mask of all layers."""
     number = layer_of(design, message)
     if len(design.layers) == 1:
         raise ValueError("the only mask of a design cannot be removed")
@@ -155,19 +152,16 @@ def unstack(design: Design, message: Message) -> Outcome:
 
 
 def label(design: Design, message: Message) -> Outcome:
-    """Adds or removes a label: a data token that a position must predict."""
     pair = (_position(design, message, "position"), _position(design, message, "token"))
     rest = tuple(each for each in design.labels if each != pair)
     return replace(design, labels=rest if len(rest) < len(design.labels) else (*rest, pair)), []
 
 
 def labels(design: Design, message: Message) -> Outcome:
-    """Labels all positions at once: with the "next" token, their "own", or "none"."""
     return replace(design, labels=labels_of(_text(message, "kind"), design.size)), []
 
 
 def source(design: Design, message: Message) -> Outcome:
-    """Sets the data tokens that the input at a position is made of; [MASK] has none."""
     position = _position(design, message, "position")
     tokens = [as_integer(each, "tokens") for each in as_list(message.get("tokens"), "tokens")]
     sources = {i: made for i, made in design.sources.items() if i != position}
@@ -183,7 +177,6 @@ def tokens(design: Design, message: Message) -> Outcome:
 
 
 def load(_: Design, message: Message) -> Outcome:
-    """Replaces everything by the mask or task of a file."""
     text = _text(message, "text")
     return design_of(parse_json(text, "the file")), []
 
@@ -236,7 +229,6 @@ def catalogue() -> Reply:
 
 
 def flow(design: Design) -> Reply:
-    """Describes the order in numbers; `followed` is for how many layers a receptive field can be followed."""
     flow = design.flow
     return {
         "depth": flow.depth,

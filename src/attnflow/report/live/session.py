@@ -109,13 +109,11 @@ class Session:
         return tile(self.design.layers[layer_of(self.design, window)].mask, None, *window_of(window))
 
     def _is_inside(self, window: Message) -> bool:
-        """Tells whether a window still exists after the layers or the mask changed."""
         layer, *first = (as_integer(window.get(name, 0), name) for name in ("layer", "first_query", "first_key"))
         return layer < len(self.design.layers) and max(first) < self.design.size
 
 
 def answered(message: Message, answer: Callable[[], Reply]) -> Reply:
-    """Returns the reply to a message, with its `id`; errors become replies."""
     identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
     try:
         return {**identity, "ok": True, **answer()}
