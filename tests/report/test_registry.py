@@ -72,6 +72,7 @@ HANDLES = {
     "MaskHandle": lambda: masks.attach(tiny("Llama"), per_layer=[masks.causal(8), masks.full(8)]),
     "BiasHandle": lambda: bias.attach(tiny("Llama", torch.float32)),
     "Monitor": monitored,
+    "AttentionReading": lambda: geometry.reading(tiny("Llama", torch.float32), [5, 6, 7]),
     "SharedPrefixes": lambda: tasks.share_prefixes(tiny("Llama", torch.float32)),
     "Edited": edited,
     "Attached": attached,
