@@ -8,8 +8,7 @@ import torch
 import attnflow as af
 from attnflow.models.loaded import Loaded
 from attnflow.report.live import model as live
-from attnflow.report.live import why
-from attnflow.report.live.model import MAX_CHARACTERS, ModelSession
+from attnflow.report.live.model import MAX_CHARACTERS, ModelSession, explained
 from tests.models import ZOO, modular, tiny
 
 TEXT = "5 6 7 8 9 10 11 12"
@@ -277,7 +276,7 @@ def test_constants_of_a_capped_score_are_centred_as_the_library_does():
     model = tiny("Gemma2", torch.float32)
     with af.bias.attach(model, af.bias.GuidanceConfig(hidden_dim=8, init="kaiming")):
         found = af.geometry.attribute(model, [5, 6, 7, 8], layer=0)
-    reply = why.explained(found, 1, None, list("abcd"))
+    reply = explained(found, 1, None, list("abcd"))
     at = found.keys.index(reply["key"])
     listed = {one["name"]: one["centred"] for one in reply["constants"]}
     assert listed["attached bias"] == pytest.approx(float(found.centred_constants["attached bias"][1, at]), rel=1e-3)

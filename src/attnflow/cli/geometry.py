@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnflow.geometry.attribution import ScoreAttribution
     from attnflow.geometry.published import Summary
     from attnflow.geometry.table import GeometryScores
-    from attnflow.report.attribution import Row
+    from attnflow.report.attribution import HeadRow
 
 
 class _ScoreByDefault(TyperGroup):
@@ -172,7 +172,7 @@ def geometry_why(
     say(screen, _explained(found, row, count) + ("" if output is None else f"\nwritten: {output}"))
 
 
-def _chosen(found: ScoreAttribution, row: Row) -> str:
+def _chosen(found: ScoreAttribution, row: HeadRow) -> str:
     from attnflow.geometry.attribution import telling
     from attnflow.report.attribution import CHOICE, key_name
 
@@ -184,7 +184,7 @@ def _chosen(found: ScoreAttribution, row: Row) -> str:
     return f", which {CHOICE}: {key_name(found, max(others, key=lambda index: row.weights[index]))}"
 
 
-def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
+def _explained(found: ScoreAttribution, row: HeadRow, count: int) -> str:
     """Describes why the query looked at the key: the leading terms, and the keys with the largest weights."""
     from attnflow.report.attribution import key_name, query_name, remark
     from attnflow.report.html import numbers
@@ -206,7 +206,7 @@ def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
     return "\n".join(lines).replace("−", "-")
 
 
-def _terms(found: ScoreAttribution, row: Row, count: int) -> list[str]:
+def _terms(found: ScoreAttribution, row: HeadRow, count: int) -> list[str]:
     """Lists the leading terms and their sums; nothing for a single key, whose centred terms are zero."""
     from attnflow.report.attribution import leading, short
     from attnflow.report.html import numbers

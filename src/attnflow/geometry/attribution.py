@@ -15,7 +15,7 @@ from attnflow._core.results import Result
 from attnflow.models.recording import ComponentName
 
 
-class Term(NamedTuple):
+class ScoreTerm(NamedTuple):
     """One term of a score: how much the pair of components moves log a_ij (`centred`), and its size (`raw`)."""
 
     head: int
@@ -74,7 +74,7 @@ class ScoreAttribution(Result):
             for name, values in self.constants.items()
         }
 
-    def top(self, k: int = 10, key: int | None = None, *, raw: bool = False) -> list[Term]:
+    def top(self, k: int = 10, key: int | None = None, *, raw: bool = False) -> list[ScoreTerm]:
         """List the k terms of largest magnitude, centred (or `raw`), of all keys or of the key at one position."""
         count = checks.integer("k", k, 1)
         chosen = range(len(self.keys)) if key is None else [self._column(key)]
@@ -82,7 +82,7 @@ class ScoreAttribution(Result):
         order = (raws if raw else centred).abs().flatten().topk(min(count, raws.numel())).indices
         places = zip(*(axis.tolist() for axis in torch.unravel_index(order, raws.shape)), strict=True)
         return [
-            Term(
+            ScoreTerm(
                 self.heads[h],
                 self.keys[chosen[j]],
                 self.components[c],

@@ -46,7 +46,7 @@ class InUse:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class LayerTokens:
     """One self-attention layer on the n tokens of one sequence, without pads.
 
     Attributes:
@@ -79,7 +79,7 @@ class Accumulator:
         self._tokens = 0
         self._moments: list[Tensor] = []
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: LayerTokens) -> None:
         """Add one sequence.
 
         Cost: O(heads * head_dim^2 * n) if all tokens meet, and else O(heads * head_dim * n^2) in blocks of scores.
@@ -93,7 +93,7 @@ class Accumulator:
         self._sums += torch.cat(sums, dim=1)
         self._add_moments(seen)
 
-    def _add_moments(self, seen: Seen) -> None:
+    def _add_moments(self, seen: LayerTokens) -> None:
         """Second moments of queries' tokens, covariances of keys' tokens within the sequence; of both, projected."""
         (_, _), (query, key) = seen.summed
         tokens = [seen.query_input.double(), seen.key_input.double()]
@@ -159,7 +159,7 @@ def observe(
     model: nn.Module,
     layers: Sequence[AttentionLayer],
     tensors: Mapping[str, Tensor],
-    see: Callable[[AttentionLayer, Seen], None],
+    see: Callable[[AttentionLayer, LayerTokens], None],
 ) -> None:
     from attnflow.models.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
     from attnflow.models.sites import models_around
@@ -207,7 +207,7 @@ def observe(
 
 def _sequences(
     layer: AttentionLayer, call: Any, tokens: Sequence[Tensor | None], mask: Tensor | None
-) -> Iterator[Seen]:
+) -> Iterator[LayerTokens]:
     query, key = cast(Tensor, call.query), cast(Tensor, call.key)
     batch, heads, size, head_dim = query.shape
     inputs = [None if one is None or one.numel() % (batch * size) else one for one in tokens]
@@ -239,7 +239,7 @@ def _sequences(
             (left, (right - right.mean(1, keepdim=True)).repeat_interleave(heads // len(right), 0))
             for left, right in sides
         )
-        yield Seen(real.nonzero()[:, 0], x, y, pairs, meet)
+        yield LayerTokens(real.nonzero()[:, 0], x, y, pairs, meet)
 
 
 def _allowed(mask: object, size: int) -> Tensor | None:

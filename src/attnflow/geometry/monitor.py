@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import distributed, nn
 
@@ -16,9 +16,6 @@ from attnflow.geometry.score import Attention, layer_scores, layers_in_memory
 from attnflow.geometry.scores import Mode, check_reading
 from attnflow.geometry.table import GeometryScores, MatrixScores
 from attnflow.models.subject import Loaded, Subject
-
-if TYPE_CHECKING:
-    from transformers import TrainerCallback
 
 Log = Callable[[dict[str, float], int], object]
 
@@ -154,47 +151,14 @@ class Monitor(Handle):
             self._log(dict(self.history[step]), step)
         return self.scores
 
-    def callback(self) -> TrainerCallback:
+    def callback(self) -> Any:
         """Make the callback for a Trainer of transformers, which starts, counts steps and records the end by itself.
 
         Records are appended to the Trainer's `state.log_history`, which its checkpoints hold.
         """
-        from transformers import TrainerCallback
+        from attnflow.geometry.hf import MonitorCallback
 
-        monitor = self
-
-        class Records(TrainerCallback):
-            def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-                if monitor.active:
-                    monitor._resume(others["model"], state)
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-                if monitor.active:
-                    monitor.step(state.global_step)
-                    monitor._write(state)
-
-            def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-                if monitor.active:
-                    monitor._end()
-                    monitor._write(state)
-
-        return Records()
-
-    def _resume(self, model: nn.Module, state: Any) -> None:
-        self.model, self._layers = model, layers_in_memory(model, self._attention)
-        self._read = self._parameters()
-        self.history = _logged(state)
-        self.start(state.global_step)
-        self._write(state)
-
-    def _write(self, state: Any) -> None:
-        step = state.global_step
-        if step in self.history and step not in _logged(state):
-            state.log_history.append({**self.history[step], "epoch": state.epoch, "step": step})
-
-    def _end(self) -> None:
-        if self._step not in self.history:
-            self.record()
+        return MonitorCallback(self)
 
     def __enter__(self) -> Monitor:
         super().__enter__()
@@ -203,8 +167,8 @@ class Monitor(Handle):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if not any(raised) and self.active:
-            self._end()
+        if not any(raised) and self.active and self._step not in self.history:
+            self.record()
         super().__exit__(*raised)
 
     def _parameters(self) -> list[tuple[str, int]]:
@@ -217,14 +181,6 @@ class Monitor(Handle):
         state = "not started" if self._step is None else f"at step {self._step}"
         layers = plural(len(self._layers), "attention layer")
         return f"scores {layers} of {type(self.model).__name__} every {self._every} steps; {state}"
-
-
-def _logged(state: Any) -> dict[int, dict[str, float]]:
-    return {
-        entry["step"]: {name: value for name, value in entry.items() if name.startswith("geometry/")}
-        for entry in state.log_history
-        if any(name.startswith("geometry/") for name in entry)
-    }
 
 
 def values_of(rows: Sequence[MatrixScores]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import integer
 from attnflow._core.results import Result
-from attnflow.geometry.in_use import Seen, observe
+from attnflow.geometry.in_use import LayerTokens, observe
 from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.subject import Loaded, Subject, Text
 
@@ -126,7 +126,7 @@ def pairs(
     tensors = subject.read(inputs)
     found: list[PairScores] = []
 
-    def see(one: AttentionLayer, seen: Seen) -> None:
+    def see(one: AttentionLayer, seen: LayerTokens) -> None:
         size = len(seen.positions)
         if size < 2:
             raise ValueError("a pair needs two tokens, got one: pass at least 2 tokens")

@@ -14,7 +14,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.parts import parts_of
-from attnflow.geometry.row import Row, row_of
+from attnflow.geometry.row import ScoreRow, row_of
 from attnflow.geometry.terms import attribution_of, head_terms
 from attnflow.models.subject import Loaded, Subject, Text
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnflow.models.sites import Site
     from attnflow.models.stream import RecordedCall, ResidualStream
 
-Attention = Literal["self", "cross"]
+AttentionKind = Literal["self", "cross"]
 _PRECISE: Final = (torch.float32, torch.float64)
 
 
@@ -35,7 +35,7 @@ def attribute(
     query: int = -1,
     keys: int | Sequence[int] | None = None,
     *,
-    attention: Attention = "self",
+    attention: AttentionKind = "self",
     tokenizer: Any = None,
 ) -> ScoreAttribution:
     """Explain exactly why a query attended to its keys: which pairs of components made the scores.
@@ -118,7 +118,7 @@ def reading(
 @dataclass(frozen=True, eq=False)
 class _LayerPass:
     layer: int
-    attention: Attention
+    attention: AttentionKind
     stream: ResidualStream
     seen: RecordedCall
 
@@ -126,7 +126,7 @@ class _LayerPass:
     def call(self) -> AttentionCall:
         return self.seen.call
 
-    def row(self, head: int, query: int) -> Row:
+    def row(self, head: int, query: int) -> ScoreRow:
         return row_of(self.call, self.seen.output, head, query, self.seen.added)
 
 
@@ -147,7 +147,7 @@ class AttentionReading(Handle):
         query: int = -1,
         keys: int | Sequence[int] | None = None,
         *,
-        attention: Attention = "self",
+        attention: AttentionKind = "self",
     ) -> ScoreAttribution:
         """Explain why a query attended to its keys: what `attribute` returns for the same arguments.
 
@@ -176,7 +176,7 @@ class AttentionReading(Handle):
             tokens=tuple(key_texts[key] for key in chosen),
         )  # fmt: skip
 
-    def telling_head(self, layer: int, query: int = -1, *, attention: Attention = "self") -> int:
+    def telling_head(self, layer: int, query: int = -1, *, attention: AttentionKind = "self") -> int:
         """Return the head with the most weight on a token other than the first one and the query.
 
         The heads are only read, so that this takes no longer than an explanation of one.
@@ -189,7 +189,7 @@ class AttentionReading(Handle):
             weights[:, [int(rows[0].allowed.int().argmax()), at]] *= 1e-9
         return int(weights.amax(1).argmax())
 
-    def _pass(self, layer: int, attention: Attention) -> _LayerPass:
+    def _pass(self, layer: int, attention: AttentionKind) -> _LayerPass:
         from attnflow.models.stream import ResidualStream
 
         if not self.active:
@@ -304,7 +304,7 @@ def _place(name: str, value: object, count: int) -> int:
     return number % count
 
 
-def _keys(keys: object, rows: Sequence[Row]) -> list[int]:
+def _keys(keys: object, rows: Sequence[ScoreRow]) -> list[int]:
     """The positions of the keys, all of which the query may attend to."""
     allowed = torch.stack([row.allowed for row in rows]).any(0)
     possible: list[int] = allowed.nonzero().flatten().tolist()

@@ -146,7 +146,7 @@ def layers_of(
 
 
 @dataclass(frozen=True)
-class Survey(Result):
+class GeometrySurvey(Result):
     """The scores of several models.
 
     Attributes:
@@ -176,7 +176,7 @@ def survey(
     *,
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
-) -> Survey:
+) -> GeometrySurvey:
     """Score each model once, in the given order, with the arguments of `score`.
 
     `progress` runs before each model and after each layer, with the next one's name. A wrong gamma, mode or attention
@@ -205,7 +205,7 @@ def survey(
             unscored[name] = f"unexpected {type(error).__name__}: {error}; ATTNFLOW_TRACEBACK=1 shows where"
         else:
             models.append(replace(scores, model=name))
-    return Survey(tuple(models), unscored)
+    return GeometrySurvey(tuple(models), unscored)
 
 
 def check_attention(attention: str) -> None:

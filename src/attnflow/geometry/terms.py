@@ -12,7 +12,7 @@ from torch import Tensor
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.parts import Parts
-from attnflow.geometry.row import Row
+from attnflow.geometry.row import ScoreRow
 from attnflow.models.subject import Subject
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class HeadTerms:
         return weights @ self.constants[name]
 
 
-def head_terms(parts: Parts, number: int, head: int, row: Row, call: AttentionCall, where: str) -> HeadTerms:
+def head_terms(parts: Parts, number: int, head: int, row: ScoreRow, call: AttentionCall, where: str) -> HeadTerms:
     """t_j(c, c') = scaling * q^c . k_j^c' of a head, which is the one of that number in `parts`."""
     group = call.query.shape[1] // call.key.shape[1]
     q, q0 = parts.query[number], parts.query_constant[number]  # [components, head_dim], [head_dim]
@@ -62,7 +62,7 @@ def head_terms(parts: Parts, number: int, head: int, row: Row, call: AttentionCa
     return HeadTerms(raw, {"biases": biases, **row.added}, scores, row.weights, row.slope, error)
 
 
-def _error(total: Tensor, row: Row, dtype: torch.dtype) -> float:
+def _error(total: Tensor, row: ScoreRow, dtype: torch.dtype) -> float:
     """The largest difference, of the range of the row, or of what rounding makes of scores that are nearly equal."""
     scores = row.product[row.allowed]
     size = float(scores.abs().amax())

@@ -26,8 +26,8 @@ from attnflow.models.trial import read, trial
 from attnflow.models.watching import Arguments, Call, Watch
 
 TOKENS: Final = 16  # so many numbers by which a component is recognised
-# Shapes of the tokens that modules take when they are called alone, and whether with a rotation: sequences of one token,
-# packed sequences, a batch of these, images of one patch, and sequences with an embedding of positions to add.
+# Shapes of the tokens that modules take when they are called alone, and whether with a rotation: sequences of one
+# token, packed sequences, a batch of these, images of one patch, and sequences with an embedding of positions to add.
 _ALONE: Final = (
     *((shape, True) for shape in ((TOKENS, 1), (TOKENS,), (1, TOKENS), (TOKENS, 1, 1))),
     ((TOKENS, 1), False),

@@ -23,7 +23,7 @@ from attnflow.report.bias import bias_part
 from attnflow.report.geometry import scores_part
 from attnflow.report.knowledge import trace_part
 from attnflow.report.mask import mask_part
-from attnflow.report.page import Context, Page, Part, Section, build
+from attnflow.report.page import Context, Page, PagePart, Section, build
 
 _ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
 
@@ -65,17 +65,17 @@ def model_page(
     context = Context(labels=labels)
     scored: list[GeometryScores] = []
 
-    def scores() -> Part:
+    def scores() -> PagePart:
         scored.append(replace(geometry.score(module), model=name))
         return scores_part(scored, context)
 
-    def attribution() -> Part:
+    def attribution() -> PagePart:
         layer = _upper(scored)
         with geometry.reading(module, first, tokenizer=subject.tokenizer) as reading:
             explained = reading.explain(layer, reading.telling_head(layer))
         return _attribution(replace(explained, model=name), context)
 
-    steps: dict[str, Callable[[], Part]] = {
+    steps: dict[str, Callable[[], PagePart]] = {
         "audit": lambda: audit_part(audit.check(module, named), context),
         "geometry": scores,
         "bias": lambda: bias_part(
@@ -90,7 +90,7 @@ def model_page(
     if not any(layer_biases(module)):
         del steps["bias"]
     details = dict(details or {})
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     problems: dict[str, str] = {}
     for done, (step, find) in enumerate(steps.items()):
         if progress is not None:
@@ -112,23 +112,23 @@ def _upper(scored: Sequence[GeometryScores]) -> int:
     return layers[2 * len(layers) // 3] if layers else -1
 
 
-def _attribution(result: ScoreAttribution, context: Context) -> Part:
+def _attribution(result: ScoreAttribution, context: Context) -> PagePart:
     part = attribution_part(result, context)
     chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
     return replace(part, reading=[*part.reading, chosen]) if telling(result) else part
 
 
-def _missing(problems: Mapping[str, str]) -> Part:
+def _missing(problems: Mapping[str, str]) -> PagePart:
     """Lists what does not work for the model; only a missing audit is bad news."""
     notes = [
         html.note("bad" if step == "audit" else "neutral", html.paragraph(f"{step.capitalize()}: {reason}"))
         for step, reason in problems.items()
     ]
     reading = [f"Not shown: {', '.join(problems)}; the end of the page says why."]
-    return Part("", [Section("problems", "What could not be shown", html.join(notes))], reading)
+    return PagePart("", [Section("problems", "What could not be shown", html.join(notes))], reading)
 
 
-def _order(flow: Flow, context: Context) -> Part:
+def _order(flow: Flow, context: Context) -> PagePart:
     part = mask_part(flow, context)
     head, *rest = part.sections
     sections = [replace(head, body=html.paragraph(*part.reading, kind="lead") + head.body), *rest]
