@@ -4,8 +4,8 @@ A leak can come through a scan, a normalisation over the sequence, a cache or a 
 the audit runs the model: it changes inputs and watches every module.
 
 Read `audit` first (`check`), then `perturb`, which finds what moves, and `passes`, which runs and watches the model.
-`declared` says what may move, `measurement` what does, `guards` watches a training, `batches` reads one batch alone.
-`alone` compares the rows of a batch with themselves alone.
+`declared` says what may move, `measurement` what does, `guards` watches a training. The folder `batch` reads one batch:
+its labels and documents, the loss that it trains, and its rows alone.
 `functions` lets `check` take any function of token ids; `scores` asks whether a score per token is a probability.
 """
 

@@ -6,7 +6,6 @@ same one alone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,21 +22,12 @@ from attnflow.audit.batch.checks import Checks
 from attnflow.audit.batch.gradients import Targets
 from attnflow.audit.batch.labels import Findings, Mistake, read_labels
 from attnflow.audit.batch.loss import Trained
-from attnflow.audit.batch.reading import (
-    ANSWERS,
-    IGNORED,
-    WEIGHTS,
-    BatchReading,
-    Family,
-    family_of,
-    model_of,
-    read_batch,
-)
+from attnflow.audit.batch.reading import IGNORED, WEIGHTS, BatchReading, Family, family_of, model_of, read_batch
 from attnflow.audit.batch.rows import DataRows, as_batch
-from attnflow.audit.batch.targets import LossUnread, read_targets
+from attnflow.audit.batch.targets import LossUnread, call_of, least_width, read_targets, run_model
 from attnflow.audit.packing import as_tensor
 from attnflow.models.evaluation import REFUSALS, refusal
-from attnflow.models.subject import Loaded, Subject
+from attnflow.models.subject import Loaded
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]
 Documents = str | Sequence[Any] | Tensor | None
@@ -159,12 +149,12 @@ def check_loss(
         raise TypeError(f"expected a model or a function of the batch, got {type(step).__name__}")
     ours = isinstance(step, nn.Module)
     model = model_of(step if ours and model_or_config is None else model_or_config)
-    call = partial(_run, step) if ours else step
+    call = partial(run_model, step) if ours else step
     reports, read = list[BatchReport](), list[Targets]()
     for part in parts:
         entries, where = _renamed(part, names, documents)
         try:
-            targets = read_targets(call, part, _least_width(entries), model if isinstance(model, nn.Module) else None)
+            targets = read_targets(call, part, least_width(entries), model if isinstance(model, nn.Module) else None)
         except LossUnread as error:
             raise ValueError(f"the loss cannot be read: {error}") from error
         family = replace(family_of(targets.model if model is None else model), **_given(None, None, eos, pad))
@@ -353,7 +343,7 @@ def _loss_of_model(
     if reading.labels is None and reading.targets is None:
         return None
     try:
-        targets = read_targets(partial(_run, model), batch, _least_width(batch), model)
+        targets = read_targets(partial(run_model, model), batch, least_width(batch), model)
     except LossUnread as error:
         why = f"{error}; pass the function that computes it to check_loss"
     except REFUSALS as error:
@@ -380,7 +370,7 @@ def _rows_alone(model: nn.Module, batch: Mapping[str, Any], reading: BatchReadin
     known = reading.starts or reading.single
     places = [(row, part.nonzero()[:, 0]) for row, part in reading.parts()] if known else None
     try:
-        call, labels, _ = bound(model, _call(model, batch))
+        call, labels, _ = bound(model, call_of(model, batch))
         report = compare_alone(model, call, losses=labels, places=places)
     except (AttnflowError, *REFUSALS) as error:
         findings.untested.append(("rows alone", refusal(error)))
@@ -397,23 +387,3 @@ def _rows_alone(model: nn.Module, batch: Mapping[str, Any], reading: BatchReadin
     if same and report.compared:
         findings.checked.append(f"alone: {report.compared} rows or documents have the same outputs as in the batch")
     return same
-
-
-def _call(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model takes of a batch: what its forward names, and other entries that reach its layers or its loss."""
-    parameters = inspect.signature(model.forward).parameters
-    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    call = {n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)}
-    if hasattr(model, "config") and Subject(model).takes_use_cache:
-        call.setdefault("use_cache", False)  # as in training: a cache switches off packing by positions
-    return call
-
-
-def _run(model: nn.Module, batch: Mapping[str, Any]) -> object:
-    return model(**_call(model, batch))
-
-
-def _least_width(batch: Mapping[str, Any]) -> int:
-    """The width from which a tensor may hold logits: all ids and labels of the batch are below it."""
-    named = (value for name, value in batch.items() if name.endswith(("input_ids", "labels")) and value is not None)
-    return max([1, *(int(tensor.max()) for tensor in map(as_tensor, named) if tensor.numel())]) + 1

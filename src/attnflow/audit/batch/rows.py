@@ -73,7 +73,7 @@ def as_batch(
     """Make a batch of the first `limit` rows, the only ones that are read; messages call them `places`.
 
     Padded rows are as from `DataCollatorForSeq2Seq` and TRL, packed ones as from `DataCollatorWithFlattening` and TRL's
-    padding-free collator. DataRows without labels learn the tokens of their masks, or all, as in TRL's `SFTTrainer`.
+    padding-free collator. Rows without labels learn the tokens of their masks, or all, as in TRL's `SFTTrainer`.
 
     Raises:
         TypeError: the rows have no length, or cannot be read by number.

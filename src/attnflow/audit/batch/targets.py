@@ -6,6 +6,7 @@ Logits that a step makes of a part of the hidden states are placed by comparing 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,8 +24,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from attnflow.audit.batch.gradients import UNKNOWN, Targets, of_logits, of_states
+from attnflow.audit.batch.reading import ANSWERS
+from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import examining, unchanged
+from attnflow.models.subject import Subject
 
 _KEPT: Final = 64  # of the tensors that modules return, the last ones
 _TRIED: Final = 8  # of them, as logits or as hidden states of the last layer
@@ -288,3 +292,23 @@ def _in_order(sought: list[int], known: list[int], last: bool) -> list[int]:
 def _share(targets: Targets) -> float:
     trained = targets.trained
     return float((targets.token[trained] >= 0).double().mean()) if trained.any() else 0.0
+
+
+def call_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model takes of a batch: what its forward names, and other entries that reach its layers or its loss."""
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    call = {n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)}
+    if hasattr(model, "config") and Subject(model).takes_use_cache:
+        call.setdefault("use_cache", False)  # as in training: a cache switches off packing by positions
+    return call
+
+
+def run_model(model: nn.Module, batch: Mapping[str, Any]) -> object:
+    return model(**call_of(model, batch))
+
+
+def least_width(batch: Mapping[str, Any]) -> int:
+    """The width from which a tensor may hold logits: all ids and labels of the batch are below it."""
+    named = (value for name, value in batch.items() if name.endswith(("input_ids", "labels")) and value is not None)
+    return max([1, *(int(tensor.max()) for tensor in map(as_tensor, named) if tensor.numel())]) + 1
