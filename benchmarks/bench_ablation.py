@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 
 import attnflow as af
-from attnflow.knowledge.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.layered import readers
+from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.models import sample_text
 from benchmarks.harness import OURS, Case, main
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from attnflow.knowledge import GeneralizedCrossAttention, Retrieval, Store
 from attnflow.knowledge.reader import KnowledgeReader
-from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.store.source import EntrySource
 from benchmarks.harness import OURS, RESULTS, ROOT, Case, main
 
 HERE = "benchmarks.bench_retrieval"

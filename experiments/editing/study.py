@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from attnflow._core.progress import Progress
 from attnflow.knowledge import facts as taught
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.edit import Edited, edited_layers, layer_change, value_changes
-from attnflow.knowledge.hf.edit_targets import (
+from attnflow.knowledge.convert import from_ffn
+from attnflow.knowledge.editing.edit import Edited, edited_layers, layer_change, value_changes
+from attnflow.knowledge.editing.edit_targets import (
     Layers,
     Method,
     Moments,
-    Place,
+    Spot,
     Targets,
     leads_of,
     places_of,
@@ -246,7 +246,7 @@ class Bench:
         prompt = RELATIONS[case.fact.relation].prompt.format(case.fact.subject)
         return taught.Fact(prompt, case.fact.other, case.fact.subject)
 
-    def _places(self, case: Case) -> list[Place]:
+    def _places(self, case: Case) -> list[Spot]:
         return places_of(self._fact(case), self.tokenizer, self.leads, None)
 
     def _ids(self, text: str) -> list[int]:

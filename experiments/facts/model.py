@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.knowledge.hf.modular import Entries, ModularConfig, ModularForCausalLM
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.modular import Entries, ModularConfig, ModularForCausalLM
+from attnflow.knowledge.reader import LayerReading
 from experiments.facts.corpus import Vocabulary
 
 _LONGEST: Final = 3  # words of an answer, its end included
@@ -154,7 +154,7 @@ class FactReader:
         """Collects the last block's scores of all entries, [rows, tokens, heads, entries], with gradients."""
         found, last = list[Tensor](), self.model.readers()[-1]
 
-        def keep(reading: Reading) -> None:
+        def keep(reading: LayerReading) -> None:
             found.append(reading.scores[0])
 
         last.observer = keep

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge.attention import softmax_one
-from attnflow.knowledge.hf.modular import ModularConfig
+from attnflow.knowledge.modular import ModularConfig
 from experiments.facts.corpus import UNKNOWN, Corpus, Key, Vocabulary
 from experiments.facts.model import FactEncoder, FactReader, nearest_loss, retrieval_loss
 from experiments.runner import training as loop

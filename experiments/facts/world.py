@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnflow.knowledge.source import EntrySource
 from attnflow.knowledge.store import Store
+from attnflow.knowledge.store.source import EntrySource
 from experiments.facts.corpus import FRAMES, HELD_OUT_FRAMES, UNKNOWN, Corpus, Fact, Key
 from experiments.facts.training import Trained
 

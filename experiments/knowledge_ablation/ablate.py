@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge.base import LayeredKnowledge
-from attnflow.knowledge.hf.convert import from_ffn
-from attnflow.knowledge.hf.direct_effect import Directions, Stream, directions
-from attnflow.knowledge.hf.trace import trace
+from attnflow.knowledge.convert import from_ffn
+from attnflow.knowledge.reading.direct_effect import Directions, Stream, directions
+from attnflow.knowledge.reading.trace import trace
 from attnflow.models import load_model, sample_text
 from experiments.knowledge_ablation.facts import RELATIONS, Fact, known_facts, last_logits, text_losses, token_of
 from experiments.runner.experiment import Setup

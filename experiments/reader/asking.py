@@ -12,10 +12,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow.knowledge.hf.edit_targets import token_ids
-from attnflow.knowledge.hf.store_reader import StoreReader
+from attnflow.knowledge.editing.edit_targets import token_ids
 from attnflow.knowledge.layered import observed
 from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reading.store_reader import StoreReader
 from experiments.knowledge_ablation.facts import RELATIONS, Fact, last_logits, text_losses
 from experiments.reader.world import ABSENT, GROUPS, KINDS, WORDINGS, Asked
 

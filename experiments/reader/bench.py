@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.knowledge import attach
-from attnflow.knowledge.hf.edit_targets import token_ids
+from attnflow.knowledge.editing.edit_targets import token_ids
 from attnflow.knowledge.store import Store
 from attnflow.models import load_model, sample_text
 from attnflow.models.loaded import Loaded

@@ -8,9 +8,9 @@ from torch import nn
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge import edit, from_ffn
-from attnflow.knowledge.facts import Fact
-from attnflow.knowledge.hf.edit import Edited, edited_layers, value_changes
-from attnflow.knowledge.hf.edit_targets import Method, leads_of, places_of, read_moments, targets
+from attnflow.knowledge.editing.edit import Edited, edited_layers, value_changes
+from attnflow.knowledge.editing.edit_targets import Method, leads_of, places_of, read_moments, targets
+from attnflow.knowledge.editing.facts import Fact
 from attnflow.models import sample_text
 from experiments.reader.asking import said, scored
 from experiments.reader.bench import Bench

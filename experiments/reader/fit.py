@@ -13,7 +13,7 @@ from attnflow._core.checks import integer
 from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
 from attnflow._core.results import Result
-from attnflow.knowledge.hf.attach import attach
+from attnflow.knowledge.reading.attach import attach
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating, seed_all
 from attnflow.models.loaded import Loaded, split

@@ -15,9 +15,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
-from attnflow.knowledge.hf.attached import Attached
-from attnflow.knowledge.hf.store_reader import StoreReader
 from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reading.attach import Attached
+from attnflow.knowledge.reading.store_reader import StoreReader
 from attnflow.models.sites import stack_of
 from experiments.reader.halves import Halves
 from experiments.reader.practice import Settings, near_enough, practice

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from attnflow._core.progress import Progress
-from attnflow.knowledge.hf.edit_targets import answers_of, token_ids
+from attnflow.knowledge.editing.edit_targets import answers_of, token_ids
 from experiments.facts.corpus import UNKNOWN
 from experiments.reader.asking import said, scored
 from experiments.reader.bench import Bench

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attnflow._core.checks import preview
 from attnflow._core.markup import plural
-from attnflow.knowledge.hf.attached import Attached
-from attnflow.knowledge.hf.store_reader import StoreReader
+from attnflow.knowledge.reading.attach import Attached
+from attnflow.knowledge.reading.store_reader import StoreReader
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch import nn
 
 from attnflow._core.progress import Progress
 from attnflow.knowledge import attach
-from attnflow.knowledge.hf.attached import Attached
-from attnflow.knowledge.hf.store_reader import StoreReader
+from attnflow.knowledge.reading.attach import Attached
+from attnflow.knowledge.reading.store_reader import StoreReader
 from attnflow.knowledge.store import Store
 from experiments.reader.asking import While, said, scored
 from experiments.reader.bench import OWN, Bench

@@ -35,7 +35,7 @@ __all__ = [
 install(lambda: import_module("attnflow.report"))
 
 # A saved modular model is loaded by `load_model` like any other; the room that defines it is imported only then.
-REGISTRATIONS["attnflow_modular"] = lambda: import_module("attnflow.knowledge.hf")
+REGISTRATIONS["attnflow_modular"] = lambda: import_module("attnflow.knowledge.modular")
 
 
 def __getattr__(name: str) -> object:

@@ -7,7 +7,7 @@ import torch
 
 import attnflow as af
 from attnflow.knowledge import Trace
-from attnflow.knowledge.facts import EditReport
+from attnflow.knowledge.editing.facts import EditReport
 
 TEXT = "I the of thou with thy"
 

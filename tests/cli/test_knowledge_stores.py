@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from attnflow.knowledge.duplication import Duplicates
+from attnflow.knowledge.reading.duplication import Duplicates
 from attnflow.knowledge.store import Store, StoreStats
 
 pytest.importorskip("lancedb")

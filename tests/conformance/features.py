@@ -24,7 +24,7 @@ from transformers.integrations.neftune import activate_neftune
 import attnflow as af
 from tests.conformance import dense
 from tests.conformance.scene import LARGEST, Impossible, Scene, Wrong, small
-from tests.knowledge.hf.readers import store_of
+from tests.knowledge.readers import store_of
 
 
 @dataclass(frozen=True)

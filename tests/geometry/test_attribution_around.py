@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import attnflow as af
+from attnflow.models.stream import ResidualStream
 from tests.geometry.test_attribution_bounds import (
     IDS,
     UNSUPPORTED,
@@ -27,8 +27,6 @@ from tests.geometry.test_attribution_bounds import (
     state,
 )
 from tests.models import deep
-
-attribute = import_module("attnflow.geometry.attribute")  # the package's `attribute` is the function
 
 
 def test_threads_take_turns_and_leave_nothing():
@@ -150,10 +148,45 @@ def test_a_default_device_is_not_that_of_results(implementation):
     """Results are on the CPU; the meta device stands for one that the tests do not have."""
     model = llama()
     model.set_attn_implementation(implementation)
-    reading = attribute.Reading.of(model, {"input_ids": IDS}, 2, "self")
+    reading = af.geometry.reading(model, {"input_ids": IDS})
+    reading.explain(2)
     with torch.device("meta"):
-        result = reading.explain(None, -1, None, None)
+        result = reading.explain(2)
         agrees(result, plain())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])  # by products of matrices, and by differentiation
+def test_one_pass_explains_as_attribute_does_bit_for_bit(monkeypatch, name):
+    model, passes = deep(name), []
+    record = ResidualStream.record
+    monkeypatch.setattr(ResidualStream, "record", lambda *a, **k: passes.append(1) or record(*a, **k))
+    asked = [(2, None, -1), (2, 1, -1), (2, 3, 4), (1, 0, 5), (-1, 1, 3)]
+    with af.geometry.reading(model, IDS.clone()) as reading:
+        assert "no pass yet" in str(reading)
+        found = [reading.explain(*one) for one in asked]
+        assert "the pass up to layer 2 is kept" in str(reading)
+    assert len(passes) == 3  # the first three are of one layer
+    for one, result in zip(asked, found, strict=True):
+        assert result.to_json() == af.geometry.attribute(model, IDS, *one).to_json()
+    with pytest.raises(RuntimeError, match=r"was removed: call af\.geometry\.reading again"):
+        reading.explain(2)
+
+
+def test_inputs_that_are_written_to_while_they_are_read():
+    ids = IDS.clone()
+    with af.geometry.reading(llama(), ids) as reading:
+        ids.zero_()
+        agrees(reading.explain(2), plain())
+
+
+def test_a_model_that_changes_while_it_is_read():
+    model = llama()
+    with af.geometry.reading(model, IDS) as reading:
+        reading.explain(2)
+        with torch.no_grad():
+            model.model.layers[2].self_attn.k_proj.weight.mul_(2)
+        with pytest.raises(UNSUPPORTED, match="do not add up"):
+            reading.explain(2)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import attnflow as af
-from attnflow.geometry.attribute import attribute_one
 from attnflow.models.evaluation import precision
 from attnflow.models.interception import intercept
 from attnflow.models.sites import find_sites, models_around
@@ -110,7 +109,7 @@ def test_centred_terms_are_derivatives(what):
     some = af.geometry.attribute(model, inputs, layer=-1, head=HEAD, query=QUERY, keys=[-5, 3])
     columns = [whole.keys.index(key) for key in some.keys]
     places = {(term.query_component, term.key_component) for term in whole.top(3)}
-    for first, second in sorted({*places, (whole.components[0], whole.key_components[-1])}):
+    for first, second in sorted({*places, (whole.components[0], whole.key_components[-1])}, key=str):
         c, d = whole.components.index(first), whole.key_components.index(second)
         slope = derivative(model, inputs, whole, whole.raw[:, c, d])
         torch.testing.assert_close(whole.centred[:, c, d], slope, atol=1e-6, rtol=1e-6)
@@ -147,20 +146,18 @@ def test_the_head_with_most_weight_elsewhere(inputs, first, query):
     row[:, [first, query % row.shape[-1]]] = 0
     if query != -1:
         row[:, query:] = 0
-    result = attribute_one(model, inputs, 1, query=query)
-    assert result.head == int(row.amax(1).argmax())
-    expected = af.geometry.attribute(model, inputs, 1, head=result.head, query=query)
-    assert result.to_json() == expected.to_json()
+    assert af.geometry.reading(model, inputs).telling_head(1, query) == int(row.amax(1).argmax())
 
 
 def test_a_single_token_has_a_head():
-    result = attribute_one(deep("Llama").double().eval(), [5], 1)
+    with af.geometry.reading(deep("Llama").double().eval(), [5]) as reading:
+        result = reading.explain(1, reading.telling_head(1))
     assert result.keys == (0,)
     assert result.weights.tolist() == [1.0]
 
 
 def test_one_head_of_cross_attention():
     model = deep("Bart").double().eval()
-    result = attribute_one(model, DECODER, -1, query=3, attention="cross")
+    head = af.geometry.reading(model, DECODER).telling_head(-1, 3, attention="cross")
     everything = af.geometry.attribute(model, DECODER, -1, query=3, attention="cross")
-    assert result.head == int(everything.weights.amax(1).argmax())
+    assert head == int(everything.weights.amax(1).argmax())

@@ -3,7 +3,7 @@
 import torch
 
 from attnflow.knowledge import Store
-from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.store.source import EntrySource
 
 
 def indexed(readers, entries):

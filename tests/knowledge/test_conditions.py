@@ -5,7 +5,7 @@ import torch
 
 from attnflow.knowledge import GeneralizedCrossAttention
 from attnflow.knowledge.attention import named
-from attnflow.knowledge.conditions import conditions
+from attnflow.knowledge.conversion_check import conditions
 
 
 def low_rank(rows, columns, rank):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnflow.knowledge.hf.edit import least_change
+from attnflow.knowledge.editing.edit import least_change
 
 
 def problem(seed, places, others, entries=12, width=5):

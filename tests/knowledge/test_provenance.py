@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnflow.knowledge.provenance import LayerTrace, Promoted, Trace
+from attnflow.knowledge.reading.provenance import LayerTrace, Promoted, Trace
 
 
 def layer(number, positions=3, kept=4, effects=True, seed=0, dtype=torch.float32):

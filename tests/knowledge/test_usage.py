@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 import attnflow as af
 from attnflow.knowledge import GeneralizedCrossAttention, KnowledgeBase, Retrieval, duplicates
 from attnflow.knowledge.layered import readers
-from attnflow.knowledge.reader import KnowledgeReader, Reading
+from attnflow.knowledge.reader import KnowledgeReader, LayerReading
+from attnflow.knowledge.reading.usage import Activity
 from attnflow.knowledge.retrieval import Certificate
-from attnflow.knowledge.usage import Activity
 from tests.models import modular, tiny, tokens
 
 
 def reading(fires, layer=0, ids=None):
     """A reading whose weights are 1 where entries fire, [tokens, heads, read]."""
     weights = torch.tensor(fires).float()
-    return Reading(layer, ids, weights.unsqueeze(0), weights)
+    return LayerReading(layer, ids, weights.unsqueeze(0), weights)
 
 
 def same(positions):
@@ -197,7 +197,7 @@ def test_duplicates_are_those_of_all_pairs(seed, threshold, count):
     rows = rows + 0.2 * torch.randn(count, 4, generator=generator) * (torch.rand(count, 1, generator=generator) < 0.5)
     rows[torch.rand(count, generator=generator) < 0.05] = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnflow.knowledge.duplication._ROWS", 7)
+        patch.setattr("attnflow.knowledge.reading.duplication._ROWS", 7)
         found = duplicates(rows, threshold)
     pairs, groups = by_hand(rows, threshold)
     assert (found.pairs, set(found.groups)) == (pairs, groups)

@@ -324,7 +324,7 @@ REGISTERED = {
         run.image_tokens,
     ),
     "SpeechT5": TinyModel("SpeechT5ForSpeechToText", {**AUDIO, **ENCODER_DECODER}, run.dictated),
-    "Modular": TinyModel("ModularModel", MODULAR, package="attnflow.knowledge.hf.modular"),
+    "Modular": TinyModel("ModularModel", MODULAR, package="attnflow.knowledge.modular"),
 }
 # Families that no other table needs, audited: some scan, some look both ways, some were repaired after a release.
 AUDITED = {

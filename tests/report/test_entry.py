@@ -14,9 +14,9 @@ from tests.report.reading import parse_page
 TEXTS = [[5, 6, 7, 8], [11, 12], [3, 4]]
 
 
-def entry_report(name="Llama"):
+def entry_report(name="Llama", **options):
     torch.manual_seed(0)
-    return af.knowledge.entry(af.knowledge.from_ffn(tiny(name, torch.float32)), 7, texts=TEXTS, count=3)
+    return af.knowledge.entry(af.knowledge.from_ffn(tiny(name, torch.float32)), 7, texts=TEXTS, count=3, **options)
 
 
 def test_the_chart_shows_tokens_near_entries_and_texts():
@@ -53,7 +53,7 @@ def test_the_page_says_what_the_chart_shows():
 
 def test_a_removal_has_two_bars_for_each_token():
     pytest.importorskip("matplotlib")
-    removal = entry_report().ablate([5, 6, 7], count=4)
+    removal = entry_report(ablate=[5, 6, 7]).removal
     axes = figure(removal).axes[0]
     widths = [bar.get_width() for bar in axes.patches]
     chances = removal.chances

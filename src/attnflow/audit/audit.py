@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -16,7 +15,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.audit.declared import Order, relation_of
 from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
-from attnflow.audit.fields import Fields, Plan, batch_sets, plan
+from attnflow.audit.fields import Fields, ProbePlan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.packing import all_real, unplaced_padding
@@ -24,7 +23,7 @@ from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
-from attnflow.audit.rows import Layout, outputs_in_words
+from attnflow.audit.rows import OutputLayout, outputs_in_words
 from attnflow.audit.survey import survey
 from attnflow.audit.towers import rows_beside
 from attnflow.masks.catalogue import causal
@@ -109,21 +108,30 @@ def check(
     subject = Subject.of(cast("nn.Module | Loaded", model)).inside
     with unchanged(subject.model), evaluating(subject.model), precision(subject.model, dtype):
         asked = read(subject, inputs).in_precision(dtype)
-        report = audited(asked, order, mode, cache, both_sides, passes, watch, seed, progress)
+        options = AuditOptions(mode, cache, both_sides, passes, watch, seed, progress or _in_silence)
+        report = audited(asked, order, options)
     return replace(report, seconds=time.perf_counter() - began)
 
 
-def audited(
-    asked: Inputs,
-    order: Order,
-    mode: Mode = "perturb",
-    cache: bool | Sequence[int] = False,
-    both_sides: bool | None = False,
-    passes: int = 32,
-    watch: Watched = "modules",
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> AuditReport:
+def _in_silence(done: int, total: int, what: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """The arguments of `check` beside the call and its order."""
+
+    mode: Mode = "perturb"
+    cache: bool | Sequence[int] = False
+    both_sides: bool | None = False
+    passes: int = 32
+    watch: Watched = "modules"
+    seed: int = 0
+    progress: Progress = _in_silence
+
+
+def audited(asked: Inputs, order: Order, options: AuditOptions) -> AuditReport:
+    mode, cache, seed = options.mode, options.cache, options.seed
     silent: tuple[str, ...] = ()
     if isinstance(asked.model, Function):
         order, silent = causal(asked.size) if order is None else order, asked.model.align(asked, seed)
@@ -131,20 +139,19 @@ def audited(
         silent += ("the stream of queries that target_mapping asks for has rows for its targets, not for positions",)
     seen = survey(asked, seed if mode == "quick" else None)
     call, relation = seen.inputs, relation_of(seen, order)
-    say: Progress = progress or (lambda done, total, what: None)
-    audit = partial(Auditor, call, Fields(relation, call.batch), passes, watch, seed, say)
-    work = audit(notes=remarks(seen, order))
-    if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
-        work, mode = audit(notes=remarks(seen, order)), "perturb"
+    fields = Fields(relation, call.batch)
+    work = Auditor(call, fields, options, remarks(seen, order))
+    if seen.runner is not None and not work.quick(seen.runner, seen.base):  # what moves, the long way
+        work, mode = Auditor(call, fields, options, remarks(seen, order)), "perturb"
     if mode == "perturb":
-        work.perturb(Runner(call, watch, seed), "forward")
+        work.perturb(Runner(call, options.watch, seed), "forward")
         if cache is not False and not any(violation.kind == "state" for violation in work.violations):
             steps = DecodingPath("cached", step_lengths(call, cache))
-            work.perturb(SteppedRunner(call, watch, seed, steps), "cached")
-            work.compare_paths(cache)
-        if both_sides is not False:
-            violations, notes = missing_pairs(seen, relation, seed, thorough=bool(both_sides))
-            work.violations += violations if both_sides else []
+            work.perturb(SteppedRunner(call, options.watch, seed, steps), "cached")
+            work.compare_paths()
+        if options.both_sides is not False:
+            violations, notes = missing_pairs(seen, relation, seed, thorough=bool(options.both_sides))
+            work.violations += violations if options.both_sides else []
             work.notes += notes
     work.violations += asked_and_done(seen, relation.disputed, seed)
     silent += relation.unsure + (tuple(unplaced_padding(call)) if order is None else ())
@@ -158,26 +165,26 @@ class Auditor:
 
     call: Inputs
     fields: Fields
-    passes: int
-    watch: Watched
-    seed: int
-    progress: Progress
+    options: AuditOptions
+    notes: list[str]
     violations: list[Violation] = field(default_factory=list[Violation])
-    notes: list[str] = field(default_factory=list[str])
     dirty: set[str] = field(default_factory=set[str])
     forward_passes: int = 0
     noise: float = 0.0
     base: Recording | None = None
     layer_calls: int = 0
-    plan: Plan | None = None
+    plan: ProbePlan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
-    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    layouts: dict[str, OutputLayout] = field(default_factory=dict[str, OutputLayout])
     moved: set[str] = field(default_factory=set[str])  # outputs without positions that moved at all
     apart: bool = False  # whether all sequences were changed, and none moved another one
     short: dict[str, str] = field(default_factory=dict[str, str])  # what pools a sequence without its end, and why
 
-    def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
-        prober = Prober(runner, self.fields, self.seed, base)
+    def __post_init__(self) -> None:
+        self.passes = self.options.passes
+
+    def quick(self, runner: Runner, base: Recording | None) -> bool:
+        prober = Prober(runner, self.fields, self.options.seed, base)
         self._accept(runner, prober.base)
         size = sum(parameter.numel() for parameter in self.call.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
@@ -193,13 +200,13 @@ class Auditor:
         self.apart = cheap and bool(crossing)
         self.moved |= prober.moved
         self.forward_passes += runner.passes
-        if cache is not False:
-            self.compare_paths(cache)
+        if self.options.cache is not False:
+            self.compare_paths()
         return not self.violations
 
     def perturb(self, runner: Runner, what: str) -> None:
-        self.progress(0, 1, f"{what}: base pass")
-        prober = Prober(runner, self.fields, self.seed)
+        self.options.progress(0, 1, f"{what}: base pass")
+        prober = Prober(runner, self.fields, self.options.seed)
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
         sets, order = self._crossing(), [*self._padding(), *self._plan().passes]
@@ -216,7 +223,7 @@ class Auditor:
             sets, order = [], []
         crosstalk = False
         for done, selected in enumerate([*sets, *order]):
-            self.progress(done, total, f"{what}: perturbation")
+            self.options.progress(done, total, f"{what}: perturbation")
             rows = None
             if done >= len(sets) and crosstalk:  # one sequence at a time, so that the others cannot move it
                 rows = [done % self.call.batch]
@@ -252,7 +259,7 @@ class Auditor:
         self.noise = max(self.noise, prober.noise)
         self.dirty |= prober.dirty
         self.moved |= prober.moved
-        self.progress(total, total, f"{what}: done")
+        self.options.progress(total, total, f"{what}: done")
 
     def _beside(self, prober: Prober) -> list[Violation]:
         """What moves against the order with other inputs: with their padding, or between rows of another tower."""
@@ -266,10 +273,10 @@ class Auditor:
             *(violation for name in names for violation in rows_beside(prober.runner, name)),
         ]
 
-    def compare_paths(self, cache: bool | Sequence[int]) -> None:
-        comparison = DecodingComparison(self.call, self.watch, self.seed)
-        for path in decoding_paths(self.call, cache):
-            self.progress(0, 1, f"cached: {path.name}")
+    def compare_paths(self) -> None:
+        comparison = DecodingComparison(self.call, self.options.watch, self.options.seed)
+        for path in decoding_paths(self.call, self.options.cache):
+            self.options.progress(0, 1, f"cached: {path.name}")
             different = comparison.of(path)
             if isinstance(different, str):
                 self.notes.append(f"{path.name} not compared: {different}")
@@ -343,7 +350,7 @@ class Auditor:
             notes.append("no sequence moves with another one")
         return tuple(untested), tuple(notes)
 
-    def _rows_of(self, layout: Layout) -> str:
+    def _rows_of(self, layout: OutputLayout) -> str:
         here, beside = self.call.slots[-1].title, self.call.beside(self.call.kwargs).items()
         if layout.form == "pairs":
             return f"[rows of {here}, rows of {here}]"
@@ -376,7 +383,7 @@ class Auditor:
                 f"({few(unwatched)}): nothing to audit. Try other lengths, or a batch of another size"
             )
 
-    def _plan(self, beyond: bool = True) -> Plan:
+    def _plan(self, beyond: bool = True) -> ProbePlan:
         if self.plan is None:
             assert self.base is not None
             seen: dict[int, Tensor] = {}
@@ -387,5 +394,5 @@ class Auditor:
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True
             runs = [(slot.offset, slot.offset + slot.length) for slot in self.call.slots]
-            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else Plan((), 0.0, 0)
+            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else ProbePlan((), 0.0, 0)
         return self.plan

@@ -22,7 +22,7 @@ from attnflow.audit.inputs import Inputs, Slot, read
 from attnflow.audit.packing import DOCUMENT_ARGUMENTS, all_real, allowed_pairs, documents, of_slot, real_positions
 from attnflow.audit.report import Violation
 from attnflow.audit.requests import Disagreement, disagreement, within_blocks
-from attnflow.audit.survey import LayerCall, Survey, survey
+from attnflow.audit.survey import CallSurvey, LayerCall, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
 from attnflow.masks.diagnosis import equal_to
@@ -70,7 +70,7 @@ def declared_order(
     return analyze(named[0] if relation.repeat else named)
 
 
-def relation_of(seen: Survey, order: Order) -> Relation:
+def relation_of(seen: CallSurvey, order: Order) -> Relation:
     """The relation to audit against: `order` if given, else the declared one."""
     inputs = seen.inputs
     if order is None:
@@ -112,7 +112,7 @@ def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
     )
 
 
-def declared(seen: Survey) -> Relation:
+def declared(seen: CallSurvey) -> Relation:
     """The order that the model declares for these inputs; the file's docstring ranks the sources."""
     inputs = seen.inputs
     if inputs.subject.text_config is None:
@@ -124,7 +124,7 @@ def declared(seen: Survey) -> Relation:
     if isinstance(hidden, Tensor):
         allow = (hidden.detach().cpu() == 0).expand(inputs.batch, slot.length, slot.length)
         return Relation(tuple(_of_one_batch([allow], real_positions(inputs, slot))), True, "the order of perm_mask")
-    stack = _Stack(inputs.subject.text_config, inputs, slot, _causal(seen))
+    stack = _DeclaredStack(inputs.subject.text_config, inputs, slot, _causal(seen))
     real = real_positions(inputs, slot)
     layers = _of_one_batch([stack.relation(call) for call in seen.calls] or [stack.base], real)
     repeat = all(torch.equal(layer, layers[0]) for layer in layers)
@@ -133,7 +133,7 @@ def declared(seen: Survey) -> Relation:
     return Relation(tuple(layers[:1] if repeat else layers), repeat, words, disputed, unsure)
 
 
-class _Stack:
+class _DeclaredStack:
     """What the layers of one stack may read, with the words that describe it."""
 
     def __init__(self, config: Any, inputs: Inputs, slot: Slot, causal: bool) -> None:
@@ -214,8 +214,9 @@ class _Stack:
             allow, label = within, self._described(within, real)
         later = asked & ~self.direction & real[:, :, None] & self.together
         accepted, problem = torch.zeros_like(later), ""
-        if later.any() and asks_causal(request):  # image tokens that see one another; a causal head that asks for
-            accepted, problem = within_blocks(later, self.family, self.inputs, self.slot)  # all pairs is not believed
+        # Image tokens may see one another. A causal head that asks for all pairs is not believed.
+        if later.any() and asks_causal(request):
+            accepted, problem = within_blocks(later, self.family, self.inputs, self.slot)
             self.blocks = self.blocks | accepted
         if problem == "unknown":
             self.unsure.append("the mask lets positions see later ones, and nothing says that they are of one block")
@@ -271,7 +272,7 @@ class _Stack:
         return "; ".join([words, *parts])
 
 
-def _causal(seen: Survey) -> bool:
+def _causal(seen: CallSurvey) -> bool:
     """The direction: of the configuration, the masks that the model asks for, its attention modules, or its use."""
     model, config = seen.inputs.model, seen.inputs.subject.text_config
     flags = {name: getattr(config, name, None) for name in ("is_causal", "causal", "use_bidirectional_attention")}
@@ -300,7 +301,7 @@ def _causal(seen: Survey) -> bool:
     raise _unknown(seen.inputs, "neither its configuration nor its attention modules say whether it is causal")
 
 
-def _asks_causal(seen: Survey) -> bool | None:
+def _asks_causal(seen: CallSurvey) -> bool | None:
     """Whether any of the masks that the model asks transformers for is causal; None if it asks for none."""
     requests = [call.asked for call in seen.calls if call.asked is not None]
     if not requests:
@@ -347,17 +348,17 @@ def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
     return None if mask is None else allowed_pairs(mask, inputs.batch, slot.length)
 
 
-def _encoder_decoder(seen: Survey) -> Relation:
+def _encoder_decoder(seen: CallSurvey) -> Relation:
     """Joint positions, encoder first: encoder layers read the encoder, decoder layers are causal and read both."""
     inputs = seen.inputs
     if any(inputs.kwargs.get(name) is not None for name in DOCUMENT_ARGUMENTS):
         raise _unknown(inputs, "documents packed into an encoder-decoder are not read")
     n, *_, decoder = inputs.size, *inputs.slots
-    stacks: dict[int, _Stack] = {}
+    stacks: dict[int, _DeclaredStack] = {}
     for slot in inputs.slots:
         own = getattr(inputs.subject.text_config, "decoder" if slot is decoder else "encoder", None)
         own = own if hasattr(own, "num_hidden_layers") else None
-        stacks[slot.offset] = _Stack(own, inputs, slot, causal=slot is decoder)
+        stacks[slot.offset] = _DeclaredStack(own, inputs, slot, causal=slot is decoder)
     real = all_real(inputs)
     layers: list[Tensor] = []
     for call in seen.calls:

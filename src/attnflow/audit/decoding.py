@@ -63,9 +63,7 @@ def decoding_paths(inputs: Inputs, cache: bool | Sequence[int]) -> list[Decoding
     if inputs.subject.accepted("attention_mask") and "attention_mask" not in inputs.kwargs:
         every.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
     if "transformers" in sys.modules:
-        from attnflow.audit.hf.decoding import static_cache
-
-        every.append(DecodingPath("static cache", steps, cache=partial(static_cache, inputs.model, n)))
+        every.append(DecodingPath("static cache", steps, cache=partial(_static_cache, inputs.model, n)))
     return every
 
 
@@ -116,9 +114,7 @@ class SteppedRunner(Runner):
                 hidden = _entry(output, "encoder_last_hidden_state")
                 state["encoder_outputs"] = (hidden,)
                 if "transformers" in sys.modules:
-                    from attnflow.audit.hf.decoding import encoder_output
-
-                    state["encoder_outputs"] = encoder_output(encoded_as[0] if encoded_as else None, hidden)
+                    state["encoder_outputs"] = _encoder_output(encoded_as[0] if encoded_as else None, hidden)
                 state |= {} if encoder[0].name is None else {encoder[0].name: None}
                 if step == 0:
                     encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)
@@ -159,6 +155,23 @@ def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> d
                 value = value[..., start:end]
         part[name] = value
     return part
+
+
+def _static_cache(model: nn.Module, length: int) -> object:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import StaticCache
+
+    if not isinstance(model, PreTrainedModel) or not cast(Any, model)._can_compile_fullgraph:
+        raise UnsupportedArchitecture(f"{type(model).__name__} takes no static cache")
+    return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+
+
+def _encoder_output(output: object, hidden: Tensor) -> object:
+    """What an encoder returned, or else its states: some decoders read entries of their own, some by index."""
+    from transformers.modeling_outputs import BaseModelOutput
+    from transformers.utils.generic import ModelOutput
+
+    return output if isinstance(output, ModelOutput) else BaseModelOutput(last_hidden_state=cast(Any, hidden))
 
 
 def _cache(output: Any) -> Any:

@@ -19,9 +19,9 @@ from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow._core.threads import Turns, untraced
-from attnflow.audit.alone import compare_alone
-from attnflow.audit.audit import audited
-from attnflow.audit.cutting import attached_masks
+from attnflow.audit.audit import AuditOptions, audited
+from attnflow.audit.batch.alone import compare_alone
+from attnflow.audit.batch.cutting import attached_masks
 from attnflow.audit.declared import Order
 from attnflow.audit.inputs import LOSS_ARGUMENTS, Inputs, fresh, read, with_decoder_inputs
 from attnflow.audit.packing import BOUNDARIES
@@ -198,7 +198,7 @@ def _in_its_mode(inputs: Inputs, order: Order, passes: int) -> AuditReport:
                 setattr(module, "gradient_checkpointing", False)  # noqa: B010 - modules declare no such attribute
         try:
             with WithoutDropout():
-                report = audited(inputs, order, passes=passes)
+                report = audited(inputs, order, AuditOptions(passes=passes))
             state = next((violation for violation in report.violations if violation.kind == "state"), None)
             if state is None and not report.noise:
                 return replace(report, notes=(*report.notes, "audited in training mode, without dropout"))
@@ -206,7 +206,7 @@ def _in_its_mode(inputs: Inputs, order: Order, passes: int) -> AuditReport:
         except (*REFUSALS, UnsupportedArchitecture) as error:
             why = f"it does not run without a loss ({refusal(error)})"
     with evaluating(model):
-        report = audited(inputs, order, passes=passes)
+        report = audited(inputs, order, AuditOptions(passes=passes))
     notes = [f"audited in evaluation mode, as in training mode {why}: a leak there is not seen"] if why else []
     return replace(report, notes=(*report.notes, *notes))
 

@@ -18,7 +18,7 @@ LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head
 
 
 @dataclass(frozen=True)
-class Entry:
+class StackEntry:
     """Where vectors enter a stack of layers and can be changed, however they were made."""
 
     layer: str  # the path of the layer that is called first
@@ -40,7 +40,7 @@ class Slot:
     name: str | None  # the argument that holds their token ids [B, n] or vectors [B, n, d]; None of pixels, audio
     length: int  # number of positions n
     offset: int  # number of its first position when all slots are counted through (encoder, then decoder)
-    entry: Entry | None = None  # where these positions enter a stack of layers; None of a model without one
+    entry: StackEntry | None = None  # where these positions enter a stack of layers; None of a model without one
     layers: frozenset[str] = frozenset()  # paths of the layers of the stack
     places: tuple[int, ...] = ()  # of the tokens that were passed, where virtual tokens or an image stand beside them
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Inputs, Slot, Variation, fresh
 from attnflow.audit.packing import real_positions
-from attnflow.audit.rows import Frame, Layout, arranged, canonical, layout_of, leaves, settled
+from attnflow.audit.rows import Frame, OutputLayout, arranged, canonical, layout_of, leaves, settled
 from attnflow.models.evaluation import seed_all
 from attnflow.models.subject import own_name
 from attnflow.models.watching import Arguments, Call, Watch
@@ -64,7 +64,7 @@ class Tracer:
         frame: Frame,
         visit: Callable[[Event], None],
         watch: Watched,
-        layouts: dict[str, Layout],
+        layouts: dict[str, OutputLayout],
     ) -> None:
         self.model = model
         self.layers = layers  # {path: index} of those of the stacks whose positions are audited
@@ -121,12 +121,12 @@ class Tracer:
             if "cache" not in type(value).__name__.lower() and not hasattr(value, "get_seq_length"):
                 one = isinstance(value, int | float) and not path.rpartition(".")[2].isdigit()  # not of a list
                 why = f"is a {type(value).__name__}, which is not looked into"
-                self.layouts[path] = Layout("unknown", why=why, sure=one)
+                self.layouts[path] = OutputLayout("unknown", why=why, sure=one)
 
         for path, tensor in leaves(root, unknown):
             if tensor.is_meta:
                 why = "is on the meta device, which holds no numbers"
-                self.layouts[path] = Layout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
+                self.layouts[path] = OutputLayout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
                 continue
             layout = self.layouts.get(path) or layout_of(tensor, self.frame, self._inside)
             if layout.form != "unknown" and layout.shape != tuple(tensor.shape):
@@ -151,7 +151,7 @@ class Runner:
         self.passes = 0  # so far; a cached run counts each step
         self.layer_calls = 0  # of the last pass
         self.skipped: dict[str, str] = {}
-        self.layouts: dict[str, Layout] = {}  # of the tensors that the caller receives, by path
+        self.layouts: dict[str, OutputLayout] = {}  # of the tensors that the caller receives, by path
         self.layer_names = {name: index for name, index in inputs.subject.layers.items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         inner = () if isinstance(model, Function) else model.parameters()  # nothing inside a function is watched

@@ -22,7 +22,7 @@ from attnflow.audit.passes import frame_of
 from attnflow.audit.report import Violation, few
 from attnflow.audit.rounding import row_change
 from attnflow.audit.rows import Frame, canonical
-from attnflow.audit.survey import LayerCall, Survey
+from attnflow.audit.survey import CallSurvey, LayerCall
 from attnflow.models.evaluation import REFUSALS, precision, refusal
 from attnflow.models.mixing import attends, moves_between_positions
 from attnflow.models.subject import unwrapped
@@ -108,7 +108,7 @@ def _isolated(value: Any, dtype: torch.dtype | None, written: int) -> Any:
     return copied
 
 
-def missing_pairs(seen: Survey, relation: Relation, seed: int, thorough: bool) -> tuple[list[Violation], list[str]]:
+def missing_pairs(seen: CallSurvey, relation: Relation, seed: int, thorough: bool) -> tuple[list[Violation], list[str]]:
     """Allowed pairs (target, source) of attention layers whose source never moves the target: one violation per layer.
 
     Each layer call is replayed alone in float64; a change counts from one unit in the last place. `thorough` tries all
@@ -146,7 +146,7 @@ def missing_pairs(seen: Survey, relation: Relation, seed: int, thorough: bool) -
     return violations, notes
 
 
-def asked_and_done(seen: Survey, disputed: Sequence[tuple[Violation, bool]], seed: int) -> list[Violation]:
+def asked_and_done(seen: CallSurvey, disputed: Sequence[tuple[Violation, bool]], seed: int) -> list[Violation]:
     """The disputed masks whose layer does what was asked for: a layer may narrow its mask itself, as GPT-Neo's do.
 
     A layer is replayed alone with the source moved; where that fails, the finding stays, unconfirmed.
@@ -195,7 +195,7 @@ def holds_attention(inputs: Inputs, call: LayerCall) -> bool:
     return any(map(attends, modules)) and not any(map(moves_between_positions, modules))
 
 
-def remarks(seen: Survey, order: object) -> list[str]:
+def remarks(seen: CallSurvey, order: object) -> list[str]:
     """What the survey showed that a reader must know: arguments without effect, layers without a mask."""
     notes = [
         f"{name} reaches no layer of {seen.inputs.subject.kind}: it is not used as it was passed"

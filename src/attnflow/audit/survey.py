@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Entry, Inputs, Slot, fresh
+from attnflow.audit.inputs import Inputs, Slot, StackEntry, fresh
 from attnflow.audit.passes import Recording, Runner, entering, frame_of
 from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import seed_all
@@ -39,7 +39,7 @@ class LayerCall:
 
 
 @dataclass
-class Survey:
+class CallSurvey:
     """The result of one forward pass: the call with its slots, the layer calls, and what else it showed."""
 
     inputs: Inputs  # the call, with slots for the positions that enter stacks of layers
@@ -53,7 +53,7 @@ class Survey:
         return next(slot for slot in self.inputs.slots if call.name in slot.layers)
 
 
-def survey(inputs: Inputs, seed: int | None = None) -> Survey:
+def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
     """Run the model once, and read off what it does with its inputs; with a `seed` by a runner at the layers."""
     model, layers = inputs.model, inputs.subject.layers
     whole = replace(inputs, slots=tuple(replace(slot, layers=frozenset(layers)) for slot in inputs.slots))
@@ -72,7 +72,7 @@ def survey(inputs: Inputs, seed: int | None = None) -> Survey:
             events, intact = first.distinct(inputs.base)
     passed, inputs = inputs, _positions(inputs, calls)
     inputs = replace(inputs, slots=tuple(_placed(passed, slot) for slot in inputs.slots))
-    result = Survey(inputs, [call for call in calls if call.name in inputs.layers])
+    result = CallSurvey(inputs, [call for call in calls if call.name in inputs.layers])
     if asked is not None:
         _assign(result, calls, asked, seen)
     masks = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
@@ -194,7 +194,7 @@ def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> 
     last, (_, length, *_) = held[-1]
     held = [(call, axes) for call, axes in held if (call.stack, axes[1]) == (last.stack, length)]
     first, (batch, _, axis, positions_first) = held[0]
-    entry = Entry(first.name, first.shape[-1], first.spread or 1.0, axis, positions_first)
+    entry = StackEntry(first.name, first.shape[-1], first.spread or 1.0, axis, positions_first)
     name = named.name if named is not None and (named.length, inputs.batch) == (length, batch) else None
     return Slot(name, length, 0, entry, frozenset(call.name for call, _ in held)), batch
 
@@ -219,7 +219,7 @@ def _axes(
     return (shape[0], shape[1], 0, False) if fits and len(shape) == 3 else None
 
 
-def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
+def _assign(result: CallSurvey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
     for number, call in enumerate(calls):
         if call not in result.calls:
             continue

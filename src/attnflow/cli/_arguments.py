@@ -13,7 +13,7 @@ from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
-    from attnflow.models.loaded import Loaded
+    from attnflow.models.subject import Loaded
 
 MaskLength = Annotated[
     int | None, typer.Option("--n", metavar="N", min=0, help="Number of tokens of the mask (default: 16).")

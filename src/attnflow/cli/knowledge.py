@@ -27,7 +27,7 @@ def build(
     json_output: JsonFlag = False,
 ) -> None:
     require(model)
-    from attnflow.knowledge.hf.convert import from_ffn, save_entries
+    from attnflow.knowledge.convert import from_ffn, save_entries
     from attnflow.knowledge.store import Store
     from attnflow.knowledge.store.table import check_uri
 
@@ -58,7 +58,7 @@ def stats(
     with working(f"opening {store}") as spinner, opened(store) as held:
         numbers, same, texts = held.stats(), None, list[str | None]()
         if duplicates:
-            from attnflow.knowledge.duplication import duplicates as find
+            from attnflow.knowledge.reading.duplication import duplicates as find
 
             same = find(held, threshold, progress=spinner)
             texts = [entry.text for entry in held.get([group[0] for group in same.groups[:20]])]
@@ -121,7 +121,7 @@ def knowledge_edit(
     chosen = None if layers is None else integers(layers, "--layers")
     from attnflow._core.files import write_folder
     from attnflow.knowledge import edit, from_ffn, to_ffn
-    from attnflow.knowledge.facts import Fact, read_facts
+    from attnflow.knowledge.editing.facts import Fact, read_facts
     from attnflow.models.loader import quiet
 
     facts = [Fact(str(prompt), str(answer), subject)] if file is None else read_facts(file)

@@ -47,11 +47,11 @@ def report(
         if is_mask:
             page = _of_mask(subject, n, settings or [], spinner)
         else:
-            from attnflow.models.loaded import text_inputs
+            from attnflow.models.subject import Subject
             from attnflow.report import model_page
 
             loaded = arguments.load(subject)
-            inputs = text_inputs(loaded, arguments.sample() if text is None else text, tokens)
+            inputs = Subject.of(loaded).sample(arguments.sample() if text is None else text, tokens)
             about = {"Model": arguments.describe(subject, loaded)}
             page = model_page(loaded, inputs, title=subject, details=about, progress=spinner)
         page.save(target)

@@ -76,14 +76,14 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
 
 def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
     from attnflow.audit.declared import declared_order
-    from attnflow.models.loaded import text_inputs, token_texts
+    from attnflow.models.subject import Subject
     from attnflow.report.live.design import design_for
 
     require_model(name, with_settings)
     with working(f"reading {name}") as spinner:
         loaded = load(name)
-        inputs = text_inputs(loaded, sample(), _TOKENS)
+        inputs = Subject.of(loaded).sample(sample(), _TOKENS)
         spinner.stage("reading its masks")
         flow = declared_order(loaded, inputs)
-        texts = token_texts(inputs["input_ids"][0].tolist(), loaded.tokenizer)
+        texts = Subject.of(loaded).texts(inputs["input_ids"][0].tolist())
     return design_for(flow, texts).to_dict()

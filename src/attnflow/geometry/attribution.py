@@ -12,15 +12,16 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.results import Result
+from attnflow.models.recording import ComponentName
 
 
-class Term(NamedTuple):
+class ScoreTerm(NamedTuple):
     """One term of a score: how much the pair of components moves log a_ij (`centred`), and its size (`raw`)."""
 
     head: int
     key: int  # position
-    query_component: str
-    key_component: str
+    query_component: ComponentName
+    key_component: ComponentName
     value: float  # centred
     raw: float
 
@@ -41,8 +42,8 @@ class ScoreAttribution(Result):
     query_token: str
     keys: tuple[int, ...]  # positions
     tokens: tuple[str, ...]  # texts of the keys
-    components: tuple[str, ...]  # of the query's stream
-    key_components: tuple[str, ...]  # of the keys' stream: the same, except in cross-attention
+    components: tuple[ComponentName, ...]  # of the query's stream
+    key_components: tuple[ComponentName, ...]  # of the keys' stream: the same, except in cross-attention
     raw: Float64[Tensor, "*heads keys query_components key_components"]
     constants: Mapping[str, Float64[Tensor, "*heads keys"]]  # "biases", and where present "positions", "attached bias"
     scores: Float64[Tensor, "*heads keys"]  # what the model computed, before a softcap and the softmax
@@ -73,7 +74,7 @@ class ScoreAttribution(Result):
             for name, values in self.constants.items()
         }
 
-    def top(self, k: int = 10, key: int | None = None, *, raw: bool = False) -> list[Term]:
+    def top(self, k: int = 10, key: int | None = None, *, raw: bool = False) -> list[ScoreTerm]:
         """List the k terms of largest magnitude, centred (or `raw`), of all keys or of the key at one position."""
         count = checks.integer("k", k, 1)
         chosen = range(len(self.keys)) if key is None else [self._column(key)]
@@ -81,7 +82,7 @@ class ScoreAttribution(Result):
         order = (raws if raw else centred).abs().flatten().topk(min(count, raws.numel())).indices
         places = zip(*(axis.tolist() for axis in torch.unravel_index(order, raws.shape)), strict=True)
         return [
-            Term(
+            ScoreTerm(
                 self.heads[h],
                 self.keys[chosen[j]],
                 self.components[c],
@@ -109,8 +110,8 @@ class ScoreAttribution(Result):
                 "query": self.query,
                 "key": key,
                 "token": token,
-                "query_component": first,
-                "key_component": second,
+                "query_component": str(first),
+                "key_component": str(second),
                 "raw": raw_value,
                 "centred": centred_value,
             }

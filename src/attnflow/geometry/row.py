@@ -20,7 +20,7 @@ _CLOSE: Final = 2e-4  # of the largest value, for what attention put out
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class ScoreRow:
     """softmax(cap(product) + added) over the allowed keys and a sink, for one head and query; float64, on the CPU."""
 
     allowed: Tensor  # bool[keys]
@@ -38,7 +38,7 @@ class Row:
         everything = scores if self.sink is None else torch.cat([scores, self.sink[None]])
         return everything.softmax(0)[: len(scores)]
 
-    def until(self, end: int) -> Row:
+    def until(self, end: int) -> ScoreRow:
         """The row without the keys from `end` on, none of which may be allowed."""
         added = {name: values[:end] for name, values in self.added.items()}
         return replace(self, allowed=self.allowed[:end], product=self.product[:end], added=added)
@@ -51,7 +51,7 @@ class Row:
         return 1 - torch.tanh(self.product / self.softcap) ** 2
 
 
-def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Tensor | None = None) -> Row:
+def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Tensor | None = None) -> ScoreRow:
     module, kwargs = call.module, call.kwargs
     strange = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if strange:
@@ -76,7 +76,7 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
         allowed = allowed & ~_at(call.empty[..., None], head, query, 1).bool()
     if not bool(allowed.any()):
         raise ValueError(f"the mask lets query {query} attend to no key in head {head}: choose another query")
-    row = Row(allowed, product, added, kwargs.get("softcap"), sink, scaling)
+    row = ScoreRow(allowed, product, added, kwargs.get("softcap"), sink, scaling)
     _check(row, call, output, head, query)
     return row
 
@@ -106,7 +106,7 @@ def _at(table: Tensor, head: int, query: int, keys: int) -> Tensor:
     return row.detach().double().cpu().expand(keys)
 
 
-def _check(row: Row, call: AttentionCall, output: Tensor, head: int, query: int) -> None:
+def _check(row: ScoreRow, call: AttentionCall, output: Tensor, head: int, query: int) -> None:
     """Compare with the output: the row explains it only if nothing else was added to the scores."""
     value = call.value[0, head * call.value.shape[1] // call.query.shape[1]].double().cpu()
     if output.ndim == 3:

@@ -1,29 +1,30 @@
 """Feed-forward layers as cross-attention to an explicit knowledge base that can be searched, traced and edited.
 
-`attention` is the function itself, `base` its entries, `layered` the layers that read them. `conditions` says when
-feed-forward layers have this form. `reader` reads all entries of a `source`, or the best (`retrieval`). `store/` keeps
-and searches entries. `provenance` holds what fired; `usage` and `duplication` say how a base is used. Code that needs
-a transformers model is in `hf/`, and reachable from here.
+Read `attention` first: it is the function itself. `base` has its entries, `layered` the layers that read them, `reader`
+one that reads all of them or the best (`retrieval`). `convert` turns feed-forward layers into this form, and `modular`
+is a model made of it. `store/` keeps and searches entries, `reading/` says what a model reads, `editing/` changes it.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from attnflow._core.errors import MissingExtra
 from attnflow._core.lazy import on_demand
 from attnflow.knowledge.attention import GeneralizedCrossAttention
 from attnflow.knowledge.base import KnowledgeBase
-from attnflow.knowledge.provenance import Trace
+from attnflow.knowledge.reading.provenance import Trace
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store
 
 if TYPE_CHECKING:
-    from attnflow.knowledge.duplication import duplicates
-    from attnflow.knowledge.hf.attach import attach
-    from attnflow.knowledge.hf.convert import from_ffn, to_ffn
-    from attnflow.knowledge.hf.edit import edit
-    from attnflow.knowledge.hf.entry import entry
-    from attnflow.knowledge.hf.modular import ModularConfig, ModularForCausalLM
-    from attnflow.knowledge.hf.trace import trace
-    from attnflow.knowledge.usage import activity
+    from attnflow.knowledge.convert import from_ffn, to_ffn
+    from attnflow.knowledge.editing.edit import edit
+    from attnflow.knowledge.modular import ModularConfig, ModularForCausalLM
+    from attnflow.knowledge.reading.attach import attach
+    from attnflow.knowledge.reading.duplication import duplicates
+    from attnflow.knowledge.reading.entry import entry
+    from attnflow.knowledge.reading.trace import trace
+    from attnflow.knowledge.reading.usage import activity
 
 __all__ = [
     "GeneralizedCrossAttention",
@@ -45,13 +46,17 @@ __all__ = [
 
 
 def _home(name: str) -> object:
-    if name == "activity":
-        from attnflow.knowledge import usage as home
-    elif name == "duplicates":  # with SciPy
-        from attnflow.knowledge import duplication as home
-    else:
-        from attnflow.knowledge import hf as home
-    return home
+    if name == "duplicates":  # with SciPy, without transformers
+        from attnflow.knowledge.reading import duplication
+
+        return duplication
+    if find_spec("transformers") is None:
+        raise MissingExtra("transformers", "hf", "a model that reads a knowledge base")
+    from attnflow.knowledge import convert, modular
+    from attnflow.knowledge.editing import edit
+    from attnflow.knowledge.reading import attach, entry, trace, usage
+
+    return next(home for home in (attach, convert, edit, entry, modular, trace, usage) if hasattr(home, name))
 
 
 __getattr__, __dir__ = on_demand(__name__, __all__, _home)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
-from attnflow.knowledge.reader import KnowledgeReader, Observer, Reading
+from attnflow.knowledge.reader import KnowledgeReader, LayerReading, Observer
 from attnflow.knowledge.retrieval import Retrieval
-from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.feed_forward import PackedExperts, by_expert
 
 
@@ -27,7 +27,7 @@ class LayerReader(ABC):
     Attributes:
         layer: the number of the layer, from 0.
         retrieval: which entries it reads; None for all. A converted layer always reads all.
-        observer: a function that is called with each `Reading` and must not change it; or None.
+        observer: a function that is called with each `LayerReading` and must not change it; or None.
     """
 
     layer: int
@@ -49,7 +49,7 @@ class LayerReader(ABC):
 
     @abstractmethod
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Map positions of a `Reading` (elements of its `ids`, or indices if all were read) to ids of entries."""
+        """Map positions of a `LayerReading` (elements of its `ids`, or indices if all were read) to ids of entries."""
 
     @abstractmethod
     def values(self, positions: Int[Tensor, " entries"]) -> Float[Tensor, "heads entries model_dim"]:
@@ -66,7 +66,7 @@ class LayerReader(ABC):
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         return output
 
-    def error_bound(self, reading: Reading) -> Float[Tensor, " tokens"]:
+    def error_bound(self, reading: LayerReading) -> Float[Tensor, " tokens"]:
         """Bound the Euclidean distance of this layer's output of each token from the output of reading all entries.
 
         It is 0 if all were read, and infinite after an approximate search. Gated cross-attention, or an activation
@@ -144,7 +144,9 @@ class SharedReader(KnowledgeReader, LayerReader):
             return self.attention.thresholds(now)[..., positions]
         return self.split(self._rows(positions))[1]
 
-    def error_bound(self, reading: Reading, source: Tensor | EntrySource | None = None) -> Float[Tensor, " tokens"]:
+    def error_bound(
+        self, reading: LayerReading, source: Tensor | EntrySource | None = None
+    ) -> Float[Tensor, " tokens"]:
         return super().error_bound(reading, self.current() if source is None else source)
 
     def _rows(self, positions: Tensor) -> Tensor:
@@ -205,9 +207,9 @@ class LayerEntries(nn.Module, LayerReader):
         return torch.stack([self.entries[positions, layout.threshold(part)] for part in layout.parts]).unsqueeze(1)
 
     def observe(self, ids: Tensor | None, scores: Tensor, weights: Tensor) -> None:
-        """Give the observer the `Reading` of tables [*tokens, entries]."""
+        """Give the observer the `LayerReading` of tables [*tokens, entries]."""
         ids = None if ids is None else ids.unsqueeze(-2)
-        cast(Observer, self.observer)(Reading(self.layer, ids, scores.unsqueeze(-2), weights.unsqueeze(-2)))
+        cast(Observer, self.observer)(LayerReading(self.layer, ids, scores.unsqueeze(-2), weights.unsqueeze(-2)))
 
 
 class EntryValues(LayerEntries):

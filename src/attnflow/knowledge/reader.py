@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer
 from attnflow.knowledge.attention import ACTIVATIONS, CONSTANT, GeneralizedCrossAttention, weigh
 from attnflow.knowledge.retrieval import BOUNDED, Certificate, Retrieval, best, certify, sum_of_rows
-from attnflow.knowledge.source import EntrySource
+from attnflow.knowledge.store.source import EntrySource
 
 _BLOCK: Final = 1 << 15  # entries whose values are held at once
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class LayerReading:
     """The entries that one layer read in one call.
 
     Attributes:
@@ -39,7 +39,7 @@ class Reading:
     certificate: Certificate | None = None
 
 
-Observer = Callable[[Reading], None]
+Observer = Callable[[LayerReading], None]
 
 
 class KnowledgeReader(nn.Module):
@@ -85,7 +85,7 @@ class KnowledgeReader(nn.Module):
         return self._read_all(hidden, *self._everything(source))
 
     def error_bound(
-        self, reading: Reading, source: Float[Tensor, "entries entry_dim"] | EntrySource
+        self, reading: LayerReading, source: Float[Tensor, "entries entry_dim"] | EntrySource
     ) -> Float[Tensor, " tokens"]:
         """Bound the Euclidean error of each token (flattened) against reading all entries, up to float32 rounding.
 
@@ -151,7 +151,7 @@ class KnowledgeReader(nn.Module):
         rows = best(ranked, retrieval)
         if self.observer is not None:
             certificate = certify(ranked, rows, retrieval)
-            self.observer(Reading(self.layer, rows, *self._retrieved(scores, rows), certificate))
+            self.observer(LayerReading(self.layer, rows, *self._retrieved(scores, rows), certificate))
         if retrieval.k is not None and not training:
             return attention.write(sum_of_rows(self._retrieved(scores, rows)[1], rows, entries))
         if retrieval.threshold is not None:
@@ -187,7 +187,7 @@ class KnowledgeReader(nn.Module):
         scores = torch.einsum("pthe,thke->pthk", queries, vectors) + own
         weights = self._weigh(scores, ids >= 0)
         if self.observer is not None:
-            read = Reading(
+            read = LayerReading(
                 self.layer,
                 ids.view(*shape, most),
                 scores.view(len(scores), *shape, most),
@@ -209,7 +209,7 @@ class KnowledgeReader(nn.Module):
             return self.attention.read_all(hidden, entries, thresholds)
         scores = self.attention.score(hidden, entries, thresholds)
         weights = weigh(scores, self.attention.activation)
-        self.observer(Reading(self.layer, None, scores, weights))
+        self.observer(LayerReading(self.layer, None, scores, weights))
         return self.attention.read(weights, entries)
 
     def _retrieved(self, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

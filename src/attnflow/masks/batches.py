@@ -27,7 +27,7 @@ _SHOWN: Final = 4
 _AnyMask = TypeVar("_AnyMask", bound="Mask | MaskGrid")
 
 
-@dataclass(frozen=True, eq=False, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class MaskGrid:
     """A mask for each sequence of a batch, each head, or both; made by `af.masks.batch` and `af.masks.per_head`.
 
@@ -123,14 +123,6 @@ class MaskGrid:
             for name, i, size in (("b", b, batch), ("h", h, heads))
         )
         return self.masks[b][h]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, MaskGrid):
-            return NotImplemented
-        return (self.shape, self.masks) == (other.shape, other.masks)
-
-    def __hash__(self) -> int:
-        return hash((self.shape, self.masks))
 
     def __repr__(self) -> str:
         batch, heads, queries, keys = self.shape

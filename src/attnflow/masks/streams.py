@@ -60,9 +60,9 @@ def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -
     checks.size("the number of positions", (2 * p + predict_first) * block)
     content, ahead = np.arange(p), np.arange(p + predict_first)
     below = ahead if predict_first else ahead + 1  # content blocks that a mask block sees
-    own = p + ahead
+    itself = p + ahead
     size = p + len(ahead)
-    blocks = IntervalRows.of(size, size, (content, 0, content + 1), (own, 0, below), (own, own, own + 1))
+    blocks = IntervalRows.of(size, size, (content, 0, content + 1), (itself, 0, below), (itself, itself, itself + 1))
     parameters = {"num_blocks": num_blocks, "block": block, "predict_first": predict_first}
     return Mask(blocks.in_blocks(block), "block_two_stream", parameters)
 

@@ -39,8 +39,8 @@ from attnflow.models.checkpoints.files import (
     refuse_adapter,
     shards,
 )
-from attnflow.models.loaded import Loaded
 from attnflow.models.names import REGISTRATIONS, resolve
+from attnflow.models.subject import Loaded
 
 _LOG: Final = logging.getLogger("attnflow.models")
 _Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)

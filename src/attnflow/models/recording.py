@@ -36,6 +36,34 @@ class Component:
     kept: Any = None  # what `keep` made of the value
 
 
+@dataclass(frozen=True)
+class ComponentName:
+    """One summand of the residual stream: its layer, kind and module; `str` gives a title that is unique in a result.
+
+    Attributes:
+        layer: number of the layer that wrote it; None for the input of the first layer.
+        kind: "embedding", "attention", "cross-attention", "feed-forward", or "mixer" (a recurrence or convolution).
+        path: of the module in the model.
+        half: "encoder" for what an encoder wrote, where a decoder attends to it; else "".
+        which: tells apart several of one kind in one layer.
+    """
+
+    layer: int | None
+    kind: str
+    path: str
+    half: str = ""
+    which: str = ""
+
+    @property
+    def place(self) -> str:
+        """The title without the kind, such as "layer 7"; "embedding" has no layer."""
+        return " ".join(filter(None, (self.half, self.kind if self.layer is None else f"layer {self.layer}")))
+
+    def __str__(self) -> str:
+        kind = "" if self.layer is None else self.kind
+        return " ".join(filter(None, (self.place, kind, f"({self.which})" if self.which else "")))
+
+
 class Recorder:
     """Ends the marks at matrices and attention, and keeps the outputs of the outermost modules without a mark.
 

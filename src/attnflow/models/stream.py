@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from attnflow.models.interception import (
 from attnflow.models.mixing import moves_between_positions
 from attnflow.models.offload import device_of
 from attnflow.models.reads import HeldNorm, Reads, hold, may_be_norm
-from attnflow.models.recording import LARGE, Component, Keep, Recorder
+from attnflow.models.recording import LARGE, Component, ComponentName, Keep, Recorder
 from attnflow.models.sites import Site, models_around
 from attnflow.models.watching import (
     Arguments,
@@ -242,30 +242,31 @@ class ResidualStream:
         with Watch({name: m for name, m in self.model.named_modules() if may_be_norm(m)}, leave=leave):
             yield
 
-    def names(self, used: Sequence[int]) -> dict[int, str]:
-        titles = {n: self._title(self.components[n].path, self.components[n].number) for n in used}
-        counts = Counter(titles.values())
-        for n in used:
-            if counts[titles[n]] > 1:
+    def names(self, used: Sequence[int]) -> dict[int, ComponentName]:
+        names = {n: self._name(self.components[n]) for n in used}
+        counts = Counter(str(name) for name in names.values())
+        for n, name in names.items():
+            if counts[str(name)] > 1:
                 component = self.components[n]
                 call = f", call {component.number + 1}" if component.number else ""
-                titles[n] += f" ({component.path.rpartition('.')[2]}{call})"
-        return titles
+                names[n] = replace(name, which=component.path.rpartition(".")[2] + call)
+        return names
 
-    def _title(self, path: str, number: int) -> str:
+    def _name(self, component: Component) -> ComponentName:
+        path = component.path
         prefix = max((listed for listed in self.lists if path.startswith(listed)), key=len)
-        label = self.lists[prefix] + " " if self.lists[prefix] else ""
-        if number < 0:
-            return f"{label}embedding"
+        half = self.lists[prefix]
+        if component.number < 0:
+            return ComponentName(None, "embedding", path, half)
         parts = path[len(prefix) + 1 :].split(".")
-        start = f"{label}layer {parts[0]}"
         for end in range(len(parts), 1, -1):
             module = self.model.get_submodule(".".join([prefix, *parts[:end]]))
             kinds = {site.kind for site in self.sites if site.module in set(module.modules())}
             if kinds and not isinstance(module, nn.ModuleList):
-                return f"{start} {'cross-attention' if kinds == {'cross'} else 'attention'}"
+                kind = "cross-attention" if kinds == {"cross"} else "attention"
+                return ComponentName(int(parts[0]), kind, path, half)
         mixes = any(map(moves_between_positions, self.model.get_submodule(path).modules()))
-        return f"{start} {'mixer' if mixes else 'feed-forward'}"
+        return ComponentName(int(parts[0]), "mixer" if mixes else "feed-forward", path, half)
 
 
 class _Stub:

@@ -12,10 +12,9 @@ from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
-from attnflow.geometry.attribute import attribute_one
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.geometry.table import GeometryScores
-from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
+from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.attribution import CHOICE, attribution_part
@@ -24,7 +23,7 @@ from attnflow.report.bias import bias_part
 from attnflow.report.geometry import scores_part
 from attnflow.report.knowledge import trace_part
 from attnflow.report.mask import mask_part
-from attnflow.report.page import Context, Page, Part, Section, build
+from attnflow.report.page import Context, Page, PagePart, Section, build
 
 _ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
 
@@ -54,37 +53,44 @@ def model_page(
 
     Cost: an audit of the model, one pass over its queries and keys, and about seven forward passes.
     """
-    module, tokenizer = split(model)
-    name = title or model_name(module)
-    named = model_inputs(module, inputs, tokenizer, 0)
+    subject = Subject.of(model)
+    module = subject.model
+    name = title or subject.name
+    named = subject.read(inputs, ids=True)
     first = {key: value[:1] for key, value in named.items()}
     labels = None
-    if tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
+    if subject.tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
-        labels = tuple(text for row in rows for text in token_texts(row, tokenizer))
+        labels = tuple(text for row in rows for text in subject.texts(row))
     context = Context(labels=labels)
     scored: list[GeometryScores] = []
 
-    def scores() -> Part:
+    def scores() -> PagePart:
         scored.append(replace(geometry.score(module), model=name))
         return scores_part(scored, context)
 
-    steps: dict[str, Callable[[], Part]] = {
+    def attribution() -> PagePart:
+        layer = _upper(scored)
+        with geometry.reading(module, first, tokenizer=subject.tokenizer) as reading:
+            explained = reading.explain(layer, reading.telling_head(layer))
+        return _attribution(replace(explained, model=name), context)
+
+    steps: dict[str, Callable[[], PagePart]] = {
         "audit": lambda: audit_part(audit.check(module, named), context),
         "geometry": scores,
-        "bias": lambda: bias_part(replace(bias.capture(module, first, tokenizer=tokenizer), model=name), context),
-        "attribution": lambda: _attribution(
-            replace(attribute_one(module, first, _upper(scored), tokenizer=tokenizer), model=name), context
+        "bias": lambda: bias_part(
+            replace(bias.capture(module, first, tokenizer=subject.tokenizer), model=name), context
         ),
+        "attribution": attribution,
         "knowledge": lambda: trace_part(
-            replace(knowledge.trace(module, first, tokenizer=tokenizer), model=name), context
+            replace(knowledge.trace(module, first, tokenizer=subject.tokenizer), model=name), context
         ),
         "order": lambda: _order(audit.declared_order(module, named), context),
     }
     if not any(layer_biases(module)):
         del steps["bias"]
     details = dict(details or {})
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     problems: dict[str, str] = {}
     for done, (step, find) in enumerate(steps.items()):
         if progress is not None:
@@ -106,23 +112,23 @@ def _upper(scored: Sequence[GeometryScores]) -> int:
     return layers[2 * len(layers) // 3] if layers else -1
 
 
-def _attribution(result: ScoreAttribution, context: Context) -> Part:
+def _attribution(result: ScoreAttribution, context: Context) -> PagePart:
     part = attribution_part(result, context)
     chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
     return replace(part, reading=[*part.reading, chosen]) if telling(result) else part
 
 
-def _missing(problems: Mapping[str, str]) -> Part:
+def _missing(problems: Mapping[str, str]) -> PagePart:
     """Lists what does not work for the model; only a missing audit is bad news."""
     notes = [
         html.note("bad" if step == "audit" else "neutral", html.paragraph(f"{step.capitalize()}: {reason}"))
         for step, reason in problems.items()
     ]
     reading = [f"Not shown: {', '.join(problems)}; the end of the page says why."]
-    return Part("", [Section("problems", "What could not be shown", html.join(notes))], reading)
+    return PagePart("", [Section("problems", "What could not be shown", html.join(notes))], reading)
 
 
-def _order(flow: Flow, context: Context) -> Part:
+def _order(flow: Flow, context: Context) -> PagePart:
     part = mask_part(flow, context)
     head, *rest = part.sections
     sections = [replace(head, body=html.paragraph(*part.reading, kind="lead") + head.body), *rest]

@@ -21,10 +21,9 @@ from attnflow.bias.hf.layers import CHILD, BiasedLayer, Hooks, layers_of
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.models.addons import check_unwrapped
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.offload import device_of
 from attnflow.models.probe import OTHER_SEQUENCE
 from attnflow.models.sites import models_around
+from attnflow.models.subject import Loaded, Subject
 
 Train = Literal["guidance", "all"]
 
@@ -139,7 +138,7 @@ def attach(
     ...     handle.num_parameters
     289
     """
-    model, _ = split(model)
+    model = Subject.of(model).model
     return attach_to(model, None, (config,) if isinstance(config, BiasConfig) else tuple(config), train, backend)
 
 
@@ -234,7 +233,7 @@ def _build(
             )
         if remove_rope and "position_embeddings" not in signature(type(module).forward).parameters:
             raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside: use rope='keep'")
-        device = device_of(module)
+        device = Subject(module).device
         devices = {str(device if parameter.is_meta else parameter.device) for parameter in parameters}
         if len(devices) > 1:
             raise ValueError(

@@ -20,7 +20,8 @@ from attnflow.bias.kind import LayerBias
 from attnflow.models.attention import projections
 from attnflow.models.interception import in_force
 from attnflow.models.probe import Columns, Projections
-from attnflow.models.sites import Site, stack_of
+from attnflow.models.sites import Site
+from attnflow.models.subject import Subject
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
 _THREADS: Final = "; if several threads run this compiled model with other handles beside its bias, give each a copy"
@@ -37,7 +38,7 @@ class BiasedLayer:
 
 
 def layers_of(model: nn.Module) -> list[BiasedLayer]:
-    stack = stack_of(model)
+    stack = Subject(model).stack
     seen = projections(model, stack.sites)
     layers: list[BiasedLayer] = []
     for index, site in enumerate(stack.sites):

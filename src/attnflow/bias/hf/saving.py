@@ -15,8 +15,7 @@ from attnflow.bias.hf.attach import BiasHandle, Train, attach_to, handle_of, pla
 from attnflow.bias.hf.layers import CHILD, BiasedLayer, layers_of
 from attnflow.bias.kind import CustomConfig, layer_biases
 from attnflow.models.addons import Addon, identity, read_addon, save_addon
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.offload import without_numbers
+from attnflow.models.subject import Loaded, Subject
 
 _SIZES: Final = ("num_heads", "num_kv_heads", "head_dim", "hidden_size")
 
@@ -34,7 +33,7 @@ def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
         ValueError: the model has no bias, or the bias holds NaN or infinity, has no values yet (meta device), or is
             spread over processes.
     """
-    model, _ = split(model)
+    model = Subject.of(model).model
     handle = handle_of(model)
     config = {"bias": [config.to_dict() for config in handle.configs]}
     return save_addon(folder, "bias", _tensors(model), config, _identity(handle.base))
@@ -69,8 +68,8 @@ def load(
         ValueError: a file is damaged, has another version, or holds NaN or infinity, or a kind is not imported. The
             model stays unchanged.
     """
-    model, _ = split(model)
-    if without_numbers(model):
+    model = Subject.of(model).model
+    if Subject(model).without_numbers:
         raise ValueError("the model is on the meta device, where weights cannot be loaded: load its weights first")
     saved = read(folder)
     layers = layers_of(model)

@@ -1,11 +1,11 @@
 """The store of entries: durable, searchable and editable while a model runs. It is a thin layer on LanceDB.
 
-Users call `store.py`. `table.py` is its LanceDB table with LanceDB's index, which `approximate.py` asks; `rows.py` holds
-and searches the vectors in memory; `entry.py` defines and checks the values that a store takes and returns.
+Users call `store.py`. `table.py` is its LanceDB table and index, which `approximate.py` asks. `rows.py` holds and
+searches the vectors in memory; `source.py` hands them to models. `entry.py` checks what a store takes and returns.
 """
 
-from attnflow.knowledge.store.entry import Entry, StoreStats
+from attnflow.knowledge.store.entry import StoredEntry, StoreStats
 from attnflow.knowledge.store.store import Store
 from attnflow.knowledge.store.table import StoreError
 
-__all__ = ["Entry", "Store", "StoreError", "StoreStats"]
+__all__ = ["Store", "StoreError", "StoreStats", "StoredEntry"]

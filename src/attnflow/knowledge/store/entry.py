@@ -1,4 +1,4 @@
-"""`Entry` and `StoreStats`, which a store returns, and the checks of values before they are written."""
+"""`StoredEntry` and `StoreStats`, which a store returns, and the checks of values before they are written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class StoredEntry:
     """One entry of a store."""
 
     id: int  # permanent
@@ -42,7 +42,7 @@ class Entry:
     def __repr__(self) -> str:
         text = "" if self.text is None else f" {shorten(self.text, 60)!r}"
         source = f", {self.source}" if self.source else ""
-        return f"Entry({self.id}:{text}{source}, version {self.version}, width {len(self.embedding)})"
+        return f"StoredEntry({self.id}:{text}{source}, version {self.version}, width {len(self.embedding)})"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from attnflow._core.checks import Indices, IntArray, integer, preview
 from attnflow.knowledge.retrieval import Neighbours
 from attnflow.knowledge.store import entry
 from attnflow.knowledge.store.approximate import ApproximateSearch
-from attnflow.knowledge.store.entry import Entry, StoreStats, Vectors
+from attnflow.knowledge.store.entry import StoredEntry, StoreStats, Vectors
 from attnflow.knowledge.store.rows import EntryRows
 from attnflow.knowledge.store.table import MEMORY, EntryTable, StoreError, check_uri
 
@@ -104,7 +104,7 @@ class Store:
         except ValueError:  # not a valid id
             return False
 
-    def get(self, ids: Indices) -> list[Entry]:
+    def get(self, ids: Indices) -> list[StoredEntry]:
         """Return the entries in the order of `ids`.
 
         Raises:
@@ -114,7 +114,7 @@ class Store:
             keys, rows = entry.identifiers("ids", ids), self.rows(ids)
             records = self._table.records(keys)
         columns = zip(keys.tolist(), rows[:, : self.dim], rows[:, self.dim :], strict=True)
-        return [Entry(**records[key], embedding=e.clone(), thresholds=b.clone()) for key, e, b in columns]
+        return [StoredEntry(**records[key], embedding=e.clone(), thresholds=b.clone()) for key, e, b in columns]
 
     def ids(self) -> Int64[Tensor, " n"]:
         """The ids of all entries, ascending."""

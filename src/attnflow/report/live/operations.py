@@ -16,7 +16,7 @@ from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
 from attnflow.report.live.design import (
     MAX_LAYERS,
     Design,
-    Layer,
+    MaskLayer,
     Spec,
     Stroke,
     labels_of,
@@ -46,7 +46,6 @@ out = attend(query, key, value, block_mask=block_mask)  # [batch, heads, {size},
 
 
 def chosen(message: Message, size: int) -> Spec:
-    """Reads the catalogue mask that a message names; an empty `n` becomes `size`, others keep their default."""
     name = _text(message, "name")
     entry = find(name, named_masks(), "mask")
     settings = as_object(message.get("settings", {}), "settings")
@@ -65,7 +64,7 @@ def preview(design: Design, message: Message) -> Reply:
     over the message's "tile" window beside the layer's mask if both have as many positions, otherwise all of it.
     """
     here, size = design.layers[layer_of(design, message)].mask, design.size
-    layer = Layer.of(chosen(message, size)) if "settings" in message else _begun(_text(message, "name"), size)
+    layer = MaskLayer.of(chosen(message, size)) if "settings" in message else _begun(_text(message, "name"), size)
     settings = typed(cast("Mapping[str, object]", layer.spec["parameters"]))
     mask, n = layer.mask, layer.mask.num_queries
     reply: Reply = {"name": layer.spec["name"], "settings": settings, "title": layer.title, "size": n}
@@ -84,7 +83,7 @@ def typed(values: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _begun(name: str, size: int) -> Layer:
+def _begun(name: str, size: int) -> MaskLayer:
     typed = find(name, named_masks(), "mask").example
     block, large = (max(d for d in range(1, most + 1) if size % d == 0) for most in (4, max(2, size // 16)))
     fitting: Mapping[str, Mapping[str, str]] = {
@@ -97,33 +96,33 @@ def _begun(name: str, size: int) -> Layer:
     }
     example = {key: text for key, text in typed.items() if key != "n"}
     try:
-        return Layer.of(chosen({"name": name, "settings": {**example, **fitting.get(name, {})}}, size))
+        return MaskLayer.of(chosen({"name": name, "settings": {**example, **fitting.get(name, {})}}, size))
     except ValueError:  # a butterfly of so many tokens, for one, has more positions than a design
-        return Layer.of(chosen({"name": name, "settings": typed}, size))
+        return MaskLayer.of(chosen({"name": name, "settings": typed}, size))
 
 
 def pick(design: Design, message: Message) -> Outcome:
-    return design.with_layer(layer_of(design, message), Layer.of(chosen(message, design.size)))
+    return design.with_layer(layer_of(design, message), MaskLayer.of(chosen(message, design.size)))
 
 
 def combine(design: Design, message: Message) -> Outcome:
     number, sign = layer_of(design, message), _text(message, "sign")
     if sign not in ("and", "or"):
         raise ValueError(f"sign must be and or or, got {sign!r}")
-    here, other = design.layers[number], Layer.of(chosen(message, design.size))
+    here, other = design.layers[number], MaskLayer.of(chosen(message, design.size))
     if other.mask.num_queries != design.size:
         raise ValueError(
             f"masks that are combined have as many positions: expected {design.size}, got {other.mask.num_queries}"
         )
     base = here.baked()
     parts = cast("list[object]", base[sign]) if sign in base else [base]
-    return design.with_layer(number, Layer.of({sign: [*parts, other.spec]}))
+    return design.with_layer(number, MaskLayer.of({sign: [*parts, other.spec]}))
 
 
 def invert(design: Design, message: Message) -> Outcome:
     number = layer_of(design, message)
     base = design.layers[number].baked()
-    return design.with_layer(number, Layer.of(base.get("not", {"not": base})))
+    return design.with_layer(number, MaskLayer.of(base.get("not", {"not": base})))
 
 
 def paint(design: Design, message: Message) -> Outcome:
@@ -136,7 +135,6 @@ def paint(design: Design, message: Message) -> Outcome:
 
 
 def stack(design: Design, message: Message) -> Outcome:
-    """Copies a layer's mask as a further layer after it; a single mask becomes a stack of two."""
     number = layer_of(design, message)
     if len(design.layers) >= MAX_LAYERS:
         raise ValueError(f"a stack has at most {MAX_LAYERS} layers")
@@ -145,7 +143,6 @@ def stack(design: Design, message: Message) -> Outcome:
 
 
 def unstack(design: Design, message: Message) -> Outcome:
-    """Removes a layer; the last one left is the mask of all layers."""
     number = layer_of(design, message)
     if len(design.layers) == 1:
         raise ValueError("the only mask of a design cannot be removed")
@@ -154,19 +151,16 @@ def unstack(design: Design, message: Message) -> Outcome:
 
 
 def label(design: Design, message: Message) -> Outcome:
-    """Adds or removes a label: a data token that a position must predict."""
     pair = (_position(design, message, "position"), _position(design, message, "token"))
     rest = tuple(each for each in design.labels if each != pair)
     return replace(design, labels=rest if len(rest) < len(design.labels) else (*rest, pair)), []
 
 
 def labels(design: Design, message: Message) -> Outcome:
-    """Labels all positions at once: with the "next" token, their "own", or "none"."""
     return replace(design, labels=labels_of(_text(message, "kind"), design.size)), []
 
 
 def source(design: Design, message: Message) -> Outcome:
-    """Sets the data tokens that the input at a position is made of; [MASK] has none."""
     position = _position(design, message, "position")
     tokens = [as_integer(each, "tokens") for each in as_list(message.get("tokens"), "tokens")]
     sources = {i: made for i, made in design.sources.items() if i != position}
@@ -182,7 +176,6 @@ def tokens(design: Design, message: Message) -> Outcome:
 
 
 def load(_: Design, message: Message) -> Outcome:
-    """Replaces everything by the mask or task of a file."""
     text = _text(message, "text")
     return design_of(parse_json(text, "the file")), []
 
@@ -196,7 +189,7 @@ def design_of(values: Mapping[str, object], where: str = "the file") -> Design:
         return Design.from_dict(values, where)
     if "inputs" in values:
         return Design.of_task(Task.from_dict(values, where))
-    return Design((Layer.of(values.get("mask", values), where=where),))
+    return Design((MaskLayer.of(values.get("mask", values), where=where),))
 
 
 ACTIONS: Final[Mapping[str, Callable[[Design, Message], Outcome]]] = {
@@ -235,7 +228,6 @@ def catalogue() -> Reply:
 
 
 def flow(design: Design) -> Reply:
-    """Describes the order in numbers; `followed` is for how many layers a receptive field can be followed."""
     flow = design.flow
     return {
         "depth": flow.depth,

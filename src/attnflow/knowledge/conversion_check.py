@@ -1,0 +1,236 @@
+"""When a feed-forward layer can be written as cross-attention of given widths, and whether a conversion was exact.
+
+The copy must give the model's outputs, and other outputs once all values are negated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.knowledge.base import LayeredKnowledge
+from attnflow.knowledge.layered import ExpertEntries, LayerReader
+from attnflow.models.evaluation import seed_all
+from attnflow.models.loaded import accepts
+from attnflow.models.offload import device_of
+from attnflow.models.trial import DoesNotRun, trial
+from attnflow.models.watching import Arguments, Call, Watch
+
+_TOKENS: Final = 6
+
+
+@dataclass(frozen=True)
+class Conditions:
+    key_rank: int  # rank(W_1), or rank([W_gate | W_up]), which d_k must reach
+    entry_rank: int  # rank([W_1^T | W_2]), or rank([W_gate^T | W_up^T | W_2]): coordinates for keys and values
+    threshold_rank: int  # further coordinates for thresholds, at most one for each key
+    key_dim: int  # the requested d_k
+    entry_dim: int  # the requested d_E
+    gated: bool  # whether the layer has a gate
+    # relative Frobenius error of keys and values at the best entries that leave room for the thresholds
+    residual: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether these weights can be written exactly; if not, other weights of the same function still may."""
+        return self.key_rank <= self.key_dim and self.entry_rank + self.threshold_rank <= self.entry_dim
+
+    def __str__(self) -> str:
+        if self.ok:
+            return (
+                f"exact: keys need {self.key_rank} of d_k = {self.key_dim} coordinates, "
+                f"entries {self.entry_rank} + {self.threshold_rank} of d_E = {self.entry_dim}"
+            )
+        more = ["", ", and thresholds need one more coordinate", ", and thresholds need two more"][self.threshold_rank]
+        reasons: list[str] = []
+        if self.key_rank > self.key_dim:
+            keys = "[W_gate | W_up]" if self.gated else "W_1"
+            reasons.append(f"{keys} has rank {self.key_rank}, but keys have width d_k = {self.key_dim}")
+        if self.entry_rank + self.threshold_rank > self.entry_dim:
+            joined = "[W_gate^T | W_up^T | W_2]" if self.gated else "[W_1^T | W_2]"
+            width = f"d_E = {self.entry_dim} (residual {self.residual:.2g} at best)"
+            reasons.append(f"{joined} has rank {self.entry_rank}{more}, but entries have width {width}")
+        return "not exact with these weights: " + "; ".join(reasons)
+
+
+def conditions(
+    first: Float[Tensor, "model_dim entries"],
+    second: Float[Tensor, "entries model_dim"],
+    key_dim: int,
+    entry_dim: int,
+    *,
+    thresholds: Float[Tensor, " entries"] | None = None,
+    gate: Float[Tensor, "model_dim entries"] | None = None,
+    gate_thresholds: Float[Tensor, " entries"] | None = None,
+) -> Conditions:
+    """Check whether the weights of act(h W_1 + b_1) W_2 fit cross-attention of given widths (knowledge, sec. 5).
+
+    Entry i folds into neuron i, with the same key, threshold and value. B1 is affine in the entry, as "coordinate" and
+    "mlp" thresholds can be. This is possible if and only if rank(W_1) <= d_k and rank([W_1^T | W_2]) <= d_E, less a
+    coordinate if b_1 needs one. It needs none if it lies in the span of the columns of [W_1^T | W_2] and of the
+    constant, as without biases. (Another B1 does not need it wherever neurons with equal rows have equal thresholds.) A
+    gated layer, our extension with two keys and one query, needs the same of [W_gate | W_up], [W_gate^T | W_up^T | W_2]
+    and both thresholds; then `first` and `thresholds` are W_up and b_up.
+
+    This holds for the given weights, not for the function. Other weights may compute the same function at lower ranks:
+    a ReLU neuron does not change if (w, b, v) become (c w, c b, v / c) with c > 0.
+
+    Cost: a singular value decomposition of entries x 2 model_dim (gated: 3 model_dim), in float64.
+
+    >>> _ = torch.manual_seed(0)
+    >>> first, second = torch.randn(4, 16), torch.randn(16, 4)
+    >>> print(conditions(first, second, key_dim=4, entry_dim=8))
+    exact: keys need 4 of d_k = 4 coordinates, entries 8 + 0 of d_E = 8
+    """
+    keys = [first] if gate is None else [gate, first]
+    joined = torch.cat([*(key.T for key in keys), second], dim=1)
+    biases = [bias[:, None] for bias in (thresholds, gate_thresholds) if bias is not None]
+    constant = torch.ones_like(joined[:, :1])
+    free = torch.cat([joined, constant], dim=1)  # what an affine function of the entries can be without more room
+    own = _rank(torch.cat([free, *biases], dim=1)) - _rank(free)
+    values = torch.linalg.svdvals(joined.double())
+    rest = values[max(entry_dim - own, 0) :]
+    residual = float(rest.norm() / values.norm()) if bool(values.any()) else 0.0
+    key_rank = _rank(torch.cat(keys, dim=1))
+    return Conditions(key_rank, _rank(joined), own, key_dim, entry_dim, gate is not None, residual)
+
+
+def _rank(matrix: Tensor) -> int:
+    tolerance = max(matrix.shape) * torch.finfo(matrix.dtype).eps
+    return int(torch.linalg.matrix_rank(matrix.double(), rtol=tolerance))
+
+
+@torch.no_grad()
+def verify(
+    model: nn.Module,
+    opened: nn.Module,
+    base: LayeredKnowledge,
+    paths: Sequence[str],
+    inputs: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Compare a converted copy with its model on `inputs`, or on a few tokens or an image; neither model is changed.
+
+    The tolerance is the larger of two: sqrt(eps) times the change from negating all values, or one rounding of the
+    largest output per layer. Layers that these inputs do not reach are compared alone, on random tokens. The copy's
+    experts get the model's routing, which rounding could otherwise flip.
+    """
+    named = _tokens(model) if inputs is None else dict(inputs)
+    main = getattr(model, "main_input_name", "input_ids")
+    such = "" if main in named else f", such as {main}"
+    hint = f"pass check= named inputs that it takes{such}, or check=False"
+    experts = {path: reader for path in paths if isinstance(reader := opened.get_submodule(path), ExpertEntries)}
+    given: dict[tuple[str, int], tuple[Any, ...]] = {}
+
+    def note(call: Call) -> None:
+        given[call.name, call.number] = tuple(call.arguments().values())
+
+    def give(call: Call) -> Arguments | None:
+        noted = given.get((call.name, call.number), ())
+        if not noted or noted[0].shape != call.first.shape:
+            return None
+        return (noted if len(noted) == 1 else (call.first, *noted[1:])), {}
+
+    def repeated() -> list[Tensor]:
+        with Watch(experts, give):
+            return _outputs(opened, named)
+
+    try:
+        with Watch({path: model.get_submodule(path) for path in experts}, note):
+            before = _outputs(model, named)
+    except DoesNotRun as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run on the check's {', '.join(named)} ({error.why}): {hint}"
+        ) from error
+    if not any(bool(value.isfinite().any()) for value in before):
+        raise ValueError(f"{type(model).__name__} gives NaN or infinity on the check's tokens: {hint}")
+    values = [base.entries[base.rows(layer), layout.value] for layer, layout in enumerate(base.layouts)]
+    layers = {reader.layer: cast(nn.Module, reader) for reader in opened.modules() if isinstance(reader, LayerReader)}
+    ran: set[int] = set()
+    with Watch(layers, lambda call: ran.add(call.name)):
+        _compare(type(model).__name__, before, repeated, values, base)
+    for layer, path in enumerate(paths):
+        if layer not in ran:
+            draw = torch.Generator().manual_seed(0)
+            hidden = torch.randn(1, _TOKENS, base.layouts[layer].model_dim, generator=draw).to(base.entries)
+            try:
+                before = _outputs(model.get_submodule(path), hidden)
+            except DoesNotRun:  # it takes more than tokens
+                continue
+            run = partial(_outputs, opened.get_submodule(path), hidden)
+            _compare(f"{type(model).__name__}, {path},", before, run, values, base)
+
+
+def _compare(
+    name: str,
+    before: list[Tensor],
+    run: Callable[[], list[Tensor]],
+    values: Sequence[Tensor],
+    base: LayeredKnowledge,
+) -> None:
+    """Compare outputs with those of `run`; `run` must also change them once all values are negated."""
+    finite = [value.isfinite() for value in before]
+    after = run()
+    for one in values:
+        one.neg_()  # exact, there and back
+    try:
+        other = run()
+    finally:
+        for one in values:
+            one.neg_()
+
+    def apart(ones: list[Tensor], others: list[Tensor]) -> float:
+        pairs = zip(ones, others, finite, strict=True)
+        return max(float((a[m] - b[m]).abs().nan_to_num(nan=torch.inf).amax()) for a, b, m in pairs if m.any())
+
+    rounding = max(torch.finfo(value.dtype).eps for value in (*before, base.entries))
+    rounding = max(rounding, torch.finfo(torch.float32).eps)  # many models compute parts of themselves in float32
+    largest = max(float(value[mask].abs().amax()) for value, mask in zip(before, finite, strict=True) if mask.any())
+    moved, differs = apart(other, after), apart(after, before)
+    if moved == 0:
+        raise UnsupportedArchitecture(
+            f"{name} does not use its feed-forward layers: negating their values does not change the outputs "
+            "(layers that write zeros look the same; pass check=False for them)"
+        )
+    if differs > max(rounding**0.5 * moved, base.num_layers * rounding * largest):
+        raise UnsupportedArchitecture(
+            f"{name} was not converted exactly: outputs differ by {differs:.2g}, and negating the values moves "
+            f"them by {moved:.2g}. Pass check=False to get the copy anyway"
+        )
+
+
+def _outputs(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> list[Tensor]:
+    with trial(model):
+        seed_all(0)
+        result: Any = model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
+    values = (result,) if isinstance(result, Tensor) else result.values() if isinstance(result, Mapping) else result
+    return [one for one in values if isinstance(one, Tensor) and one.is_floating_point() and one.numel()]
+
+
+def _tokens(model: nn.Module) -> dict[str, Tensor]:
+    """Choose ordinary token ids that end with the end-of-text token, for encoder and decoder; or noise as an image."""
+    config: Any = getattr(model, "config", None)
+    side = getattr(config, "image_size", None)
+    if getattr(model, "main_input_name", "") == "pixel_values" and side:
+        draw, frames = torch.Generator().manual_seed(0), getattr(config, "num_frames", None)
+        sizes = (getattr(config, "num_channels", 3), *((side, side) if isinstance(side, int) else side))
+        pixels = torch.rand(1, *([] if frames is None else [frames]), *sizes, generator=draw)
+        return {"pixel_values": pixels.to(device_of(model), getattr(model, "dtype", None))}
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(config, "vocab_size", None)
+    size = size if isinstance(size, int) else 2 * _TOKENS
+    ids = [(size // 2 + 3 * place) % size for place in range(_TOKENS)]
+    end = getattr(config, "eos_token_id", None)
+    if isinstance(end, int) and 0 <= end < size:
+        ids[-1] = end
+    device = device_of(model)
+    named = {"input_ids": torch.tensor([ids], device=device)}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and accepts(model, "decoder_input_ids"):
+        named["decoder_input_ids"] = named["input_ids"]
+    return named

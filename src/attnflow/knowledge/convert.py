@@ -1,0 +1,352 @@
+"""`from_ffn` turns a model's feed-forward layers into entries of one base and checks the result; `to_ffn` undoes it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from attnflow._core.checks import integer
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.progress import Progress
+from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
+from attnflow.knowledge.conversion_check import conditions, verify
+from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
+from attnflow.knowledge.store import Store
+from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, stored, uncovered
+from attnflow.models.loaded import split
+from attnflow.models.offload import refuse_offloaded
+from attnflow.models.subject import Loaded
+
+KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
+_SITES: Final = "_attnflow_feed_forward"
+_SAVE: Final = "save_pretrained"
+_OTHER_LAYER: Final = -1e9  # finite, since GELU and SiLU of an infinite score are NaN
+_BATCH: Final = 4096  # entries that are written to a store at once
+
+# Where configurations say how many neurons a layer has.
+_SIZES: Final = (
+    *("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
+Inputs = Mapping[str, Tensor]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def from_ffn(
+    model: Model | Loaded,
+    *,
+    entry_dim: int | None = None,
+    key_dim: int | None = None,
+    partial: bool = False,
+    check: bool | Inputs = True,
+) -> Model:
+    """Copy a model so that its feed-forward layers read one knowledge base, `.knowledge`, with the same outputs.
+
+    Each neuron becomes an entry [w_up | w_down | b_up] (gated: [w_gate | w_up | w_down | b_gate | b_up]), and each
+    layer reads its own entries. (Knowledge, sec. 5, corrected: the paper's equivalence holds for entries of this width,
+    not for d_E = d.) A layer slices the parts from the rows; `model.knowledge.attention(layer, activation)` is the same
+    layer in the paper's form, with W_Q, W_K and W_V that select the parts. Everything between the linear maps,
+    including dropout and norms, is still the model's own code, so it stays a transformers model.
+
+    Experts become entries, too. In a layer they follow one another (`knowledge.rows(layer, expert)`), and the model's
+    router multiplies the weight of an entry, by 0 if its expert is not chosen. Shared experts form a separate layer.
+    Probing finds how a module of experts reads its parameters, and which function it applies to a neuron's scores.
+    Layers of several widths and forms (a plain image tower, a gated decoder) share the base; `knowledge.layouts` says
+    which columns each layer reads, and the others hold zeros.
+
+    Args:
+        model: a transformers model, or what `af.load_model` returned; it is not changed.
+        entry_dim: d_E, the most width that an entry may have; an error says how inexact a smaller one would be.
+        key_dim: d_k, the most width that a key may have.
+        partial: leave parts of a layer that cannot be converted, such as adapters, to the model's own code. Otherwise
+            such a model is refused: the base must hold every matrix, except those of attention (or another mixer of
+            positions), norms, embeddings, residual connections and the choice of experts.
+        check: run the model and the copy on a few tokens, or an image of noise. Outputs must be equal, and must change
+            once the values of all entries are negated. Pass named inputs to use those instead; False skips the check.
+
+    Returns:
+        The converted copy; its `model.knowledge`, a `LayeredKnowledge`, can be searched and edited. Save it as
+        `to_ffn(model).save_pretrained(folder)`; its own `save_pretrained` raises `ValueError`.
+
+    Raises:
+        TypeError: the argument is not a model.
+        UnsupportedArchitecture: no feed-forward layer is known, a matrix would be left out (experts with their own
+            norm, identities among the experts), or the outputs differ.
+        ValueError: the model is converted already or does not run on the check's tokens, or the widths are inexact.
+
+    Cost: a copy of the model, with its feed-forward weights moved into the base, and three short forward passes. Rows
+        are as wide as the widest layer's.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))
+    >>> from_ffn(model).knowledge.num_entries
+    48
+    """
+    model = cast(Model, split(model)[0])
+    for name, width in (("entry_dim", entry_dim), ("key_dim", key_dim)):
+        if width is not None:
+            integer(name, width, 1)
+    if hasattr(model, _SITES):
+        raise ValueError(f"{type(model).__name__} reads a knowledge base already: to_ffn(model) undoes that")
+    refuse_offloaded(model, "from_ffn")
+    sites = find_feed_forward(model)
+    if not partial:
+        _complete(model, sites)
+    forms = [form_of(model, site) for site in sites]
+    _check_widths(model, forms[0], entry_dim, key_dim)
+    opened = copy.deepcopy(model)
+    width = max(form.layout.entry_dim for form in forms)
+    layouts = [replace(form.layout, padding=width - form.layout.entry_dim) for form in forms]
+    counts = [[form.neurons] * form.num_experts or form.neurons for form in forms]
+    with torch.no_grad():
+        blocks = [form.entries(opened, layout) for form, layout in zip(forms, layouts, strict=True)]
+        base = LayeredKnowledge(torch.cat(blocks), counts, layouts)
+    for layer, form in enumerate(forms):
+        form.open(opened, base, layer)
+    opened.add_module(KNOWLEDGE, base)
+    setattr(opened, _SITES, forms)
+    if hasattr(opened, _SAVE):
+        setattr(opened, _SAVE, _refuse_saving)
+    opened.train(model.training)
+    if check is not False:
+        verify(model, opened, base, [form.site.name for form in forms], None if check is True else check)
+    return opened
+
+
+def to_ffn(model: Model | Loaded) -> Model:
+    """Turn a converted model back into a plain transformers model, the inverse of `from_ffn`, with its current entries.
+
+    Weights of entries that were not edited come back bit for bit.
+
+    Args:
+        model: converted by `from_ffn`; it is not changed.
+
+    Raises:
+        ValueError: the model is not converted, or its layers now have different numbers of entries, unlike a config.
+    """
+    model = cast(Model, split(model)[0])
+    forms = cast("list[LayerForm] | None", getattr(model, _SITES, None))
+    if forms is None:
+        raise ValueError(f"{type(model).__name__} reads no knowledge base: convert it with from_ffn(model) first")
+    widths = _neurons(cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE)), forms)
+    plain = copy.deepcopy(model)
+    base = cast(LayeredKnowledge, plain.get_submodule(KNOWLEDGE))
+    for layer, form in enumerate(forms):
+        form.close(plain, base, layer)
+    delattr(plain, KNOWLEDGE)
+    delattr(plain, _SITES)
+    vars(plain).pop(_SAVE, None)
+    config = getattr(plain, "config", None)
+    parts = [one for one in (config, *getattr(config, "__dict__", {}).values()) if isinstance(one, PreTrainedConfig)]
+    for part, name in product(parts, _SIZES if any(old != new for old, new in widths.items()) else ()):
+        if (size := getattr(part, name, None)) in widths:
+            setattr(part, name, widths[size])
+    plain.train(model.training)
+    return plain
+
+
+def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progress | None = None) -> None:
+    """Insert the entries of a converted model, in float32, under their ids into a store with a column for each layer.
+
+    An embedding is a whole row, and its thresholds are 0 in the column of its layer and -1e9 in all others. To find the
+    entries of a layer that a hidden state h activates, search for [h | 0 | ... | 1 | 0], with 1 at the threshold of the
+    first part, and `threshold_column=layer`. Each batch is written atomically.
+    """
+    base = cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE))
+    for batch in base.ids.cpu().split(_BATCH):
+        layers = base.layer_of(batch)
+        thresholds = torch.full((len(batch), base.num_layers), _OTHER_LAYER)
+        thresholds[torch.arange(len(batch)), layers] = 0.0
+        sources = [
+            f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
+            for layer, expert in zip(layers, base.expert_of(batch), strict=True)
+        ]
+        rows = base.get(batch).float()
+        store.insert(ids=batch, embeddings=rows, sources=sources, thresholds=thresholds, encoder=f"from_ffn:{name}")
+        if progress is not None:
+            progress(len(store), base.num_entries, "entries")
+
+
+def _refuse_saving(*_: object, **__: object) -> NoReturn:
+    raise ValueError(
+        "a model converted by from_ffn has no feed-forward weights that from_pretrained could find: save "
+        "to_ffn(model).save_pretrained(folder), a plain model with the present entries, or keep model.state_dict()"
+    )
+
+
+def _complete(model: nn.Module, sites: list[FeedForward | PackedExperts]) -> None:
+    if rest := uncovered(model, sites):
+        owners = Counter(name.rpartition(".")[0] for name in rest)
+        where = [f"{path} ({count} matri{'x' if count == 1 else 'ces'})" for path, count in owners.items()]
+        more = f" and {len(where) - 3} more modules" if len(where) > 3 else ""
+        raise UnsupportedArchitecture(
+            f"the base must hold all feed-forward weights of {type(model).__name__}, but {', '.join(where[:3])}{more} "
+            f"cannot be converted ({len(rest)} matrices beside {len(sites)} parts that can). Nothing was changed; "
+            "partial=True converts those parts and leaves the rest to the model's own code"
+        )
+
+
+def _neurons(base: LayeredKnowledge, forms: list[LayerForm]) -> dict[int, int]:
+    now: dict[int, set[int]] = {}
+    experts = any(form.num_experts for form in forms)
+    for layer, form in enumerate(forms):
+        rows = [base.rows(layer, expert) for expert in range(form.num_experts)] or [base.rows(layer)]
+        now.setdefault(form.neurons, set()).update(row.stop - row.start for row in rows)
+    for sizes in now.values():
+        if len(sizes) > 1:
+            kind = "experts or layers" if experts else "layers"
+            raise ValueError(
+                f"a plain model needs the same number of entries in all {kind}, but they now have {min(sizes)} to "
+                f"{max(sizes)}: insert entries of zeros, which change nothing, or delete some"
+            )
+    return {before: sizes.pop() for before, sizes in now.items()}
+
+
+def _check_widths(model: nn.Module, form: LayerForm, entry_dim: int | None, key_dim: int | None) -> None:
+    layout = form.layout
+    if (entry_dim is None or entry_dim >= layout.entry_dim) and (key_dim is None or key_dim >= layout.model_dim):
+        return
+    entries = form.entries(model, layout).detach()
+    keys = [entries[:, layout.key(part)].T for part in layout.parts]
+    biases = [entries[:, layout.threshold(part)] for part in layout.parts]
+    gates = {"gate": keys[0], "gate_thresholds": biases[0]} if layout.gated else {}
+    widths = key_dim or layout.model_dim, entry_dim or layout.entry_dim
+    needed = conditions(keys[-1], entries[:, layout.value], *widths, thresholds=biases[-1], **gates)
+    raise ValueError(
+        f"the first {'gated ' if layout.gated else ''}layer is {needed}. The conversion keeps weights bit for bit with "
+        f"key_dim={layout.model_dim} and entry_dim={layout.entry_dim}: pass these or leave them out"
+    )
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    layout: EntryLayout  # of the entries that it needs
+    neurons: int
+    site: FeedForward
+    biased: tuple[bool, ...]  # which maps into the neurons have a bias
+    transposed: bool  # weights are (in, out)
+    num_experts: int = 0
+
+    def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
+        parent = model.get_submodule(self.site.name)
+        out = stored(parent.get_submodule(self.site.last))
+        entries = out.new_zeros(out.shape[1], layout.entry_dim)
+        for path, parts in self._maps():
+            module = parent.get_submodule(path)
+            bias = _bias(module)
+            for position, part in enumerate(parts):
+                rows = slice(position * len(entries), (position + 1) * len(entries))
+                entries[:, layout.key(part)] = stored(module)[rows]
+                if bias is not None:
+                    entries[:, layout.threshold(part)] = bias[rows]
+        entries[:, layout.value] = out.T
+        return entries
+
+    def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        parent = model.get_submodule(self.site.name)
+        bias = _bias(parent.get_submodule(self.site.last))
+        values = EntryValues(base, layer, None if bias is None else bias.detach())
+        for path, parts in self._maps():
+            parent.set_submodule(path, EntryScores(values, parts))
+        parent.set_submodule(self.site.last, values)
+
+    def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        parent, layout = model.get_submodule(self.site.name), base.layouts[layer]
+        entries = base.entries.detach()[base.rows(layer)]
+        for (path, parts), has_bias in zip(self._maps(), self.biased, strict=True):
+            weight = torch.cat([entries[:, layout.key(part)] for part in parts])
+            bias = torch.cat([entries[:, layout.threshold(part)] for part in parts])
+            if not has_bias and bool(bias.any()):
+                raise ValueError(f"{self.site.name}.{path} has no bias, but its entries now have thresholds")
+            parent.set_submodule(path, _linear(weight, bias if has_bias else None, self.transposed))
+        bias = _bias(parent.get_submodule(self.site.last))
+        out = _linear(entries[:, layout.value].T, None if bias is None else bias.detach(), self.transposed)
+        parent.set_submodule(self.site.last, out)
+
+    def _maps(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return (path, parts) of each map into the neurons; fused maps hold the gate first."""
+        site, parts = self.site, PARTS[self.site.gated]
+        if site.fused:
+            return [(site.first[0], parts)]
+        return [(path, (part,)) for path, part in zip(site.first, parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    layout: EntryLayout  # of the entries that it needs
+    neurons: int  # of each expert
+    site: PackedExperts
+    biased: bool  # whether the map into the neurons has a bias
+    num_experts: int
+
+    def entries(self, model: nn.Module, layout: EntryLayout) -> Tensor:
+        site, module = self.site, model.get_submodule(self.site.name)
+        keys, thresholds, values = site.keys(module), site.thresholds(module), site.values(module)
+        entries = values.new_zeros(site.num_experts, site.neurons, layout.entry_dim)
+        for index, part in enumerate(layout.parts):
+            entries[..., layout.key(part)] = keys[:, index]
+            if thresholds is not None:
+                entries[..., layout.threshold(part)] = thresholds[:, index]
+        entries[..., layout.value] = values
+        return entries.flatten(0, 1)
+
+    def open(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        # the reader keeps the module for its functions and for the biases of the outputs
+        own = model.get_submodule(self.site.name)
+        for name in self._names():
+            setattr(own, name, None)
+        model.set_submodule(self.site.name, ExpertEntries(base, layer, self.site, own))
+
+    def close(self, model: nn.Module, base: LayeredKnowledge, layer: int) -> None:
+        own, layout = cast(ExpertEntries, model.get_submodule(self.site.name)).own, base.layouts[layer]
+        blocks = [base.entries.detach()[base.rows(layer, expert)] for expert in range(self.site.num_experts)]
+        entries = torch.stack(blocks)
+        keys = torch.stack([entries[..., layout.key(part)] for part in layout.parts], dim=1)
+        thresholds = torch.stack([entries[..., layout.threshold(part)] for part in layout.parts], dim=1)
+        if not self.biased and bool(thresholds.any()):
+            raise ValueError(f"{self.site.name}.{self.site.first} has no bias, but its entries now have thresholds")
+        stored_as = self.site.stored(keys, entries[..., layout.value], thresholds)
+        for name, value in zip(self._names(), stored_as, strict=False):
+            setattr(own, name, nn.Parameter(value.contiguous()))
+        model.set_submodule(self.site.name, own)
+
+    def _names(self) -> list[str]:
+        return [self.site.first, self.site.last, *([f"{self.site.first}_bias"] if self.biased else [])]
+
+
+LayerForm = LinearLayer | ExpertLayer  # each gives its `entries`, and can `open` and `close` its layer
+
+
+def form_of(model: nn.Module, site: FeedForward | PackedExperts) -> LayerForm:
+    part = model.get_submodule(site.name)
+    if isinstance(site, PackedExperts):
+        layout = EntryLayout(site.width, site.gated)
+        return ExpertLayer(layout, site.neurons, site, site.thresholds(part) is not None, site.num_experts)
+    out = part.get_submodule(site.last)
+    width, neurons = stored(out).shape
+    biased = tuple(_bias(part.get_submodule(path)) is not None for path in site.first)
+    return LinearLayer(EntryLayout(width, site.gated), neurons, site, biased, isinstance(out, Conv1D))
+
+
+def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
+    out, into = weight.shape
+    linear = Conv1D(out, into) if transposed else nn.Linear(into, out, bias=bias is not None)
+    linear.weight = nn.Parameter((weight.T if transposed else weight).contiguous())
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.contiguous())
+    return linear
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    return cast("Tensor | None", getattr(module, "bias", None))

@@ -1,0 +1,284 @@
+"""Finds where a model is edited and what its layers must add there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from attnflow._core.progress import Progress
+from attnflow.knowledge.editing.facts import Fact
+from attnflow.knowledge.layered import EntryValues
+from attnflow.models.loaded import sparing
+from attnflow.models.offload import device_of
+from attnflow.models.watching import Call, Watch, calls_of
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+Layers = Mapping[int, EntryValues]
+
+_WINDOW: Final = 256  # tokens of a piece of text
+_LEAD: Final = 5  # words before a prompt
+_RIDGE: Final = 1e-3  # of the mean of the diagonal: what is added to a moment
+_ABOUT: Final = " is a"  # after a subject: what the model says about it otherwise should stay
+_DECAY: Final = 0.02  # weight of the squared norm of what is added, in units of what a layer adds
+_KEEP: Final = (
+    0.1  # weight of the divergence from the model's other statements about the subject (ROME's essence drift)
+)
+_ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, at which the descent ends
+
+
+class Answers(NamedTuple):
+    scores: Float[Tensor, " pairs"]  # the mean log-probability of the tokens of each answer, in nats, float32
+    first: Bool[Tensor, " pairs"]  # whether each of its tokens is the model's most likely one
+    rows: Float[Tensor, "pairs vocabulary"]  # logits of the token after each prompt, float32
+
+
+@dataclass(frozen=True)
+class Method:
+    steps: int = 20  # of Adam, at most
+    rate: float = 0.15  # its step, in units of the norm of what a layer adds at the place
+    ridge: float = 0.2  # of `least_change`, with whitened weights of length 1: one place alone gets 1 / (1 + ridge)
+    mean: bool = False  # take the mean of the weights over the places of a fact, as ROME does, in place of all
+
+
+def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
+    if answer:
+        return cast("list[int]", tokenizer(f" {text.strip()}", add_special_tokens=False)["input_ids"])
+    return cast("list[int]", tokenizer(text)["input_ids"])
+
+
+def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Pad sequences of ids on the right and return keyword arguments of a forward pass."""
+    device = device_of(model)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    ids = pad_sequence([torch.tensor(list(row), device=device) for row in rows], batch_first=True)
+    mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+
+
+def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Answers:
+    """Score answers after their prompts in one differentiable forward pass."""
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    return answers_in(cast(Any, model)(**batch(model, rows)).logits, prompts, answers)
+
+
+def answers_in(
+    logits: Float[Tensor, "pairs tokens vocabulary"],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> Answers:
+    scores, first, rows = list[Tensor](), list[Tensor](), list[Tensor]()
+    for row, prompt, answer in zip(logits, prompts, answers, strict=True):
+        said = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
+        wanted = torch.tensor(list(answer), device=row.device)
+        scores.append(said.log_softmax(dim=-1).gather(-1, wanted[:, None]).mean())
+        first.append((said.detach().argmax(dim=-1) == wanted).all())
+        rows.append(said[0])
+    return Answers(torch.stack(scores), torch.stack(first), torch.stack(rows))
+
+
+def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
+    """Return the logits of the token after a text, in float32."""
+    return cast(Any, model)(**batch(model, [ids])).logits[0, -1].float()
+
+
+@dataclass(frozen=True)
+class Spot:
+    ids: tuple[int, ...]  # of the prompt
+    position: int  # of the token
+    answer: tuple[int, ...] = ()  # ids of the answer that should follow; () if only the weights are needed
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Second moments E[k k^T] of the weights of layers' entries on a text, float64, with a little of the identity."""
+
+    layers: Mapping[int, Tensor]  # one matrix [entries, entries] for each
+    tokens: int  # that were read
+
+
+def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Spot]:
+    """Return the places where a fact is edited: its prompts and subject, alone or after leads."""
+    answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
+    places: list[Spot] = []
+    for prompt in fact.prompts:
+        for lead in ("", *leads):
+            place = _place(tokenizer, f"{lead}{prompt}", len(lead) + prompt.rfind(fact.subject), fact.subject, answer)
+            if limit is not None and len(place.ids) + len(answer) > limit:
+                said = f"{len(place.ids)} tokens and an answer of {len(answer)}, but the model reads at most {limit}"
+                if not lead:
+                    raise ValueError(f"the prompt {prompt[:40]!r} has {said}")
+                continue
+            places.append(place)
+    if fact.subject:
+        places += [_place(tokenizer, f"{lead}{fact.subject}", len(lead), fact.subject, ()) for lead in leads]
+    return places
+
+
+def _place(tokenizer: PreTrainedTokenizerBase, text: str, start: int, subject: str, answer: tuple[int, ...]) -> Spot:
+    """Find the last token of the subject that starts at a character, or without a subject the last of the text."""
+    if not subject:
+        ids = token_ids(tokenizer, text)
+        return Spot(tuple(ids), len(ids) - 1, answer)
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not map tokens to characters, so the subject {subject!r} cannot be "
+            "found: load a fast tokenizer, or leave the subject out"
+        )
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    spans = cast("list[tuple[int, int]]", encoded["offset_mapping"])
+    last = start + len(subject) - 1
+    position = next(index for index, (first, end) in enumerate(spans) if first <= last < end)
+    return Spot(tuple(cast("list[int]", encoded["input_ids"])), position, answer)
+
+
+def leads_of(text: str, count: int) -> list[str]:
+    """Take sentence openings from all over a text, to put before prompts."""
+    words = text.split()
+    starts = [len(words) * place // count for place in range(count)] if words else []
+    return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
+
+
+def _weights_at(model: nn.Module, layers: Layers, places: Sequence[Spot]) -> dict[int, Tensor]:
+    """Compute each layer's entry weights at each place, [places, entries], in float64."""
+    positions, rows = [place.position for place in places], torch.arange(len(places))
+    calls = calls_of(layers, lambda: cast(Any, model)(**batch(model, [place.ids for place in places])))
+    return {call.name: call.first[rows, positions].double().cpu() for call in calls}
+
+
+def weights_everywhere(model: nn.Module, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+    """Compute each layer's entry weights at all tokens of some texts, [tokens, entries], in float64."""
+    seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for ids in texts:
+        for call in calls_of(layers, lambda ids=ids: cast(Any, model)(**batch(model, [ids]))):
+            seen[call.name].append(call.first[0].double().cpu())
+    return {layer: torch.cat(parts) for layer, parts in seen.items() if parts}
+
+
+@torch.no_grad()
+def read_moments(
+    model: nn.Module, layers: Layers, tokenizer: Any, text: str, tokens: int, progress: Progress | None = None
+) -> Moments:
+    ids = token_ids(tokenizer, text)[:tokens]
+    if not ids:
+        raise ValueError("the text is empty: pass some text that the edit should leave unchanged")
+    sums = {layer: torch.zeros(one.num_entries, one.num_entries, dtype=torch.float64) for layer, one in layers.items()}
+    window = min(_WINDOW, longest(model) or _WINDOW)
+
+    def add(call: Call) -> None:
+        rows = call.first[0].float()
+        sums[call.name].add_((rows.T @ rows).double().cpu())
+
+    with Watch(layers, add):
+        for start in range(0, len(ids), window):
+            piece = ids[start : start + window]
+            cast(Any, model)(**{**batch(model, [piece]), **sparing(model)})
+            if progress is not None:
+                progress(start + len(piece), len(ids), "tokens of text")
+    for moment in sums.values():
+        moment /= len(ids)
+        moment.diagonal().add_(max(_RIDGE * float(moment.diagonal().mean()), torch.finfo(torch.float64).tiny))
+    return Moments(sums, len(ids))
+
+
+def longest(model: nn.Module) -> int | None:
+    """Return the most tokens a model reads, if its config says."""
+    return cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
+
+
+def _adding(layers: Layers, added: Mapping[int, Tensor], places: Sequence[Spot]) -> Watch:
+    rows, positions = torch.arange(len(places)), torch.tensor([place.position for place in places])
+
+    def add(call: Call, output: Tensor) -> Tensor:
+        where = torch.zeros(output.shape[:2], dtype=output.dtype, device=output.device)
+        where[rows, positions] = 1
+        return output + where[..., None] * added[call.name].to(output.dtype)
+
+    return Watch(layers, leave=add)
+
+
+@torch.enable_grad()
+def target(
+    model: nn.Module, layers: Layers, places: Sequence[Spot], subject: Spot | None, method: Method
+) -> dict[int, Tensor]:
+    """Find by Adam what each layer must add at the places, [model_dim], so that the answers follow.
+
+    The loss is the mean of -log p(answer | prompt), plus a divergence on the subject and the squared size of what is
+    added. Parameters get no gradient. A loss that is not finite raises `ValueError`.
+    """
+    asked = [place for place in places if place.answer]
+    rows, answers = [place.ids for place in asked], [place.answer for place in asked]
+    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        norms = {
+            call.name: float(call.output[0, places[0].position].double().norm())
+            for call in calls_of(layers, lambda: cast(Any, model)(**batch(model, [places[0].ids])))
+        }
+        free = {layer: torch.zeros(one.weight.shape[0], requires_grad=True) for layer, one in layers.items()}
+        optimiser = torch.optim.Adam(free.values(), lr=method.rate)
+        with torch.no_grad():
+            before = None if subject is None else next_logits(model, subject.ids).log_softmax(dim=-1)
+        together = [[*row, *answer] for row, answer in zip(rows, answers, strict=True)]
+        inputs = batch(model, together if subject is None else [*together, subject.ids])
+        for _ in range(method.steps):
+            # A coordinate of a vector of norm 1 is d^-1/2 large: so Adam's step is `rate` norms long.
+            added = {layer: norms[layer] * unit.numel() ** -0.5 * unit for layer, unit in free.items()}
+            with _adding(layers, added, [*asked, *([] if subject is None else [subject])]):
+                logits: Tensor = cast(Any, model)(**inputs).logits
+            said = answers_in(logits[: len(asked)], rows, answers)
+            loss = -said.scores.mean()
+            if before is not None and subject is not None:
+                now = logits[-1, len(subject.ids) - 1].float().log_softmax(dim=-1)
+                loss = loss + _KEEP * functional.kl_div(now, before, log_target=True, reduction="sum")
+            loss = loss + _DECAY * torch.stack([unit.square().mean() for unit in free.values()]).sum()
+            if not bool(torch.isfinite(loss)):
+                raise ValueError("the loss is NaN or infinite: check the weights of the model")
+            if float(said.scores.detach().min().exp()) > _ENOUGH and bool(said.first.all()):
+                break
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    return {layer: (norms[layer] * unit.numel() ** -0.5 * unit).detach() for layer, unit in free.items()}
+
+
+Targets = Mapping[int, tuple[Tensor, Tensor]]  # of each layer, weights at the places, and what is added there
+
+
+def targets(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    layers: Layers,
+    facts: Sequence[Fact],
+    places: Sequence[Sequence[Spot]],
+    leads: Sequence[str],
+    method: Method,
+    progress: Progress | None = None,
+) -> Targets:
+    """Compute, for each layer, the weights [places, entries] and what must be added there [places, model_dim]."""
+    parts: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+    for done, (fact, where) in enumerate(zip(facts, places, strict=True), 1):
+        subject = None
+        if fact.subject and leads:
+            subject = _place(tokenizer, f"{leads[0]}{fact.subject}{_ABOUT}", len(leads[0]), fact.subject, ())
+        wanted = target(model, layers, where, subject, method)
+        with _adding(layers, wanted, where):
+            here = _weights_at(model, layers, where)
+        for layer, rows in here.items():
+            kept = rows.mean(dim=0, keepdim=True) if method.mean else rows
+            parts[layer].append((kept, wanted[layer].double().cpu().expand(len(kept), -1)))
+        if progress is not None:
+            progress(done, len(facts), "facts")
+    return {layer: (torch.cat([w for w, _ in some]), torch.cat([x for _, x in some])) for layer, some in parts.items()}

@@ -1,0 +1,197 @@
+"""What is read off the entries of a model: which are active, and one of them, with the model's answer without it.
+
+Apart from the code that looks at models, so that a report opens where no transformers is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from attnflow._core.checks import preview
+from attnflow._core.markup import aligned, percent, shorten, token_label
+from attnflow._core.results import Result
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A token whose logit an entry's value raises or lowers."""
+
+    token: str
+    token_id: int
+    strength: float  # of the change at weight 1: standard deviations from the mean change over the vocabulary
+
+
+@dataclass(frozen=True)
+class Example:
+    text: int  # index of the text
+    position: int  # of that token in the text
+    weight: float  # there
+    first: int  # position of the first of `tokens`
+    tokens: tuple[str, ...]  # the tokens around it
+    weights: tuple[float, ...]  # the entry's weight at each of them
+
+
+@dataclass(frozen=True)
+class Near:
+    entry: int
+    layer: int
+    cosine: float
+    raised: tuple[str, ...]  # the tokens that its value raises most
+
+
+@dataclass(frozen=True)
+class Chance:
+    """A next token's probability with an entry and without it."""
+
+    token: str
+    token_id: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Removal(Result):
+    """What a model says next with an entry and without it: the entry's value is zero at all tokens."""
+
+    model: str
+    layer: int
+    entry: int
+    head: int
+    tokens: tuple[str, ...]  # of the text
+    position: int  # of the token after which the model speaks
+    kl: float  # Kullback-Leibler divergence of the answer without the entry from that with it, in nats
+    chances: tuple[Chance, ...]  # the most likely tokens of both answers, the most likely with the entry first
+
+    @property
+    def changed(self) -> bool:
+        """Whether the most likely token changed."""
+        return max(self.chances, key=lambda one: one.after) is not self.chances[0]
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each token."""
+        return [{**vars(one), "change": one.after - one.before} for one in self.chances]
+
+    def __str__(self) -> str:
+        after = max(self.chances, key=lambda one: one.after)
+        said = f"still {token_label(after.token)}" if not self.changed else f"now {token_label(after.token)}"
+        lines = [["token", "with", "without"]]
+        lines += [[token_label(one.token), percent(one.before), percent(one.after)] for one in self.chances]
+        head = f"after {shorten(''.join(self.tokens[: self.position + 1]), 60)!r} without entry {self.entry}: {said}"
+        return f"{head} (KL {self.kl:.3g} nats)\n{aligned(lines, left=[0])}"
+
+
+@dataclass(frozen=True)
+class EntryReport(Result):
+    """One entry of a model, as `af.knowledge.entry` returns it.
+
+    Attributes:
+        model: name of the model.
+        entry: its id.
+        layer: the layer that reads it.
+        head: the head of cross-attention that reads it.
+        expert: the expert that it belongs to, or None.
+        name: path of the module that reads it.
+        norm: Euclidean norm of its value.
+        threshold: the threshold of its key (of a gated layer, of its gate).
+        raised: the tokens whose logits its value raises most, at a positive weight; the strongest first.
+        lowered: those that it lowers most.
+        without: why no tokens are named; "" if they are.
+        examples: the texts in which it fires most, one place each, by absolute weight.
+        tokens_read: tokens of the texts that were read.
+        active: at how many of them its score is positive (in gated layers, its gate's score).
+        near_by_value: the entries with the most similar values, which say the same.
+        near_by_key: those with the most similar keys (in gated layers, gates), which fire for the same.
+        removal: what the model says next with the entry and without it; None if no text was given for it.
+    """
+
+    model: str
+    entry: int
+    layer: int
+    head: int
+    expert: int | None
+    name: str
+    norm: float
+    threshold: float
+    raised: tuple[Pushed, ...]
+    lowered: tuple[Pushed, ...]
+    without: str
+    examples: tuple[Example, ...]
+    tokens_read: int
+    active: int
+    near_by_value: tuple[Near, ...]
+    near_by_key: tuple[Near, ...]
+    removal: Removal | None = None
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each token, example and near entry, which "kind" tells apart."""
+        table = [("raises", one.token, one.token_id, one.strength) for one in self.raised]
+        table += [("lowers", one.token, one.token_id, one.strength) for one in self.lowered]
+        table += [("fires", f"position {one.position}", one.text, one.weight) for one in self.examples]
+        for kind, near in (("near by value", self.near_by_value), ("near by key", self.near_by_key)):
+            table += [(kind, f"layer {one.layer}", one.entry, one.cosine) for one in near]
+        return [dict(zip(("kind", "name", "number", "value"), row, strict=True)) for row in table]
+
+    def __str__(self) -> str:
+        lines = [f"entry {self.entry} of layer {self.layer} of {self.model}"]
+        for name, pushed in (("raises", self.raised), ("lowers", self.lowered)):
+            if pushed:
+                lines.append(f"{name}  {' '.join(token_label(one.token) for one in pushed)}")
+        if self.without:
+            lines.append(f"its tokens are unknown: {self.without}")
+        if self.tokens_read:
+            lines.append(f"active at {percent(self.active / self.tokens_read)} of {self.tokens_read:,} tokens read")
+        for one in self.examples:
+            words = "".join(one.tokens[: one.position - one.first + 1])
+            lines.append(f"  {one.weight:+.3g}  …{words[-60:]}".replace("\n", "↵"))
+        for name, near in (("value", self.near_by_value), ("key", self.near_by_key)):
+            said = ", ".join(f"{one.entry} ({one.cosine:.2f})" for one in near)
+            lines.append(f"near by {name}: {said}")
+        return "\n".join([*lines, *([str(self.removal)] if self.removal else [])])
+
+
+@dataclass(frozen=True)
+class LayerActivity:
+    """The active entries of one layer, counted over tokens; for each token, the sum over heads."""
+
+    layer: int  # the number of the layer
+    tokens: int  # how many tokens were counted
+    entries: int  # how many entries the layer may read
+    read_all: bool  # whether all of them were read; if not, the counts cover the entries that were
+    mean: float  # active entries per token
+    maximum: int  # the most active entries of any token
+    dead: int  # entries that were never active in this layer
+
+
+@dataclass(frozen=True)
+class ActivityReport(Result):
+    """Active and dead entries of all layers."""
+
+    layers: tuple[LayerActivity, ...]  # in their order
+    entries: int  # how many entries the layers may read
+    dead: tuple[int, ...]  # ids of the entries that were never active in any layer
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each layer."""
+        return [asdict(one) for one in self.layers]
+
+    def __str__(self) -> str:
+        head = ["layer", "tokens", "entries", "mean active", "share", "max active", "never active"]
+        rows = [
+            [
+                str(one.layer),
+                f"{one.tokens:,}",
+                f"{one.entries:,}",
+                f"{one.mean:,.1f}{'' if one.read_all else '*'}",
+                f"{100 * one.mean / max(one.entries, 1):.1f}%",
+                f"{one.maximum:,}",
+                f"{one.dead:,}",
+            ]
+            for one in self.layers
+        ]
+        lines = [aligned([head, *rows]), f"never active in any layer: {len(self.dead):,} of {self.entries:,} entries"]
+        if self.dead:
+            lines[-1] += f": {preview(self.dead)}"
+        if not all(one.read_all for one in self.layers):
+            lines.append("* counted among the entries that were read")
+        return "\n".join(lines)

@@ -1,0 +1,174 @@
+"""`activity`: counts the entries that are active for each token and layer, and those that never are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from attnflow.knowledge.layered import ExpertEntries, LayerEntries, LayerReader, observed, readers
+from attnflow.knowledge.reader import LayerReading
+from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
+from attnflow.models.watching import Call, Watch
+
+
+@contextmanager
+def activity(model: nn.Module) -> Generator[Activity, None, None]:
+    """Count which entries are active in every forward pass inside the block.
+
+    With an attention mask [batch, tokens], padding does not count (in encoder-decoders it does).
+
+    Args:
+        model: a model converted by `from_ffn`, or a modular one.
+
+    Yields:
+        The counts so far; `.report()` returns them as a result.
+
+    Raises:
+        ValueError: the model does not read a base, or its readings are already being watched.
+
+    Cost: one comparison for each score; memory for one count for each entry and layer, however many tokens.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from attnflow.knowledge import from_ffn
+    >>> model = from_ffn(LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)))
+    >>> with activity(model) as seen:
+    ...     _ = model(torch.arange(8).view(2, 4))
+    >>> [(layer.tokens, layer.entries) for layer in seen.report().layers]
+    [(8, 24), (8, 24)]
+    """
+    layers = readers(model)
+    busy = next((reader.layer for reader in layers if reader.observer is not None), None)
+    if busy is not None:
+        raise ValueError(f"the readings of layer {busy} are being watched already: end that block first")
+    seen = Activity()
+    mask: Tensor | None = None
+    steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
+
+    def take(call: Call) -> None:
+        nonlocal mask, steps
+        arguments = call.arguments()
+        given = arguments.get("attention_mask", arguments.get("kwargs", {}).get("attention_mask"))
+        given_tokens = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+        steps = next((one.shape[1] for one in given_tokens if isinstance(one, Tensor) and one.ndim > 1), 0)
+        two_sided = "decoder_input_ids" in arguments or "decoder_inputs_embeds" in arguments
+        mask = given.bool() if isinstance(given, Tensor) and given.ndim == 2 and not two_sided else None
+
+    def see(reader: LayerReader, reading: LayerReading) -> None:
+        tokens = reading.weights.shape[:-2]
+        counted = None
+        if mask is not None and len(tokens) == 2:  # with a cache, the mask has the tokens before these, too
+            counted = mask[:, mask.shape[1] - tokens[1] :].expand(tokens)
+        elif mask is not None and steps and tokens == (len(mask) * steps,):  # a batch that was flattened
+            counted = mask[:, mask.shape[1] - steps :].flatten()
+        # Another total means that entries were passed in place of the model's base.
+        own = isinstance(reader, LayerEntries) or (
+            reading.certificate is not None and reading.certificate.total == reader.num_entries
+        )
+        if reading.ids is not None and own:
+            seen.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries, device=reading.ids.device)))
+        fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
+        seen.see(reading, reader.ids, counted, fires)
+
+    with (
+        Watch({"model": model}, take, everywhere=True),
+        observed([(reader, partial(see, reader)) for reader in layers]),
+    ):
+        yield seen
+
+
+class Activity:
+    """Counts of active entries over any number of forward passes; `af.knowledge.activity(model)` fills it."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, _Counts] = {}
+
+    def see(
+        self,
+        reading: LayerReading,
+        ids: Callable[[Tensor], Tensor],
+        counted: Bool[Tensor, "*tokens"] | None = None,
+        fires: Bool[Tensor, "*tokens heads read"] | None = None,
+    ) -> None:
+        """Count one reading.
+
+        `ids` maps positions to ids, `counted` selects tokens (None: all), and `fires` marks the active entries. By
+        default an entry is active if its weight is positive; in gated layers, if its activated gate is positive.
+        """
+        if fires is None:
+            # Of gated layers, weight = act(gate) * up. Signs, because the product of two small numbers may be 0.
+            gates = reading.weights if len(reading.scores) == 1 else reading.weights.sign() * reading.scores[1].sign()
+            fires = gates > 0
+        active_here = fires.flatten(0, -3) if counted is None else fires[counted.to(fires.device)]
+        counts = self._layers.setdefault(reading.layer, _Counts())
+        if reading.ids is None:
+            everything = ids(torch.arange(active_here.shape[-1], device=active_here.device))
+            counts.add(everything.cpu(), active_here.sum(dim=(0, 1)).cpu())
+        else:
+            counts.read_all &= reading.certificate is None
+            positions = reading.ids.flatten(0, -3) if counted is None else reading.ids[counted.to(fires.device)]
+            counts.add(*ids(positions[active_here]).cpu().unique(return_counts=True))
+        each = active_here.sum(dim=(1, 2))
+        counts.tokens += len(each)
+        counts.active += int(each.sum())
+        counts.most = max([counts.most, *each.tolist()])
+
+    def may_read(self, layer: int, ids: Int[Tensor, " entries"]) -> None:
+        """Register the entries that a layer may read, so that unused ones count as dead."""
+        self._layers.setdefault(layer, _Counts()).add(ids.cpu(), torch.zeros(len(ids), dtype=torch.int64))
+
+    def fired(self, layer: int) -> tuple[Int[Tensor, " entries"], Int[Tensor, " entries"]]:
+        """Return (ids in ascending order, how often each was active in a layer, over tokens and heads).
+
+        Raises:
+            ValueError: no reading of that layer was counted.
+        """
+        if layer not in self._layers:
+            raise ValueError(f"layer must be one of {sorted(self._layers)}, got {layer}")
+        return self._layers[layer].ids.clone(), self._layers[layer].fired.clone()
+
+    def report(self) -> ActivityReport:
+        """Return the counts so far as a result.
+
+        Raises:
+            ValueError: no forward pass was counted.
+        """
+        seen = {layer: counts for layer, counts in sorted(self._layers.items()) if counts.tokens}
+        if not seen:
+            raise ValueError("run a forward pass of the model inside the block before report()")
+        layers = tuple(counts.summary(layer) for layer, counts in seen.items())
+        everything = torch.cat([counts.ids for counts in seen.values()]).unique()
+        dead = everything[~torch.isin(everything, torch.cat([counts.alive for counts in seen.values()]))]
+        return ActivityReport(layers, len(everything), tuple(dead.tolist()))
+
+
+class _Counts:
+    """One layer's activity: how often each entry was active, and how many were active per token."""
+
+    def __init__(self) -> None:
+        self.ids = torch.zeros(0, dtype=torch.int64)  # ascending
+        self.fired = torch.zeros(0, dtype=torch.int64)
+        self.tokens = self.active = self.most = 0  # tokens, active entries of all tokens and of any one
+        self.read_all = True
+
+    @property
+    def alive(self) -> Int[Tensor, " entries"]:
+        return self.ids[self.fired > 0]
+
+    def add(self, ids: Tensor, fired: Tensor) -> None:
+        if torch.equal(ids, self.ids):
+            self.fired += fired
+            return
+        both = torch.cat([self.ids, ids])
+        self.ids, place = both.unique(return_inverse=True)
+        fresh = torch.zeros(len(self.ids), dtype=torch.int64)
+        self.fired = fresh.index_add(0, place, torch.cat([self.fired, fired]))
+
+    def summary(self, layer: int) -> LayerActivity:
+        entries, dead = len(self.ids), len(self.ids) - len(self.alive)
+        return LayerActivity(layer, self.tokens, entries, self.read_all, self.active / self.tokens, self.most, dead)
