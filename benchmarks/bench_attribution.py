@@ -18,7 +18,7 @@ from attnflow.models.stream import ResidualStream
 from benchmarks.harness import Case, main
 
 LAYER, HEAD = 20, 3
-attribution, parts = (import_module(f"attnflow.geometry.{name}") for name in ("attribute", "parts"))
+parts = import_module("attnflow.geometry.parts")
 
 
 def tokens(n: int) -> torch.Tensor:
@@ -35,14 +35,14 @@ def after_the_pass(provider: str, n: int) -> Callable[[], object]:
     model = load_model("smollm2-135m").model
     if provider == "forward":
         return lambda: forward(model, n)
-    reading = attribution.Reading.of(model, {"input_ids": tokens(n)}, LAYER, "self")
-    assert reading.explain(HEAD, -1, None, None).error < 1e-5  # no speed of a wrong result
+    reading = geometry.reading(model, {"input_ids": tokens(n)})
+    assert reading.explain(LAYER, HEAD).error < 1e-5  # no speed of a wrong result
 
     def differentiated() -> object:
         with patch.object(parts, "_direct", return_value=None):
-            return reading.explain(HEAD, -1, None, None)
+            return reading.explain(LAYER, HEAD)
 
-    return differentiated if provider == "differentiated" else lambda: reading.explain(HEAD, -1, None, None)
+    return differentiated if provider == "differentiated" else lambda: reading.explain(LAYER, HEAD)
 
 
 def whole(provider: str, n: int) -> Callable[[], object]:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from attnflow.geometry import score
-from attnflow.geometry.scores import Scores, full_scores, head_scores
+from attnflow.geometry.scores import FormScores, full_scores, head_scores
 from attnflow.models.names import MODELS
 from benchmarks.harness import Case, main
 
@@ -72,7 +72,7 @@ def full(provider: str, num_heads: int, num_kv_heads: int, width: int) -> Callab
     return lambda: full_scores(query, key, num_heads, num_kv_heads)
 
 
-def check(found: Scores, expected: torch.Tensor) -> None:
+def check(found: FormScores, expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.stack([found.symmetry, found.directionality]), expected, atol=1e-4, rtol=1e-3)
 
 

@@ -1,7 +1,5 @@
 """Train an encoder from a symmetric start, keep it symmetric by a penalty, and record both scores on the way."""
 
-import csv
-
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
@@ -18,11 +16,11 @@ config = BertConfig(
 )
 
 
-def train(strength: float, path: str) -> None:
+def train(strength: float) -> None:
     model = BertForMaskedLM(config)
     af.geometry.init_symmetric_(model)  # W_k = c W_q in every head, at the scale of the model's own initialisation
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    with af.geometry.monitor(model, path, every=20, per_head=True) as monitor:
+    with af.geometry.monitor(model, every=20, per_head=True) as monitor:
         for _ in range(60):
             masked = torch.rand(samples.shape) < 0.15
             labels = samples.masked_fill(~masked, -100)
@@ -33,11 +31,10 @@ def train(strength: float, path: str) -> None:
             monitor.step()
     print(f"strength {strength}: loss {loss.item():.2f}; heads' symmetry {monitor.scores.summaries[-1].symmetry}")
 
+    for step, values in monitor.history.items():
+        layers = [f"{values[f'geometry/symmetry/layer_{layer}']:+.3f}" for layer in range(config.num_hidden_layers)]
+        print(f"  step {step:>2}: symmetry of the layers {' '.join(layers)}")
+
 
 for strength in (0.0, 0.01):
-    train(strength, f"geometry_{strength}.csv")
-    with open(f"geometry_{strength}.csv") as file:
-        rows = list(csv.DictReader(file))
-    for step in ("0", "20", "40", "60"):
-        layers = [f"{float(row['symmetry']):+.3f}" for row in rows if row["step"] == step and row["head"] == "all"]
-        print(f"  step {step:>2}: symmetry of the layers {' '.join(layers)}")
+    train(strength)

@@ -63,6 +63,12 @@ def _tiny_trace() -> Any:
     return af.knowledge.trace(model, [5, 6, 7], targets=9)
 
 
+def _tiny_entry() -> Any:
+    from tests.models import tiny
+
+    return af.knowledge.entry(af.knowledge.from_ffn(tiny("Llama", torch.float32)), 3)
+
+
 def _tiny_map(read: Callable[[Any], Any]) -> Any:
     from tests.models import tiny
 
@@ -98,12 +104,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
     "Trace": _tiny_trace,
+    "EntryReport": _tiny_entry,
     "ScoreAttribution": _tiny_attribution,
-    "ComponentZoom": lambda: _tiny_attribution().zoom("layer 0 attention"),
-    "ScoreAblation": lambda: _tiny_attribution().ablate("embedding"),
     "PairScores": lambda: PairScores("Model", 0, 0, ("a", "b", "c"), *torch.randn(2, 3, 3), torch.ones(3, 3) > 0),
-    "EngineMask": lambda: af.masks.export.te(af.masks.butterfly(2)),
-    "FlashInferMask": lambda: af.masks.export.flashinfer(af.masks.causal(LENGTH)),
     "FlashMask": lambda: af.masks.export.flashmask(af.masks.longformer(9, 2)),
     "MagiRanges": lambda: af.masks.export.magi(af.masks.prefix_lm(LENGTH, 2)),
     "Varlen": lambda: af.masks.export.varlen(af.masks.document([2, 1])),

@@ -12,8 +12,7 @@ from jaxtyping import config
 
 from attnflow import masks, order, tasks
 from attnflow._core import checks
-from attnflow._core.parameters import EXAMPLES
-from attnflow.masks.spec import named_masks
+from attnflow.masks.registry import named_masks
 from attnflow.tasks.derivation import named_families
 
 FAMILIES = {
@@ -57,7 +56,7 @@ def example(name):
     entry = named_masks()[name]
     given = {each.name: each.default for each in entry.parameters if each.default is not None}
     length = {"n": 12} if any(each.name == "n" for each in entry.parameters) else {}
-    return given | length | entry.read(EXAMPLES[name])
+    return given | length | entry.read(named_masks()[name].example)
 
 
 def collated(**given):

@@ -17,10 +17,6 @@ def attribution(model, ids):
     return af.geometry.attribute(model, {"input_ids": ids}, layer=1).raw
 
 
-def attribution_ablated(model, ids):
-    return af.geometry.attribute(model, {"input_ids": ids}, layer=1, head=2).ablate("layer 0 attention").total
-
-
 def scored(model, ids):
     return torch.tensor([row["symmetry"] for row in af.geometry.score(model).rows()], dtype=torch.float64)
 
@@ -55,7 +51,7 @@ def traced(model, ids):
 
 @pytest.mark.parametrize(
     "read",
-    [attribution, attribution_ablated, scored, audited, biased, masked, converted, traced],
+    [attribution, scored, audited, biased, masked, converted, traced],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Gemma2"])

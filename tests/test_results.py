@@ -2,12 +2,17 @@
 
 import csv
 import dataclasses
+import functools
+import gc
 import importlib
 import inspect
 import io
+import pickle
 import pkgutil
+import types
 
 import pytest
+import torch
 
 import attnflow
 from attnflow._core.results import Result
@@ -93,3 +98,46 @@ def test_it_prints_a_summary_and_shows_itself_in_a_notebook(kind):
 def test_a_verdict_is_a_property(kind):
     if hasattr(kind, "ok"):
         assert isinstance(sample(kind).ok, bool)
+
+
+@pytest.fixture
+def weights():
+    """The parameters of all models that are made during a test."""
+    made = []
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(
+        lambda module, name, parameter: made.append(parameter)
+    )
+    yield made
+    hook.remove()
+
+
+CODE = (types.FunctionType, types.MethodType, functools.partial)
+STILL_HOLD_THEIR_MODEL = {"EntryReport"}  # its `ablate` becomes a method of a handle
+
+
+def reached(value):
+    """All objects that hang on a value, but for classes and what hangs on a model or a function."""
+    waiting, found = [value], {}
+    while waiting:
+        here = waiting.pop()
+        if id(here) not in found and not isinstance(here, type | types.ModuleType):
+            found[id(here)] = here
+            waiting += [] if isinstance(here, (torch.nn.Module, *CODE)) else gc.get_referents(here)
+    return list(found.values())
+
+
+@every_kind
+def test_it_is_data_on_which_no_model_hangs(kind, weights, request):
+    if kind.__name__ in STILL_HOLD_THEIR_MODEL:
+        request.applymarker(pytest.mark.xfail(strict=True))
+    here = reached(sample(kind))
+    assert {type(one).__name__ for one in here if isinstance(one, (torch.nn.Module, *CODE))} == set()
+    memory = {one.untyped_storage().data_ptr() for one in weights if one is not None and one.numel()}
+    tensors = [one for one in here if isinstance(one, torch.Tensor)]
+    assert not any(one.requires_grad or one.untyped_storage().data_ptr() in memory for one in tensors)
+
+
+@every_kind
+def test_it_pickles(kind):
+    result = sample(kind)
+    assert pickle.loads(pickle.dumps(result)).to_json() == result.to_json()

@@ -295,8 +295,8 @@ total = float(why.centred[key].sum())
 print(f"{total:+.2f}  all {why.raw[key].numel():,} terms")
 
 best = why.top(1, key=key)[0]
-assert best.query_component == "layer 23 attention"
-assert best.key_component == "layer 0 feed-forward"
+assert str(best.query_component) == "layer 23 attention"
+assert str(best.key_component) == "layer 0 feed-forward"
 assert round(best.value, 2) == 0.38
 assert round(total, 2) == 0.50
 

@@ -10,11 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
 
-import torch
-
 from attnflow._core.progress import Progress
 from attnflow.models import load_model, sample_text
-from attnflow.models.loaded import tokenized
+from attnflow.models.subject import Subject
 from experiments.geometry_corpus.combination import averaged, measure, record
 from experiments.geometry_corpus.counts import CUTS, OBJECTIVES, Cut, compare, cut_rows
 from experiments.runner import text as texts
@@ -121,7 +119,7 @@ def combined(name: str, config: Measurement, progress: Progress) -> dict[str, ob
     each: list[list[dict[str, float]]] = []
     for number, text in enumerate(passages(config.texts)):
         progress(number, config.texts, "texts")
-        ids = cast("Mapping[str, torch.Tensor]", tokenized(text, loaded.tokenizer))["input_ids"][:, : config.tokens]
+        ids = Subject.of(loaded).named(text)["input_ids"][:, : config.tokens]
         each.append([measure(layer, seen) for layer, seen in record(loaded.model, ids)])
     layers = [averaged(rows) for rows in zip(*each, strict=True)]
     return {"kind": "model", "texts": [averaged(rows) for rows in each], "layers": layers}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import attnflow as af
 from attnflow._core.progress import Progress
-from attnflow.geometry.in_use import Accumulator, Seen, observe
+from attnflow.geometry.in_use import Accumulator, LayerTokens, observe
 from attnflow.models.attention import AttentionLayer, attention_layers
 from experiments.geometry_in_use.models import UNTRAINED, Reading, needed, read
 from experiments.runner.experiment import Setup
@@ -115,14 +115,14 @@ def self_attention(model: Any) -> list[AttentionLayer]:
     return [layer for layer in attention_layers(model) if layer.kind == "self"]
 
 
-def on_tokens(layer: AttentionLayer, tokens: Tensor) -> Seen:
+def on_tokens(layer: AttentionLayer, tokens: Tensor) -> LayerTokens:
     """What a layer's form alone makes of tokens [n, d]: no biases, positions and norms, and all tokens meet."""
     query, key = (
         (tokens @ side().detach().T).unflatten(-1, (-1, layer.head_dim)).transpose(0, 1)
         for side in (layer.query, layer.key)
     )
     key = (key - key.mean(1, keepdim=True)).repeat_interleave(layer.num_heads // layer.num_kv_heads, 0)
-    return Seen(torch.arange(len(tokens)), tokens, tokens, ((query, key), (query, key)), None)
+    return LayerTokens(torch.arange(len(tokens)), tokens, tokens, ((query, key), (query, key)), None)
 
 
 def in_use(reading: Reading, inputs: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -131,7 +131,7 @@ def in_use(reading: Reading, inputs: Mapping[str, Tensor]) -> dict[str, dict[str
     sums = {which: {layer.name: Accumulator(layer) for layer in layers} for which in (ALL, INNER)}
     tokens: dict[str, int] = {}
 
-    def see(layer: AttentionLayer, seen: Seen) -> None:
+    def see(layer: AttentionLayer, seen: LayerTokens) -> None:
         seen = inner(seen, 0, reading.pads.get(layer.tower, 0))
         tokens[layer.tower] = len(seen.positions)
         sums[ALL][layer.name].add(seen)
@@ -147,13 +147,13 @@ def in_use(reading: Reading, inputs: Mapping[str, Tensor]) -> dict[str, dict[str
     return found
 
 
-def inner(seen: Seen, first: int, last: int) -> Seen:
+def inner(seen: LayerTokens, first: int, last: int) -> LayerTokens:
     """The same sequence without its first and last tokens; each row is centred anew over those that are left."""
     keep = slice(first, len(seen.positions) - last)
     sides: Sequence[tuple[Tensor, Tensor]] = [(query[:, keep], key[:, keep]) for query, key in seen.sides]
     centred = tuple((query, key - key.mean(1, keepdim=True)) for query, key in sides)
     meet = None if seen.meet is None else seen.meet[keep, keep]
-    return Seen(seen.positions[keep], seen.query_input[keep], seen.key_input[keep], centred, meet)
+    return LayerTokens(seen.positions[keep], seen.query_input[keep], seen.key_input[keep], centred, meet)
 
 
 def _short(value: float) -> float:

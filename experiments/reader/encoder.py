@@ -22,7 +22,6 @@ from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import preview
 from attnflow._core.progress import Progress
-from attnflow.models.addons import add_tensor
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loader import load_model
 from attnflow.models.names import MODELS
@@ -96,7 +95,8 @@ class TextEncoder:
         """
         digest = hashlib.sha256()
         for key, value in sorted(self.model.state_dict().items()):
-            add_tensor(digest, f"{key} {value.dtype} {tuple(value.shape)}", value)
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         settings = (vocabulary, self.pooling, True, self.max_length, None)  # of length 1, and of whole texts
         digest.update(json.dumps(settings).encode())

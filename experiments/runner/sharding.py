@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from attnflow.models.addons import add_tensor
 from experiments.runner.processes import Launch
 
 
@@ -117,5 +116,6 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 def _digest(model: nn.Module) -> str:
     total = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        add_tensor(total, f"{name} {tuple(tensor.shape)} {tensor.dtype}", tensor)
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()

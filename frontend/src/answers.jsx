@@ -1,7 +1,7 @@
-// What is known of the design: its order in numbers, leaks and dead positions, cost, code.
+// What is known of the design: its order in numbers, leaks and dead positions, blocks, code.
 
 import { useSignal } from "@preact/signals";
-import { bytes, grouped, percent, plural, short } from "./format.js";
+import { grouped, percent, plural } from "./format.js";
 
 export function Order({ studio }) {
   const { value, error } = studio.answers.flow.value;
@@ -31,7 +31,7 @@ export function Order({ studio }) {
 
 const TABS = [
   ["leaks", "Leaks"],
-  ["cost", "Cost"],
+  ["blocks", "Blocks"],
   ["code", "Code"],
 ];
 
@@ -56,7 +56,7 @@ export function Answers({ studio }) {
         ))}
       </div>
       <div id="answer" role="tabpanel" aria-labelledby={`tab-${studio.tab.value}`} tabIndex={0}>
-        {{ leaks: <Leaks studio={studio} />, cost: <Cost studio={studio} />, code: <Code studio={studio} /> }[studio.tab.value]}
+        {{ leaks: <Leaks studio={studio} />, blocks: <Blocks studio={studio} />, code: <Code studio={studio} /> }[studio.tab.value]}
       </div>
     </section>
   );
@@ -90,34 +90,17 @@ function Leaks({ studio }) {
 }
 
 const KINDS = ["full", "partial", "empty"];
-const BACKENDS = { eager: "eager", sdpa: "SDPA", flex: "FlexAttention" };
-
-function Cost({ studio }) {
-  const { value, error } = studio.answers.cost.value;
+function Blocks({ studio }) {
+  const { value, error } = studio.answers.blocks.value;
   if (!value) return <p class="quiet">{error || "…"}</p>;
-  const { blocks } = value;
-  const most = Math.max(...value.backends.map((row) => row.pairs), 1);
   return (
     <>
-      <p class="verdict"><b class="n">{percent(value.skipped)}</b> of {plural(blocks.total, "block")} of {blocks.block} are skipped</p>
-      <div class="blocks" role="img" aria-label={`${blocks.full} full, ${blocks.partial} partial, ${blocks.empty} empty blocks`}>
-        {KINDS.map((kind) => <span class={kind} style={{ flexGrow: blocks[kind] }} title={`${kind}: ${grouped(blocks[kind])}`} />)}
+      <p class="verdict"><b class="n">{percent(value.skipped)}</b> of {plural(value.total, "block")} of {value.block} are skipped</p>
+      <div class="blocks" role="img" aria-label={`${value.full} full, ${value.partial} partial, ${value.empty} empty blocks`}>
+        {KINDS.map((kind) => <span class={kind} style={{ flexGrow: value[kind] }} title={`${kind}: ${grouped(value[kind])}`} />)}
       </div>
-      <Legend items={KINDS.map((kind) => [kind, `${grouped(blocks[kind])} ${kind}`])} />
-      <table>
-        <thead><tr><th scope="col">backend</th><th scope="col" class="n" title="pairs of a query and a key that are computed, of all heads and layers">pairs</th><th scope="col" class="n">FLOP</th><th scope="col" class="n">memory</th></tr></thead>
-        <tbody>
-          {value.backends.map((row) => (
-            <tr>
-              <th scope="row">{BACKENDS[row.backend]}<meter min="0" max={most} value={row.pairs} aria-label={`pairs of ${row.backend}`} /></th>
-              <td class="n">{short(row.pairs)}</td>
-              <td class="n">{short(row.flops)}</td>
-              <td class="n">{bytes(row.memory)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-      <p class="quiet">{studio.counted.value.of ? `Counted as in ${studio.counted.value.of}` : "Counted"}: one sequence forward, {value.counted}. Memory is the peak of one layer.{studio.counted.value.of ? "" : " Once the screen Model has read a model, its layers and heads are counted."}</p>
+      <Legend items={KINDS.map((kind) => [kind, `${grouped(value[kind])} ${kind}`])} />
+      <p class="quiet">FlexAttention skips empty blocks and applies the mask inside partial ones only. Of the pairs that it computes, {percent(value.used)} are allowed.</p>
     </>
   );
 }

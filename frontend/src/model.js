@@ -72,7 +72,6 @@ export function createModel(studio) {
       state.info.value = reply;
       state.text.value = reply.text ?? "";
       state.fields.layer.value = `${Math.floor((reply.layers ?? 0) / 2)}`; // the first reads nothing but the embedding
-      if (reply.attention) studio.countFor(reply.model, reply.attention);
     },
     /** Ask the question of a view about the text of the left side. */
     run: (name) => answerTo(name, typed(name), state.text.value),

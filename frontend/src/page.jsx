@@ -9,7 +9,7 @@ import { BrushPanel, FileButton, LayersPanel, MaskPanel } from "./mask_panel.jsx
 import { Matrix } from "./matrix.jsx";
 import { Screen, ScreenTabs } from "./screens.jsx";
 
-const NAMES = { families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", cost: "the cost", tile: "the picture", restore: "the design of the link", load: "the file" };
+const NAMES = { families: "the families", family: "the family", flow: "the order", diagram: "the Hasse diagram", leaks: "the leaks", blocks: "the blocks", tile: "the picture", restore: "the design of the link", load: "the file" };
 
 const GUEST = "This link is from an earlier run of the studio; its design is open here.";
 

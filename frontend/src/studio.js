@@ -3,7 +3,7 @@
 import { batch, computed, effect, signal } from "@preact/signals";
 import { decoded } from "./picture.js";
 
-const QUESTIONS = ["flow", "diagram", "leaks", "cost"];
+const QUESTIONS = ["flow", "diagram", "leaks", "blocks"];
 const ABOUT_LABELS = ["labels", "label", "source", "tokens"]; // what changes no mask
 const RESTS = 250; // milliseconds after which a pointer that rests is told what takes longer
 const COARSE_CELLS = 512;
@@ -38,7 +38,6 @@ export function createStudio() {
     window: signal(null), // {query, key, span}
     tab: signal("leaks"),
     model: null, // the state of the model's screen
-    counted: signal({ of: "", shape: {} }), // the model whose layers and heads the cost counts
   };
   const pending = new Map();
   let transport = null;
@@ -177,7 +176,7 @@ export function createStudio() {
     const start = performance.now();
     const wanted = [...QUESTIONS, ...(studio.tab.value === "code" ? ["code"] : [])];
     for (const op of wanted) {
-      const reply = await ask({ op, revision, layer: studio.layer.value, ...(op === "cost" ? studio.counted.value.shape : {}) });
+      const reply = await ask({ op, revision, layer: studio.layer.value });
       studio.waiting.value = null;
       if (reply.stale || studio.view.value.revision !== revision) return;
       const old = studio.answers[op].value;
@@ -240,11 +239,6 @@ export function createStudio() {
       if (!reply.ok || reply.stale || studio.answers.leaks.peek().value !== value) return;
       const leaks = value.leaks.map((leak, i) => (i === number ? { ...leak, witness: reply.witness, route: reply.route } : leak));
       studio.answers.leaks.value = { value: { ...value, leaks }, error: "" };
-    },
-    /** Count the cost of attention in all layers and heads of a model. */
-    countFor(of, shape) {
-      studio.counted.value = { of, shape };
-      inquire();
     },
     stop: () => transport.send({ op: "stop" }),
     stopModel: () => transport.send({ op: "stop", what: "model" }),

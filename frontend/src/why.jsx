@@ -26,14 +26,11 @@ export function Why({ state, value }) {
       <p class="verdict" role="status">{value.verdict}</p>
       {value.remark && <p class="quiet">{value.remark}</p>}
       <Terms value={value} />
-      <HeatMap title="Every pair of components, centred" values={value.table} x="written at the key" y="written at the query" sides={value.components.map(brief)} columns={value.key_components.map(brief)} />
+      <HeatMap title="Every pair of components, centred" values={value.table} x="written at the key" y="written at the query" sides={value.sides} columns={value.columns} />
       <p class="quiet">{value.check}</p>
     </>
   );
 }
-
-/** "layer 11 feed-forward" as "11 ffn", for the sides of a map. */
-const brief = (name) => name.replace(/^layer /, "").replace("feed-forward", "ffn").replace("attention", "attn");
 
 function Terms({ value }) {
   const limit = Math.max(...value.terms.map((term) => Math.abs(term.centred)), ...value.constants.map((each) => Math.abs(each.centred)));

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attnflow.audit import check_alone
-from attnflow.audit.alone import AloneReport, compare_alone
+from attnflow.audit.batch.alone import AloneReport, compare_alone
 from tests.models import AUDITED, ZOO, tiny
 
 IDS = torch.arange(5, 13).repeat(2, 1) + torch.tensor([[0], [20]])

@@ -15,8 +15,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollat
 
 import attnflow as af
 from attnflow.audit import check_batch
-from attnflow.audit.batch_reading import Family, family_of
-from attnflow.audit.batch_rows import as_batch
+from attnflow.audit.batch.reading import Family, family_of
+from attnflow.audit.batch.rows import as_batch
 from attnflow.models.loaded import Loaded
 from tests.audit.batches import CAUSAL, MASKED, SEQUENCES, completions, pairs
 from tests.audit.common import tiny
@@ -354,7 +354,6 @@ def test_a_prompt_that_the_completion_changes():
 
 def test_the_padding_token():
     rows = [{"input_ids": [5, 6]}, {"input_ids": [7]}]
-    assert as_batch(rows, pad=9).tensors["input_ids"][1, 1] == 9
     assert as_batch(rows, family=Family(pad=8)).tensors["input_ids"][1, 1] == 8
     assert as_batch(rows, tokenizer()).tensors["input_ids"][1, 1] == PAD
     made = as_batch(rows)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 import attnflow as af
 from attnflow.audit import check_batch, declared_order
-from attnflow.audit.batch_reading import family_of
+from attnflow.audit.batch.reading import family_of
 from attnflow.testing import closure
 from tests.audit.batches import CAUSAL, CLEAN, IDS, MASKED, MISTAKES, label
 from tests.audit.common import tiny
@@ -125,17 +125,6 @@ def test_a_bert_head_that_is_no_decoder_reads_its_labels():
     assert [m.kind for m in check_batch(call, model).mistakes] == ["readable"]
 
 
-def test_answers_marked_as_prefix():
-    """PaliGemma's prefix reads itself in both directions; an answer inside of it is open."""
-    ids = torch.arange(4, 12)[None]
-    labels = torch.where(torch.arange(8) > 4, ids, -100)
-    config = AutoConfig.for_model("paligemma", architectures=["PaliGemmaForConditionalGeneration"])
-    suffix = (torch.arange(8) > 4).long()[None]
-    assert check_batch({"input_ids": ids, "labels": labels, "token_type_ids": suffix}, config).ok
-    report = check_batch({"input_ids": ids, "labels": labels, "token_type_ids": suffix * 0}, config)
-    assert [(m.kind, m.position, m.count) for m in report.mistakes] == [("readable", 5, 3)]
-
-
 def test_other_forms_of_a_mask():
     ids = torch.arange(4, 12)[None]
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
@@ -195,20 +184,6 @@ def test_text_behind_an_end_token_is_named():
     assert not report.untested
 
 
-def test_numbers_of_documents_in_a_mask():
-    ids = torch.arange(4, 12)[None]
-    labels = label({"input_ids": ids, "labels": ids.clone()}, 0, 5, -100)["labels"]
-    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2]])}
-    report = check_batch(batch, CAUSAL)
-    assert report.documents == 2
-    assert [m.kind for m in report.mistakes] == ["mask"]
-    assert "transformers reads every number as 1" in report.mistakes[0].message
-    patched = check_batch(batch, CAUSAL, documents="attention_mask")  # by a trainer, such as LLaMA-Factory's
-    assert patched.ok, patched
-    assert patched.documents == 2
-    assert [m.kind for m in check_batch(label(batch, 0, 5), CAUSAL).mistakes] == ["documents", "mask"]
-
-
 def test_what_could_not_be_checked_is_said():
     ids = torch.arange(4, 12)[None]
     report = check_batch({"input_ids": ids})
@@ -224,34 +199,6 @@ def test_what_could_not_be_checked_is_said():
     unknown = check_batch({"input_ids": ids, "labels": ids}, nn.Linear(2, 2))
     assert "not known which position of Linear" in dict(unknown.untested)["labels that a position can read"]
     assert unknown.verdict == "nothing tested"
-
-
-def test_few_open_labels_are_not_judged():
-    ids = torch.arange(4, 12)[None]
-    labels = torch.where(torch.arange(8) < 2, ids, -100)
-    report = check_batch({"input_ids": ids, "labels": labels}, MASKED)
-    assert not report.mistakes
-    assert "too few to tell" in dict(report.untested)["labels that a position can read"]
-
-
-def test_padding_that_ends_texts_too():
-    """With the end token as padding, a collator that hides padding by its id hides the end of the answers."""
-    config = AutoConfig.for_model("llama", **{**IDS, "pad_token_id": EOS}, architectures=["LlamaForCausalLM"])
-    ids = torch.tensor([[5, 6, 7, EOS, EOS, EOS], [5, 6, 7, 8, 9, EOS]])
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    right = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
-    assert check_batch(right, config).ok
-    (found,) = check_batch({**right, "labels": ids.where(ids != EOS, -100)}, config).mistakes
-    assert (found.kind, found.sequence, found.position, found.count) == ("unsupervised", 0, 3, 2)
-    assert "learn to stop" in found.message
-
-
-def test_padding_id_without_a_mask():
-    ids = torch.tensor([[PAD, PAD, 5, 6, 7, 8]])
-    report = check_batch({"input_ids": ids, "labels": ids.where(ids != PAD, -100)}, CAUSAL)
-    assert "mask" in {m.kind for m in report.mistakes}
-    behind = torch.tensor([[5, 6, 7, EOS, PAD, PAD]])
-    assert check_batch({"input_ids": behind, "labels": behind.where(behind != PAD, -100)}, CAUSAL).ok
 
 
 ROW = torch.arange(4, 16)[None]
@@ -288,22 +235,6 @@ def test_check_and_check_batch_read_the_same(form):
     assert flow.masks[0].name.split(";")[0] == (words if len(lengths) > 1 else "causal")
     real = mask[0] != 0
     assert torch.equal(flow.masks[0].dense()[real][:, real], af.masks.document(lengths).dense())
-
-
-def test_a_wrapped_document_under_a_mask_of_pairs():
-    """The first document of a row goes on from another row: the second one begins at 0, not where the row begins."""
-    positions = torch.tensor([[7, 8, *range(10)]])
-    labels = ROW.where(torch.arange(12) != 2, -100)
-    batch = {"input_ids": ROW, "labels": labels, "position_ids": positions}
-    mixing = {**batch, "attention_mask": af.masks.causal(12).dense()[None, None]}
-    assert [(m.kind, m.position) for m in check_batch(mixing, CAUSAL).mistakes] == [("mask", 2)]
-    apart = {**batch, "attention_mask": af.masks.document([2, 10]).dense()[None, None]}
-    assert check_batch(apart, CAUSAL).ok
-
-
-def test_positions_that_do_not_count_on_are_noted():
-    batch = {"input_ids": ROW, "labels": ROW, "position_ids": torch.tensor([[0, 1, 2, 2, *range(3, 11)]])}
-    assert any("do not continue at position 3 of sequence 0" in note for note in check_batch(batch, CAUSAL).notes)
 
 
 NUMBERS = torch.tensor([[0] * 5 + [1] * 7])
@@ -364,15 +295,6 @@ def test_what_is_not_read_is_named_and_not_green(name):
     assert check_batch({"input_ids": ROW, "labels": ROW, "pixel_values": torch.rand(1, 3, 4, 4)}, CAUSAL).ok
 
 
-def test_masks_of_the_loss():
-    mask = (torch.arange(12) > 4).long()[None]
-    masked = {"input_ids": ROW, "labels": ROW, "loss_mask": mask}
-    assert check_batch(masked).labels == 7  # a loop of one's own multiplies by it
-    (found,) = check_batch(masked, CAUSAL).mistakes
-    assert (found.kind, found.position, found.count) == ("untrained", 1, 4)
-    assert check_batch({**masked, "labels": ROW.where(mask == 1, -100)}, CAUSAL).ok
-
-
 def packed(ids, starts, prompt=()):
     """One row of documents that begin at `starts`, with positions and labels that agree."""
     ids = torch.tensor([ids])
@@ -381,26 +303,6 @@ def packed(ids, starts, prompt=()):
     silent = begins | torch.isin(torch.arange(ids.shape[1]), torch.tensor(list(prompt), dtype=torch.int64))
     positions = (torch.arange(ids.shape[1]) - first)[None]
     return {"input_ids": ids, "position_ids": positions, "labels": ids.where(~silent, -100)}
-
-
-BESIDE_ENDS = {  # documents and where they begin: (ids, right, late, early)
-    "two": ([5, 6, 7, 8, EOS, 11, 12, 13, EOS], [0, 5], [0, 6], [0, 4]),
-    "three": ([5, 6, EOS, 8, 9, EOS, 11, 12, EOS], [0, 3, 6], [0, 3, 7], [0, 2, 6]),
-    "one end inside": ([5, EOS, 7, 8, EOS, 11, 12, 13, EOS], [0, 5], [0, 6], [0, 4]),
-}
-
-
-@pytest.mark.parametrize("name", BESIDE_ENDS)
-def test_documents_that_begin_beside_the_end_token(name):
-    ids, right, late, early = BESIDE_ENDS[name]
-    assert check_batch(packed(ids, right), CAUSAL).ok
-    for starts, words in ((late, "one token late"), (early, "one token too early")):
-        report = check_batch(packed(ids, starts), CAUSAL)
-        assert any(m.kind == "documents" and words in m.message for m in report.mistakes), report
-    turns = [5, 6, 7, EOS, 9, 5, 6, 8, EOS, 9]  # a newline follows the token, as in ChatML
-    assert check_batch(packed(turns, [0, 5]), CAUSAL).ok
-    begins = [EOS, 5, 6, EOS, 8, 9, 10, EOS, 12]  # the token begins documents, as GPT-2's does
-    assert not check_batch(packed(begins, [0, 3, 7]), CAUSAL).mistakes
 
 
 def answer(ids, prompt=3):
@@ -413,20 +315,108 @@ def answer(ids, prompt=3):
     }
 
 
-def test_answers_without_an_end():
-    ended, open_, full = [5, 6, 7, 8, 9, EOS, PAD], [5, 6, 7, 8, 9, 10, PAD], [5, 6, 7, 8, 9, 10, 11]
-    assert check_batch(answer([ended]), CAUSAL).ok
-    assert check_batch(answer([ended, full]), CAUSAL).ok  # one that fills its row may be cut off
-    for rows in ([open_], [open_, full], [ended, open_]):
-        report = check_batch(answer(rows), CAUSAL)
-        assert [(m.kind, m.sequence, m.position) for m in report.mistakes] == [("unsupervised", rows.index(open_), 5)]
-        assert not any("ends" in line for line in report.checked)
-    several = packed([5, 6, 7, 8, 9, 10, 5, 6, 7, 8, EOS], [0, 6], prompt=[1, 7])
-    (found,) = check_batch(several, CAUSAL).mistakes
-    assert (found.kind, found.position) == ("unsupervised", 5)
-    assert "no end token" in found.message
-    chat = check_batch(answer([open_]), CAUSAL, eos=[EOS, 10])  # the token that ends a turn
-    assert chat.ok, chat
+def text(ids, **entries):
+    """A text whose labels are its tokens but for padding; other labels by `entries`."""
+    ids = torch.tensor(ids) if isinstance(ids, list) else ids
+    return {"input_ids": ids, "labels": ids.where(ids != PAD, -100), **entries}
+
+
+def with_ends(pad):
+    return AutoConfig.for_model("llama", **{**IDS, "pad_token_id": pad}, architectures=["LlamaForCausalLM"])
+
+
+PREFIX = AutoConfig.for_model("paligemma", architectures=["PaliGemmaForConditionalGeneration"])
+EIGHT = torch.arange(4, 12)[None]
+SUFFIX = (torch.arange(8) > 4).long()[None]
+SUFFIXED = text(EIGHT, labels=EIGHT.where(SUFFIX == 1, -100))
+COUNTED = text(EIGHT, labels=EIGHT.where(torch.arange(8) != 5, -100), attention_mask=1 + SUFFIX)
+ENDED = torch.tensor([[5, 6, 7, EOS, EOS, EOS], [5, 6, 7, 8, 9, EOS]])
+COVERS = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+GOES_ON = torch.tensor([[7, 8, *range(10)]])  # the first document goes on from another row: only the second begins at 0
+WRAPPED = text(ROW, labels=ROW.where(torch.arange(12) != 2, -100), position_ids=GOES_ON)
+LOSS_MASK = (torch.arange(12) > 4).long()[None]
+CLOSED, OPEN, FULL = [5, 6, 7, 8, 9, EOS, PAD], [5, 6, 7, 8, 9, 10, PAD], [5, 6, 7, 8, 9, 10, 11]
+TWO, THREE = [5, 6, 7, 8, EOS, 11, 12, 13, EOS], [5, 6, EOS, 8, 9, EOS, 11, 12, EOS]
+ONE_INSIDE = [5, EOS, 7, 8, EOS, 11, 12, 13, EOS]
+LATE, EARLY = "one token late", "one token too early"
+JUDGED = {  # (batch, model or arguments, whether it is right, or its mistakes, or words of the report)
+    "an answer behind its prefix": ({**SUFFIXED, "token_type_ids": SUFFIX}, PREFIX, True),
+    "an answer in its prefix": ({**SUFFIXED, "token_type_ids": SUFFIX * 0}, PREFIX, [("readable", 0, 5, 3)]),
+    "few open labels": (text(EIGHT, labels=EIGHT.where(torch.arange(8) < 2, -100)), MASKED, "too few to tell"),
+    "end tokens that pad": (
+        text(ENDED, attention_mask=COVERS, labels=ENDED.where(COVERS == 1, -100)),
+        with_ends(EOS),
+        True,
+    ),
+    "ends that a collator took for padding": (
+        text(ENDED, attention_mask=COVERS, labels=ENDED.where(ENDED != EOS, -100)),
+        with_ends(EOS),
+        [("unsupervised", 0, 3, 2)],
+    ),
+    "padding before a text without a mask": (text([[PAD, PAD, 5, 6, 7, 8]]), CAUSAL, "mask: sequence 0"),
+    "padding behind a text without a mask": (text([[5, 6, 7, EOS, PAD, PAD]]), CAUSAL, True),
+    "a wrapped document that is read": (
+        {**WRAPPED, "attention_mask": af.masks.causal(12).dense()[None, None]},
+        CAUSAL,
+        [("mask", 0, 2, 10)],
+    ),
+    "a wrapped document": ({**WRAPPED, "attention_mask": af.masks.document([2, 10]).dense()[None, None]}, CAUSAL, True),
+    "positions that stand still": (
+        text(ROW, position_ids=torch.tensor([[0, 1, 2, 2, *range(3, 11)]])),
+        CAUSAL,
+        "do not continue at position 3 of sequence 0",
+    ),
+    "a loss mask for a loop": (text(ROW, loss_mask=LOSS_MASK), {}, "7 labels"),
+    "a loss mask for a model": (text(ROW, loss_mask=LOSS_MASK), CAUSAL, [("untrained", 0, 1, 4)]),
+    "a loss mask and its labels": (
+        text(ROW, loss_mask=LOSS_MASK, labels=ROW.where(LOSS_MASK == 1, -100)),
+        CAUSAL,
+        True,
+    ),
+    "a mask that counts documents": (COUNTED, CAUSAL, [("mask", 0, 5, 1)]),
+    "a mask that counts documents, why": (COUNTED, CAUSAL, "transformers reads every number as 1"),
+    "a mask that a trainer makes it count": (COUNTED, {"documents": "attention_mask", "model_or_config": CAUSAL}, True),
+    "a mask that counts, and labels that cross": (
+        {**COUNTED, "labels": EIGHT},
+        CAUSAL,
+        [("documents", 0, 5, 1), ("mask", 0, 5, 1)],
+    ),
+    "two documents": (packed(TWO, [0, 5]), CAUSAL, True),
+    "two documents, late": (packed(TWO, [0, 6]), CAUSAL, LATE),
+    "two documents, early": (packed(TWO, [0, 4]), CAUSAL, EARLY),
+    "three documents": (packed(THREE, [0, 3, 6]), CAUSAL, True),
+    "three documents, late": (packed(THREE, [0, 3, 7]), CAUSAL, LATE),
+    "three documents, early": (packed(THREE, [0, 2, 6]), CAUSAL, EARLY),
+    "an end inside": (packed(ONE_INSIDE, [0, 5]), CAUSAL, True),
+    "an end inside, late": (packed(ONE_INSIDE, [0, 6]), CAUSAL, LATE),
+    "an end inside, early": (packed(ONE_INSIDE, [0, 4]), CAUSAL, EARLY),
+    "a newline behind each end, as in ChatML": (packed([5, 6, 7, EOS, 9, 5, 6, 8, EOS, 9], [0, 5]), CAUSAL, True),
+    "ends that begin documents, as GPT-2's do": (packed([EOS, 5, 6, EOS, 8, 9, 10, EOS, 12], [0, 3, 7]), CAUSAL, []),
+    "an answer with its end": (answer([CLOSED]), CAUSAL, True),
+    "an answer that fills its row may be cut off": (answer([CLOSED, FULL]), CAUSAL, True),
+    "an answer without its end": (answer([OPEN]), CAUSAL, [("unsupervised", 0, 5, 1)]),
+    "an answer without its end before another": (answer([OPEN, FULL]), CAUSAL, [("unsupervised", 0, 5, 1)]),
+    "an answer without its end behind another": (answer([CLOSED, OPEN]), CAUSAL, [("unsupervised", 1, 5, 1)]),
+    "an answer that ends a turn": (answer([OPEN]), {"model_or_config": CAUSAL, "eos": [EOS, 10]}, True),
+    "an answer without its end in a packed row": (
+        packed([5, 6, 7, 8, 9, 10, 5, 6, 7, 8, EOS], [0, 6], prompt=[1, 7]),
+        CAUSAL,
+        [("unsupervised", 0, 5, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_what_a_batch_is_found_to_be(name):
+    batch, subject, expected = JUDGED[name]
+    report = check_batch(batch, **(subject if isinstance(subject, dict) else {"model_or_config": subject}))
+    if isinstance(expected, str):
+        assert expected in str(report), report
+    elif expected is True:
+        assert report.ok, report
+    else:
+        assert [(m.kind, m.sequence, m.position, m.count) for m in report.mistakes] == expected, report
+        assert not any("that ends" in line for line in report.checked if expected and expected[0][0] == "unsupervised")
 
 
 def test_what_is_listed_as_checked_has_passed():

@@ -172,8 +172,9 @@ def test_a_block_mask_of_batch_and_head_is_read_whole():
     mask = create_block_mask(mask_mod, 2, 4, 12, 12, device="cpu", BLOCK_SIZE=16)
     from attnflow.audit.declared import pairs_passed
     from attnflow.audit.inputs import read
+    from attnflow.models.subject import Subject
 
-    seen = read(tiny("Llama"), {"input_ids": tokens(2, 12), "attention_mask": mask})
+    seen = read(Subject(tiny("Llama")), {"input_ids": tokens(2, 12), "attention_mask": mask})
     allow = pairs_passed(seen, seen.slots[0])
     assert torch.equal(allow, torch.ones(2, 12, 12).bool().tril())  # head 1 sees all
 

@@ -17,100 +17,30 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import attnflow as af
 from attnflow.audit import check_batch, check_loss
 from tests.audit.common import tiny
+from tests.leaks import losses
+from tests.leaks.losses import BATCH, IDS, LABELS, MODEL, V, logits, mean, shifted, weighed
 from tests.refused import refused
 
-V = 61
-IDS = torch.tensor([[1, 7, 8, 9, 20, 21, 22, 23, 2], [1, 10, 11, 12, 30, 31, 2, 0, 0]])
-REAL = (IDS > 0).long()
-LABELS = IDS.where((torch.arange(9) > 3) & (REAL == 1), -100)
-BATCH = {"input_ids": IDS, "attention_mask": REAL, "labels": LABELS}
 SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-OWN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def llama(**more):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**SIZE, **OWN, "initializer_range": 0.3, **more})
+    config = transformers.LlamaConfig(**{**SIZE, **losses.OWN, "initializer_range": 0.3, **more})
     return transformers.LlamaForCausalLM(config).eval()
 
 
-MODEL = llama()
-
-
-def flat(logits, targets, **more):
-    return F.cross_entropy(logits.reshape(-1, V).float(), targets.reshape(-1), **more)
-
-
-def logits_of(batch):
-    return MODEL(batch["input_ids"], batch.get("attention_mask")).logits
-
-
-def shifted(by, **more):
-    """A loss that takes label i + by at position i."""
-
-    def step(batch):
-        logits, labels = logits_of(batch), batch["labels"]
-        n = labels.shape[1]
-        return flat(logits[:, max(-by, 0) : n - max(by, 0)], labels[:, max(by, 0) : n + min(by, 0)], **more)
-
-    return step
-
-
 def per_row(batch):
-    pairs = zip(logits_of(batch), batch["labels"], strict=True)
-    return torch.stack([flat(row[:-1], labels[1:]) for row, labels in pairs]).mean()
-
-
-def weighed(weights):
-    def step(batch):
-        each = flat(logits_of(batch)[:, :-1], batch["labels"][:, 1:], reduction="none").view(len(IDS), -1)
-        return (each * weights(batch)[:, 1:]).sum() / 10
-
-    return step
-
-
-def run_together(batch):
-    logits, labels = logits_of(batch).reshape(1, -1, V), batch["labels"].reshape(1, -1)
-    return flat(logits[:, :-1], labels[:, 1:])
-
-
-def of_ids(batch):
-    """A loss that takes the ids for labels, prompts and padding included."""
-    return flat(logits_of(batch)[:, :-1], batch["input_ids"][:, 1:])
-
-
-def of_others(batch):
-    return flat(logits_of(batch)[:, :-1], (batch["input_ids"][:, 1:] * 7 + 3) % V)
+    return losses.by_rows(batch, losses.ROWS)
 
 
 def with_z_loss(batch):
-    logits, there = logits_of(batch)[:, :-1], batch["labels"][:, 1:] != -100
-    return flat(logits, batch["labels"][:, 1:]) + 1e-3 * logits.logsumexp(-1)[there].square().mean()
+    z, there = logits(batch)[:, :-1], batch["labels"][:, 1:] != -100
+    return mean(z, batch["labels"][:, 1:]) + 1e-3 * z.logsumexp(-1)[there].square().mean()
 
 
-class Fused(torch.autograd.Function):
-    """Cross-entropy of hidden states and a head, whose logits no graph holds, as fused kernels compute it."""
-
-    @staticmethod
-    def forward(ctx, hidden, head, targets):
-        with torch.enable_grad():
-            states = hidden.detach().requires_grad_()
-            loss = F.cross_entropy(states @ head.detach().T, targets)
-        ctx.save_for_backward(*torch.autograd.grad(loss, states))
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return ctx.saved_tensors[0] * grads[0], None, None
-
-
-def fused(by, part=None):
-    def step(batch):
-        hidden = (part or MODEL.model)(batch["input_ids"], batch["attention_mask"])[0]
-        states, targets = hidden[:, : 9 - by].reshape(-1, 32), batch["labels"][:, by:].reshape(-1)
-        return Fused.apply(states[targets != -100], MODEL.lm_head.weight, targets[targets != -100])
-
-    return step
+def summed(batch):
+    return mean(logits(batch)[:, :-1], batch["labels"][:, 1:], reduction="sum")
 
 
 def counts(report):
@@ -123,28 +53,33 @@ def counts(report):
 RIGHT = {
     "the model's own": MODEL,
     "a step": shifted(1),
-    "a sum": shifted(1, reduction="sum"),
+    "a sum": summed,
     "a tuple": lambda batch: (shifted(1)(batch), None),
     "an output": lambda batch: MODEL(**batch),
     "backward inside": lambda batch: shifted(1)(batch).backward(),
-    "label smoothing": shifted(1, label_smoothing=0.1),
-    "a temperature": lambda batch: flat(logits_of(batch)[:, :-1] / 2, batch["labels"][:, 1:]),
+    "label smoothing": lambda batch: mean(logits(batch)[:, :-1], batch["labels"][:, 1:], label_smoothing=0.1),
+    "a temperature": lambda batch: mean(logits(batch)[:, :-1] / 2, batch["labels"][:, 1:]),
     "a z-loss": with_z_loss,
-    "without a graph of logits": fused(1),
+    "without a graph of logits": losses.fused(1),
     "compiled": torch.compile(MODEL, backend="eager"),
 }
-WRONG = {  # what is found: {kind: places}
-    "shifted twice": (shifted(2), {"shift": 8}),
-    "shifted three times": (shifted(3), {"shift": 8}),
-    "never shifted": (shifted(0), {"readable": 8}),
-    "shifted back": (shifted(-1), {"readable": 7}),  # no position is behind the last label
-    "shifted twice, without a graph of logits": (fused(2), {"shift": 8}),
-    "each row by itself": (per_row, {"weights": 3}),
-    "weights within rows": (weighed(lambda batch: torch.arange(18.0).view(2, 9) + 1), {"weights": 7}),
-    "away from some tokens": (weighed(lambda batch: 1.0 - 2.0 * (batch["input_ids"] == 21)), {"weights": 1}),
-    "a hole": (weighed(lambda batch: (batch["input_ids"] != 21).float()), {"untrained": 1}),
-    "prompts and padding": (of_ids, {"untrained": 8}),
-    "another text": (of_others, {"targets": 16}),
+WRONG = {  # what is found of these leaks: {kind: places}
+    "a loss that shifts twice": {"shift": 8},
+    "a loss that shifts three times": {"shift": 8},
+    "a loss that never shifts": {"readable": 8},
+    "a loss that shifts back": {"readable": 7},  # no position is behind the last label
+    "a fused loss that shifts twice": {"shift": 8},
+    "a mean for each row": {"weights": 3},
+    "a mean for each document": {"weights": 2},
+    "a weight that falls along the text": {"weights": 6},
+    "a negative weight": {"weights": 1},
+    "a hole in the labels": {"untrained": 1},
+    "prompts are trained": {"untrained": 6},
+    "what is ignored becomes token 0": {"untrained": 8},
+    "ids of another text": {"targets": 16},
+    "rows run together": {"rows": 1},
+    "documents that predict the next one": {"documents": 1},
+    "weights of tokens that are ignored": {"weights": 7},
 }
 
 
@@ -158,10 +93,14 @@ def test_a_right_loss_is_not_accused(name):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_loss_is_found(name):
-    step, kinds = WRONG[name]
-    report = check_loss(step, BATCH, MODEL)
+    (step, batch), _ = losses.CASES[name]
+    report = check_loss(step, batch, MODEL)
     assert report.verdict == "mistakes"
-    assert kinds.items() <= counts(report).items(), report
+    assert WRONG[name].items() <= counts(report).items(), report
+    if name == "rows run together":
+        assert (report.mistakes[-1].sequence, report.mistakes[-1].position) == (0, 8), report
+    if name == "a mean for each document":
+        assert "differs between documents: each is averaged by itself" in report.mistakes[0].message
 
 
 def test_terms_are_named_as_what_they_are():
@@ -172,13 +111,9 @@ def test_terms_are_named_as_what_they_are():
     assert names["a temperature"][1] == "temperature 2 at 8 positions"
     assert names["a z-loss"][1] == "z-loss: 0.001 x log(sum of exp(logits))^2 at 8 positions"
     torch.manual_seed(0)
-    routed = {
-        "num_local_experts": 4,
-        "num_key_value_heads": 4,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 0.05,
-    }
-    experts = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZE, **OWN, **routed))
+    routed = {"num_local_experts": 4, "num_key_value_heads": 4}
+    routed |= {"output_router_logits": True, "router_aux_loss_coef": 0.05}
+    experts = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZE, **losses.OWN, **routed))
     assert "0.05 x aux_loss" in check_loss(experts, BATCH).loss[1]
     penalised = check_loss(lambda batch: shifted(1)(batch) + MODEL.lm_head.weight.square().sum(), BATCH, MODEL)
     assert "does not come from these logits" in penalised.loss[1]
@@ -223,13 +158,6 @@ def test_any_targets_and_weights_are_read_back(data):
     assert set(found) <= {(r, c) for r, c in (weights > 0).nonzero().tolist()}
 
 
-def test_rows_that_run_together():
-    labels = IDS.where(REAL == 1, -100)
-    report = check_loss(run_together, {"input_ids": IDS, "labels": labels}, MODEL)
-    assert counts(report)["rows"] == 1
-    assert (report.mistakes[0].sequence, report.mistakes[0].position) == (0, 8)
-
-
 def test_weights_and_masks_that_the_batch_explains():
     mask = (IDS != 21).long()
     report = check_loss(weighed(lambda batch: batch["loss_mask"].float()), {**BATCH, "loss_mask": mask}, MODEL)
@@ -247,7 +175,7 @@ def test_weights_and_masks_that_the_batch_explains():
 
 
 def test_micro_batches_are_weighed_together():
-    parts = [BATCH, {**BATCH, "labels": IDS.where(REAL == 1, -100)}]
+    parts = [BATCH, losses.TEXT]
     report = check_loss(MODEL, parts)
     assert counts(report) == {"weights": 1}
     assert "1.75 times" in report.mistakes[-1].message
@@ -261,7 +189,7 @@ def test_micro_batches_are_weighed_together():
 def test_a_loss_that_is_not_understood_is_not_green():
     def distilled(batch):
         teacher = torch.rand(2, 9, V, generator=torch.Generator().manual_seed(1)).softmax(-1)
-        return F.kl_div(logits_of(batch).log_softmax(-1), teacher, reduction="batchmean")
+        return F.kl_div(logits(batch).log_softmax(-1), teacher, reduction="batchmean")
 
     report = check_loss(distilled, BATCH, MODEL)
     assert report.verdict == "nothing tested"
@@ -277,13 +205,13 @@ def test_a_loss_that_is_not_understood_is_not_green():
     twice = check_loss(lambda batch: shifted(1)(batch) + shifted(1)(batch), BATCH, MODEL)
     assert twice.verdict == "nothing tested"
     assert "made of 2 calls" in dict(twice.untested)["the other calls of the model"]
-    headless = check_loss(fused(1), BATCH)  # nobody says which matrix makes the logits
+    headless = check_loss(losses.fused(1, llama()), BATCH)  # nobody says which matrix makes the logits
     assert headless.verdict == "nothing tested"
     assert not headless.trained
     for step, words in (
         (lambda batch: 1.0, "no loss with gradients"),
-        (lambda batch: flat(logits_of(batch), batch["input_ids"], reduction="none"), "must be one number"),
-        (lambda batch: (logits_of(batch) * 0).sum(), "zero everywhere"),
+        (lambda batch: mean(logits(batch), batch["input_ids"], reduction="none"), "must be one number"),
+        (lambda batch: (logits(batch) * 0).sum(), "zero everywhere"),
     ):
         with pytest.raises(ValueError, match=words):
             check_loss(step, BATCH)
@@ -367,14 +295,14 @@ def test_labels_under_other_names():
     loop = {"x": IDS[:, :-1], "y": F.pad(LABELS[:, 1:], (0, 0), value=-100)}
 
     def step(batch):
-        return flat(MODEL(batch["x"]).logits, batch["y"])
+        return mean(MODEL(batch["x"]).logits, batch["y"])
 
     names = {"x": "input_ids", "y": "labels"}
     assert check_loss(step, loop, names=names, eos=2).ok
     assert "readable" in counts(check_loss(step, {**loop, "y": loop["x"]}, names=names))
     with pytest.raises(ValueError, match="has no entry 'z'"):
         check_loss(step, loop, names={"z": "labels"})
-    halves = check_loss(lambda batch: flat(MODEL(batch["input_ids"][:, :-1]).logits, batch["labels"][:, 1:]), BATCH)
+    halves = check_loss(lambda batch: mean(MODEL(batch["input_ids"][:, :-1]).logits, batch["labels"][:, 1:]), BATCH)
     assert halves.ok, halves
 
 
@@ -387,25 +315,9 @@ def test_positions_of_virtual_tokens_and_of_kept_logits():
     report = check_loss(tuned, BATCH)
     assert report.ok, report
     assert [(run.first, run.last) for run in report.trained] == [(3, 7), (3, 5)]
-    kept = check_loss(lambda b: flat(MODEL(b["input_ids"], logits_to_keep=6).logits[:, :-1], b["labels"][:, 4:]), BATCH)
+    kept = check_loss(lambda b: mean(MODEL(b["input_ids"], logits_to_keep=6).logits[:, :-1], b["labels"][:, 4:]), BATCH)
     assert kept.ok, kept
     assert [(run.first, run.last) for run in kept.trained] == [(3, 7), (3, 5)]
-
-
-def test_documents_weighed_by_themselves():
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])
-    batch = {"input_ids": IDS[:1], "position_ids": positions, "labels": IDS[:1].where(positions > 0, -100)}
-
-    def by_document(batch):
-        logits = MODEL(batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
-        parts = [flat(logits[a : b - 1], batch["labels"][0, a + 1 : b]) for a, b in ((0, 6), (6, 9))]
-        return sum(parts) / 2
-
-    report = check_loss(by_document, batch, MODEL)
-    assert counts(report) == {"weights": 2}
-    assert "differs between documents: each is averaged by itself" in report.mistakes[0].message
-    crossing = {**batch, "labels": IDS[:1]}
-    assert "documents" in counts(check_loss(MODEL, crossing))
 
 
 def test_half_precision_and_other_threads():

@@ -8,7 +8,8 @@ import transformers
 from torch import nn
 
 from attnflow.audit import check_batch, check_loss
-from tests.audit.test_loss import BATCH, IDS, LABELS, MODEL, REAL, V, counts, flat, llama, logits_of, shifted
+from tests.audit.test_loss import counts, llama
+from tests.leaks.losses import BATCH, IDS, LABELS, MODEL, OWN, REAL, V, in_chunks, logits, mean, shifted
 
 AHEAD = F.pad(LABELS[:, 1:], (0, 1), value=-100)
 PRESHIFTED = {**BATCH, "labels": AHEAD}
@@ -21,17 +22,7 @@ def states_of(batch):
 
 def on_places(places, ahead=AHEAD):
     """The head on some of the states alone."""
-    return lambda batch: flat(MODEL.lm_head(states_of(batch)[places]), ahead[places])
-
-
-def in_chunks(size, end=9):
-    def step(batch):
-        states = states_of(batch)
-        parts = [MODEL.lm_head(states[:, i : i + size]) for i in range(0, end, size)]
-        sums = [flat(z, AHEAD[:, size * i : size * (i + 1)], reduction="sum") for i, z in enumerate(parts)]
-        return sum(sums) / 8
-
-    return step
+    return lambda batch: mean(MODEL.lm_head(states_of(batch)[places]), ahead[places])
 
 
 every = torch.ones_like(REAL, dtype=torch.bool)
@@ -40,9 +31,9 @@ PARTS = {
     "all but the first, which is not trained": on_places((slice(None), slice(1, 9))),
     "those with labels": on_places(AHEAD != -100),
     "rows joined": on_places(every),
-    "chunks of 4": in_chunks(4),
-    "chunks of 1": in_chunks(1),
-    "logits of 1 x 18": lambda batch: flat(MODEL.lm_head(states_of(batch).reshape(1, 18, 32)), AHEAD),
+    "chunks of 4": lambda batch: in_chunks(batch, 9),
+    "chunks of 1": lambda batch: in_chunks(batch, 9, size=1),
+    "logits of 1 x 18": lambda batch: mean(MODEL.lm_head(states_of(batch).reshape(1, 18, -1)), AHEAD),
 }
 
 
@@ -59,7 +50,7 @@ def test_a_head_on_a_part_of_the_states(name):
         (on_places((slice(None), slice(0, 8)), LABELS), {"readable": 7, "untrained": 1}),
         (on_places((slice(None), slice(0, 7)), LABELS.roll(-2, 1)), {"shift": 8}),
         (on_places((AHEAD != -100) & (torch.arange(9) != 4)), {"untrained": 2}),
-        (in_chunks(4, end=4), {"untrained": 6}),
+        (lambda batch: in_chunks(batch, 4), {"untrained": 6}),
     ],
 )
 def test_a_wrong_head_on_a_part_of_the_states(step, kinds):
@@ -80,31 +71,31 @@ class ByHand(nn.Module):
 
 def test_what_cannot_be_placed_is_named():
     own = ByHand()
-    report = check_loss(lambda batch: flat(own.head(own.states(batch["input_ids"])[:, 2:]), AHEAD[:, 2:]), BATCH, own)
+    report = check_loss(lambda batch: mean(own.head(own.states(batch["input_ids"])[:, 2:]), AHEAD[:, 2:]), BATCH, own)
     assert report.verdict == "nothing tested"
     assert "rows [2, 7], the batch [2, 9]" in dict(report.untested)["which positions the loss trains"]
     twins = {**BATCH, "input_ids": torch.full_like(IDS, 7), "attention_mask": torch.ones_like(IDS)}
     bag = nn.Sequential(nn.Embedding(V, 32), nn.Linear(32, V))  # equal tokens have equal states
-    report = check_loss(lambda batch: flat(bag[1](bag[0](batch["input_ids"])[:, 3:6]), AHEAD[:, 3:6]), twins, bag)
+    report = check_loss(lambda batch: mean(bag[1](bag[0](batch["input_ids"])[:, 3:6]), AHEAD[:, 3:6]), twins, bag)
     assert report.verdict == "nothing tested"
 
 
 def test_a_function_is_not_what_the_class_does():
     """A loss that is not understood, of labels that a collator has shifted: nothing is said of shifts."""
-    capped = check_loss(lambda batch: flat(5 * torch.tanh(logits_of(batch) / 5), batch["labels"]), PRESHIFTED, MODEL)
+    capped = check_loss(lambda batch: mean(5 * torch.tanh(logits(batch) / 5), batch["labels"]), PRESHIFTED, MODEL)
     assert capped.verdict == "nothing tested"
-    assert check_loss(lambda batch: flat(logits_of(batch), batch["labels"]), PRESHIFTED, MODEL).ok
+    assert check_loss(lambda batch: mean(logits(batch), batch["labels"]), PRESHIFTED, MODEL).ok
 
 
 @pytest.mark.parametrize("period", [1, 2])
 def test_a_text_that_repeats_itself_shows_no_shift(period):
     ids = (torch.arange(10) % period + 7)[None]
     batch = {"input_ids": ids, "labels": F.pad(ids[:, 1:], (0, 1), value=-100)}
-    report = check_loss(lambda batch: flat(MODEL(batch["input_ids"]).logits, batch["labels"]), batch, MODEL)
+    report = check_loss(lambda batch: mean(MODEL(batch["input_ids"]).logits, batch["labels"]), batch, MODEL)
     assert report.verdict == "nothing tested"
     assert "repeats itself" in str(report)
     hole = {**batch, "labels": batch["labels"].where(torch.arange(10) != 8, -100)}
-    late = check_loss(lambda _: flat(MODEL(ids).logits, hole["labels"]), batch, MODEL)
+    late = check_loss(lambda _: mean(MODEL(ids).logits, hole["labels"]), batch, MODEL)
     assert not late.ok
 
 
@@ -115,12 +106,12 @@ def test_entries_that_happen_to_fit_explain_nothing():
     first = positions == 0  # not trained
 
     def step(batch):
-        return flat(MODEL(IDS[:1], position_ids=positions).logits, labels.where(~first, -100))
+        return mean(MODEL(IDS[:1], position_ids=positions).logits, labels.where(~first, -100))
 
     assert "untrained" in counts(check_loss(step, batch, MODEL))
 
     def by_ids(batch):
-        each = flat(logits_of(batch)[:, :-1], batch["labels"][:, 1:], reduction="none").view(2, -1)
+        each = mean(logits(batch)[:, :-1], batch["labels"][:, 1:], reduction="none").view(2, -1)
         return (each * batch["input_ids"][:, 1:]).sum()
 
     assert "weights" in counts(check_loss(by_ids, BATCH, MODEL))
@@ -132,13 +123,13 @@ def test_weights_of_rows_of_nearly_one_length_in_half_precision(dtype):
     labels = ids.clone()
     labels[1, -1:] = -100
 
-    def mean(batch, sizes):
-        each = flat(half(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:], reduction="none").view(2, -1)
-        return (each.sum(1) / sizes).mean()
+    def by_rows(batch, sizes):
+        losses = mean(half(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:], reduction="none").view(2, -1)
+        return (losses.sum(1) / sizes).mean()
 
     batch = {"input_ids": ids, "labels": labels}
-    assert check_loss(lambda batch: mean(batch, torch.tensor([12, 12])), batch, half, eos=()).ok
-    report = check_loss(lambda batch: mean(batch, torch.tensor([12, 11])), batch, half, eos=())
+    assert check_loss(lambda batch: by_rows(batch, torch.tensor([12, 12])), batch, half, eos=()).ok
+    report = check_loss(lambda batch: by_rows(batch, torch.tensor([12, 11])), batch, half, eos=())
     assert set(counts(report)) == {"weights"}
 
 
@@ -148,15 +139,15 @@ def test_several_heads_and_other_parts_leave_the_verdict_open():
 
         def __init__(self):
             super().__init__()
-            self.inner, self.heads = MODEL, nn.Linear(32, 2 * V)
+            self.inner, self.heads = MODEL, nn.Linear(8, 2 * V)
 
         def forward(self, ids):
             return self.heads(self.inner.model(ids)[0]).unflatten(-1, (2, V)).transpose(1, 2)
 
     streams = Streams()
-    two = check_loss(lambda batch: sum(flat(z, AHEAD) for z in streams(IDS).unbind(1)), BATCH, streams)
+    two = check_loss(lambda batch: sum(mean(z, AHEAD) for z in streams(IDS).unbind(1)), BATCH, streams)
     penalised = check_loss(lambda batch: shifted(1)(batch) + MODEL.lm_head.weight.square().sum(), BATCH, MODEL)
-    entropy = check_loss(lambda batch: shifted(1)(batch) + 1e-4 * logits_of(batch).softmax(-1).square().sum(), BATCH)
+    entropy = check_loss(lambda batch: shifted(1)(batch) + 1e-4 * logits(batch).softmax(-1).square().sum(), BATCH)
     spans = check_loss(MODEL, {**BATCH, "doc_spans": torch.tensor([[0, 4], [5, 8]])})
     for report in (two, penalised, entropy, spans):
         assert report.verdict == "nothing tested", report
@@ -178,7 +169,7 @@ def test_virtual_tokens_that_are_trained_are_named():
     tuned = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
 
     def step(batch):
-        return flat(tuned(input_ids=IDS, attention_mask=REAL).logits[:, :4], IDS[:, :4])
+        return mean(tuned(input_ids=IDS, attention_mask=REAL).logits[:, :4], IDS[:, :4])
 
     assert check_loss(step, BATCH, tuned).verdict == "nothing tested"
 
@@ -199,8 +190,7 @@ OPEN = {**BATCH, "labels": IDS.where(REAL == 1, -100)}
 def test_models_of_both_directions_under_the_head_of_a_causal_one(name, config):
     kind = getattr(transformers, name)
     sizes = SIZE if "Bert" in name else {"vocab_size": V}
-    own = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    model = kind(kind.config_class(**{**sizes, **own, **config})).eval()
+    model = kind(kind.config_class(**{**sizes, **OWN, **config})).eval()
     assert not check_loss(model, HIDES).mistakes
     assert "readable" in counts(check_loss(model, OPEN))
 
@@ -253,7 +243,7 @@ def test_labels_that_have_all_the_probability_are_named():
     assert hidden.startswith("the model gives it all the probability")
     labels = labels.where(labels < 0, (labels + 1) % V)  # of which it is not sure, and which nothing trains
     report = check_loss(
-        lambda _: flat(sure(ids).logits[:, :3], labels[:, 1:4]), {"input_ids": ids, "labels": labels}, sure
+        lambda _: mean(sure(ids).logits[:, :3], labels[:, 1:4]), {"input_ids": ids, "labels": labels}, sure
     )
     assert "untrained" in counts(report)
 
@@ -269,5 +259,5 @@ def test_a_confident_model_is_not_accused(scale, smoothing):
     guesses = F.pad(sure(ids).logits.argmax(-1)[:, :-1], (1, 0), value=-100)
     for labels in (guesses, guesses.where(torch.arange(9) % 2 == 0, (ids + 3) % V)):
         batch = {"input_ids": ids, "labels": labels}
-        step = lambda _, labels=labels: flat(sure(ids).logits[:, :-1], labels[:, 1:], label_smoothing=smoothing)  # noqa: E731
+        step = lambda _, labels=labels: mean(sure(ids).logits[:, :-1], labels[:, 1:], label_smoothing=smoothing)  # noqa: E731
         assert not {"targets", "weights", "untrained", "rows"} & set(counts(check_loss(step, batch, sure)))

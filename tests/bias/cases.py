@@ -16,15 +16,16 @@ from torch import Tensor
 
 from attnflow import masks
 from attnflow.bias.attention import bias_of, compute, reference, refusal
-from attnflow.bias.call import Call, make_call
+from attnflow.bias.call import BiasedCall, make_call
+from attnflow.bias.config import KINDS as REGISTERED
 from attnflow.bias.config import BiasConfig
-from attnflow.bias.hf.saving import KINDS
 from attnflow.bias.terms import Additive, Dense, Guidance, Offset, Product, Term, wide
 from attnflow.testing import tolerance
 
 TERMS = ("guidance", "product", "additive", "additive with rows", "offset", "dense", "user")
 MASKS = ("everything", "causal", "window", "document", "padding", "holes", "heads")
-Run = Callable[[Call], Tensor]
+Run = Callable[[BiasedCall], Tensor]
+KINDS = {kind: config for kind, config in REGISTERED.items() if config.is_ours()}
 
 
 def config_of(kind: str, start: bool = False, **options: object) -> BiasConfig:
@@ -83,7 +84,7 @@ class Case:
     sinks: bool = False
     seed: int = 0
 
-    def build(self) -> Call:
+    def build(self) -> BiasedCall:
         """The call in `dtype`, its terms in float32 or float64, as the kinds make them; nothing requires a gradient."""
         draw = _Draw(self)
         query = draw(self.batch, self.num_heads, self.queries, self.head_dim)
@@ -172,7 +173,9 @@ class Outcome:
         return max(float(t.abs().max()) for key, t in self.found.items() if key.startswith(prefix) and t.numel())
 
 
-def cast(call: Call, dtype: torch.dtype | None = None, requires_grad: bool = True) -> tuple[Call, dict[str, Tensor]]:
+def cast(
+    call: BiasedCall, dtype: torch.dtype | None = None, requires_grad: bool = True
+) -> tuple[BiasedCall, dict[str, Tensor]]:
     """A copy of a call on fresh leaves, all floating tensors in `dtype` if it is given, and those leaves by name."""
     leaves: dict[str, Tensor] = {}
 
@@ -191,7 +194,7 @@ def cast(call: Call, dtype: torch.dtype | None = None, requires_grad: bool = Tru
     return replace(call, terms=terms, sinks=sinks, **copied), leaves
 
 
-def outcome(call: Call, run: Run, dtype: torch.dtype | None = None) -> Outcome:
+def outcome(call: BiasedCall, run: Run, dtype: torch.dtype | None = None) -> Outcome:
     """Output and all gradients of a run on copies of the call's tensors, for a fixed random upstream gradient."""
     copy, leaves = cast(call, dtype)
     output = run(copy)
@@ -212,7 +215,7 @@ class _RoundGradient(torch.autograd.Function):
         return gradient.to(ctx.dtype).to(gradient.dtype), None
 
 
-def plain(call: Call, rounded_bias: bool = False) -> Tensor:
+def plain(call: BiasedCall, rounded_bias: bool = False) -> Tensor:
     """Attention in the precision of the inputs: weights and score gradients rounded, sums in float32."""
     dtype = call.query.dtype
     key, value = (t.repeat_interleave(call.heads_per_kv, dim=1) for t in (call.key, call.value))
@@ -241,7 +244,7 @@ def plain(call: Call, rounded_bias: bool = False) -> Tensor:
 NUDGED = 8  # calls: the largest error of few numbers needs several draws to be known within a factor
 
 
-def nudged(call: Call, seed: int) -> Call:
+def nudged(call: BiasedCall, seed: int) -> BiasedCall:
     """The call with each number of single precision moved by up to one rounding: luck in one result is not accuracy.
 
     The largest error of a handful of numbers varies from one order of summation to another by more than a factor of
@@ -270,7 +273,7 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def check_against_float64(case: Case | Call, run: str | Run, *, rounded_bias: bool = False) -> Outcome:
+def check_against_float64(case: Case | BiasedCall, run: str | Run, *, rounded_bias: bool = False) -> Outcome:
     """Assert that output and all gradients of an implementation are as close to float64 as plain attention is.
 
     Args:

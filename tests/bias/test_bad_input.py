@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache, Gemma3nForCausalLM
 
 import attnflow as af
-from attnflow.bias.hf.saving import config_from_dict
+from attnflow.bias.config import config_from_dict
 from tests.bias.cases import Additive
 from tests.bias.hf.common import GUIDANCE, biased, disabled, disturb, family, handle_of, outputs, tokens, untouched
 from tests.bias.test_map import make

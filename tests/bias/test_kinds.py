@@ -14,7 +14,6 @@ from attnflow.bias import (
     CustomConfig,
     DenseConfig,
     GuidanceConfig,
-    RelativeConfig,
     attention,
 )
 from attnflow.bias.config import BiasConfig, LayerShape, Vectors
@@ -103,40 +102,70 @@ def dot(m, g, q, k):
     return m.gain[g] * (q @ k) / math.sqrt(width)
 
 
-DEFINITIONS = {
-    "guidance": guidance,
-    "key": lambda m, g, q, k: network(m, g, m.key.weight[g] @ k + m.hidden_bias[g]),
-    "lowrank": lambda m, g, q, k: (m.query.weight[g] @ q) @ (m.key.weight[g] @ k) / math.sqrt(3),
-    "bilinear": lambda m, g, q, k: k @ m.query.weight[g] @ q / math.sqrt(len(q) * len(k)),
-    "dot": dot,
-}
+def pairs(definition):
+    """The map of a kind that is defined for each pair: definition(module, network, q_i, k_j)."""
+    return lambda config, module, shape: naive(config, lambda g, head, q, k: definition(module, g, q, k))
 
 
-@pytest.mark.parametrize("kind", DEFINITIONS)
-@pytest.mark.parametrize(("reference", "share"), SHARED)
-def test_a_kind_is_its_definition_on_every_pair(kind, reference, share):
-    config = config_of(kind, start=True, reference=reference, share_heads=share, hidden_dim=5, rank=3)
-    module = module_of(config)
-    if kind == "dot":
-        torch.nn.init.normal_(module.gain)
-    assert not module.is_zero()
-    assert_is(tile_of(module), naive(config, lambda g, head, q, k: DEFINITIONS[kind](module, g, q, k)))
-
-
-@pytest.mark.parametrize(("reference", "share"), SHARED)
-def test_cumulative(reference, share):
-    config = CumulativeConfig(reference=reference, share_heads=share, gain=1.0)
-    module = module_of(config)
-    torch.nn.init.normal_(module.gain)
-    single = naive(config, lambda g, h, q, k: functional.logsigmoid(module.gate.weight[g, 0] @ k + module.gate_bias[g]))
-    expected = torch.zeros_like(single)
+def cumulative(config, module, shape):
+    logs = naive(config, lambda g, h, q, k: functional.logsigmoid(module.gate.weight[g, 0] @ k + module.gate_bias[g]))
+    expected = torch.zeros_like(logs)
     for head in range(SHAPE.num_heads):
         gain = module.gain[head * SHAPE.groups(config.share_heads) // SHAPE.num_heads]
         for i in range(TOKENS):
             for j in range(TOKENS):
                 between, sign = (range(j + 1, i + 1), 1) if j <= i else (range(i + 1, j + 1), -1)
-                expected[:, head, i, j] = sign * gain * sum(single[:, head, 0, l] for l in between)
-    assert_is(tile_of(module), expected)
+                expected[:, head, i, j] = sign * gain * sum(logs[:, head, 0, l] for l in between)
+    return expected
+
+
+DISTANCE = POSITIONS[0] - POSITIONS[0][:, None]
+
+
+def alibi(config, module, shape):
+    """Its form for causal layers is linear in the key's position, beyond the query too, where no pair exists."""
+    away = -DISTANCE if shape.is_causal else DISTANCE.abs()
+    return -(module.gain * slopes(4).double())[None, :, None, None] * away
+
+
+def relative(config, module, shape):
+    bucket = buckets(DISTANCE.flatten(), config.num_buckets, config.max_distance, not shape.is_causal)
+    return module.table[:, bucket.view_as(DISTANCE)][None]
+
+
+# One for each kind: (config, module, shape) -> its map, [batch or 1, heads or networks, queries, keys].
+ORACLES = {
+    "guidance": pairs(guidance),
+    "key": pairs(lambda m, g, q, k: network(m, g, m.key.weight[g] @ k + m.hidden_bias[g])),
+    "cumulative": cumulative,
+    "lowrank": pairs(lambda m, g, q, k: (m.query.weight[g] @ q) @ (m.key.weight[g] @ k) / math.sqrt(3)),
+    "bilinear": pairs(lambda m, g, q, k: k @ m.query.weight[g] @ q / math.sqrt(len(q) * len(k))),
+    "dot": pairs(dot),
+    "dense": lambda config, module, shape: module.values[:, :, :TOKENS, :TOKENS],
+    "alibi": alibi,
+    "relative": relative,
+}
+
+
+def test_every_kind_has_an_oracle():
+    assert set(ORACLES) == set(KINDS)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, BOTH_WAYS], ids=["causal", "both ways"])
+@pytest.mark.parametrize("kind", ORACLES)
+@pytest.mark.parametrize(("reference", "share"), SHARED)
+def test_a_kind_is_its_definition_on_every_pair(kind, reference, share, shape):
+    sizes = {"hidden_dim": 5, "rank": 3, "max_length": 12, "num_buckets": 8, "max_distance": 6}
+    config = config_of(kind, reference=reference, share_heads=share, **sizes)
+    if kind == "cumulative" and not shape.is_causal:
+        pytest.skip("refuses layers without an order in time")
+    module = config.module(shape).double()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    assert not module.is_zero()
+    assert_is(tile_of(module, shape), ORACLES[kind](config, module, shape))
 
 
 def test_dense_is_the_table_at_the_positions():
@@ -151,34 +180,12 @@ def test_dense_is_the_table_at_the_positions():
         module.term(queries, beyond, None)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, BOTH_WAYS], ids=["causal", "both ways"])
-def test_alibi(shape):
-    module = module_of(AlibiConfig(layers="every_other", rope="keep"), shape)
-    distance = (POSITIONS[0][:, None] - POSITIONS[0]).abs()
-    expected = -slopes(4).double()[:, None, None] * distance
-    if shape.is_causal:
-        future = torch.ones(TOKENS, TOKENS).triu(1).bool()
-        expected = expected.masked_fill(future, 0.0)
-        assert_is(tile_of(module, shape).masked_fill(future, 0.0), expected[None])
-    else:
-        assert_is(tile_of(module, shape), expected[None])
-
-
 def test_alibi_slopes_are_the_published_ones():
     """Press et al. (2022), sec. 3 and their code, for head counts that are and are not powers of two."""
     assert slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
     assert slopes(16).tolist() == pytest.approx([2.0 ** (-h / 2) for h in range(1, 17)])
     assert slopes(12).tolist() == pytest.approx(slopes(8).tolist() + slopes(16).tolist()[0::2][:4])
     assert slopes(1).tolist() == [2.0**-8]
-
-
-@pytest.mark.parametrize("shape", [SHAPE, BOTH_WAYS], ids=["causal", "both ways"])
-def test_relative(shape):
-    config = RelativeConfig(share_heads=False, num_buckets=8, max_distance=6, std=1.0)
-    module = module_of(config, shape)
-    distance = POSITIONS[0] - POSITIONS[0][:, None]
-    bucket = buckets(distance.flatten(), 8, 6, not shape.is_causal).view_as(distance)
-    assert_is(tile_of(module, shape), module.table[:, bucket][None])
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import attnflow as af
 from attnflow.geometry.attribution import ScoreAttribution
-from attnflow.geometry.score import Survey
+from attnflow.geometry.score import GeometrySurvey
 from tests.models import tiny
 from tests.report.reading import parse_page, parse_svg
 
@@ -50,14 +50,14 @@ def test_json_is_what_the_library_says(run: Callable, tiny_model: str) -> None:
     code, out, err = run("geometry", tiny_model, "--json", "--per-head", "--gamma", "1.5", "--mode", "norm")
     found = json.loads(out)
     assert (code, err) == (0, "")
-    assert (found["attnflow"], found["unscored"]) == ("Survey", {})
-    (back,) = Survey.from_json(out).models
+    assert (found["attnflow"], found["unscored"]) == ("GeometrySurvey", {})
+    (back,) = GeometrySurvey.from_json(out).models
     assert back.matrices == af.geometry.score(tiny_model, 1.5, "norm").matrices
     assert (back.model, back.gamma, back.mode) == (tiny_model, 1.5, "norm")
 
 
 def test_cross_attention(run: Callable, t5: str) -> None:
-    (model,) = Survey.from_json(run("geometry", t5, "--attention", "all", "--json").out).models
+    (model,) = GeometrySurvey.from_json(run("geometry", t5, "--attention", "all", "--json").out).models
     kinds = [(s.tower, s.kind, s.count) for s in model.summaries]
     assert kinds == [("encoder", "self", 2), ("decoder", "self", 2), ("decoder", "cross", 2)]
 
@@ -128,7 +128,7 @@ def test_what_no_config_says_is_an_option(run: Callable, tiny_model: str, tmp_pa
     assert code == 2
     assert "--config num_attention_heads=12 on the command line" in err
     code, out, _ = run("geometry", str(own), "--config", "num_attention_heads=4", "--json")
-    scores = Survey.from_json(out).models[0]
+    scores = GeometrySurvey.from_json(out).models[0]
     assert code == 0
     expected = af.geometry.score(tiny_model, per_head=False)
     assert [row.directionality for row in scores] == [row.directionality for row in expected]

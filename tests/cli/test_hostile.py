@@ -50,7 +50,6 @@ CASES = [
     ("debug empty.npy", "expected shape [queries, keys]"),
     ("debug digits.json", "5000 digits"),
     *((f"{command} {name}.json", "positions, got") for name in LONG for command in ("show", "debug")),
-    *((f"export tree.json --to {name}", "takes a table of 40.0 GB") for name in ("te", "flashinfer")),
     *((f"{command} {name}.json", "intervals of keys") for name in ("orders", "apart") for command in ("show", "debug")),
     *((f"debug pipe.{kind}", "is a pipe or a device") for kind in ("json", "npy", "pt")),
     ("show pipe.json", "is a pipe or a device"),

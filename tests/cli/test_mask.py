@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.cli._arguments import EXAMPLES
-from attnflow.masks.spec import named_masks
+from attnflow.cli._arguments import example
+from attnflow.masks.registry import named_masks
 from attnflow.report import mask as mask_section
 from attnflow.tasks import derivation
 
@@ -54,14 +54,14 @@ def test_a_file_stands_for_its_mask(run: Callable, tmp_path: Path, monkeypatch: 
     assert run("mask", "show", "-").out == expected
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@pytest.mark.parametrize("name", sorted(named_masks()))
 def test_every_example_shows_its_mask(run: Callable, name: str, tmp_path: Path) -> None:
-    code, out, err = run("mask", "show", name, *EXAMPLES[name].split())
+    code, out, err = run("mask", "show", name, *example(name).split())
     assert (code, err) == (0, "")
     assert out.startswith(f"{name}(")
     assert max(map(len, out.splitlines())) <= 80
     assert not any(line != line.rstrip() for line in out.splitlines())
-    parameters = json.loads(run("mask", "show", name, *EXAMPLES[name].split(), "--json").out)["parameters"]
+    parameters = json.loads(run("mask", "show", name, *example(name).split(), "--json").out)["parameters"]
     file = tmp_path / "spec.json"
     file.write_text(json.dumps({"name": name, "parameters": parameters}))
     assert run("mask", "show", str(file)).out == out
@@ -221,7 +221,7 @@ def test_every_format(run: Callable, to: str, tmp_path: Path) -> None:
     mask = af.masks.causal(6)
     code, out, err = run("mask", "export", "causal", "--n", "6", "--to", to, "--json")
     assert (code, err) == (0, "")
-    assert af.masks.Mask.from_json(out) == mask
+    assert af.masks.from_json(out) == mask
     assert json.loads(out) == json.loads(af.masks.export.FORMATS[to](mask).to_json())
     file = tmp_path / "mask.json"
     file.write_text(out)

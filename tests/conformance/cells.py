@@ -320,9 +320,11 @@ def scores_attributed(model: PreTrainedModel) -> str:
     for kind in ("self", "cross") if getattr(model.config, "is_encoder_decoder", False) else ("self",):
         result = _last_attribution(model, inputs, kind)
         _is_attribution_of(result, truth)
-        earlier = {name.split()[name.split().index("layer") + 1] for name in result.components if "layer" in name}
+        earlier = {name.layer for name in result.components if name.layer is not None}
         if kind == "self" and len(earlier) < result.layer:
-            raise Wrong(f"{result.layer} layers come before, and the components are {result.components}")
+            raise Wrong(
+                f"{result.layer} layers come before, and the components are {list(map(str, result.components))}"
+            )
         answers.append(f"{kind}: {len(result.components)} x {len(result.key_components)} components")
     return "; ".join(answers)
 

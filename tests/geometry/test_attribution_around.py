@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
 from peft import PromptTuningConfig, get_peft_model
 from torch._dynamo import eval_frame
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -17,12 +15,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import attnflow as af
+from attnflow.models.stream import ResidualStream
 from tests.geometry.test_attribution_bounds import (
     IDS,
     UNSUPPORTED,
     agrees,
     llama,
-    parametrized,
     plain,
     refused,
     same,
@@ -30,24 +28,20 @@ from tests.geometry.test_attribution_bounds import (
 )
 from tests.models import deep
 
-attribute = import_module("attnflow.geometry.attribute")  # the package's `attribute` is the function
-
 
 def test_threads_take_turns_and_leave_nothing():
     model = llama().train()
     before, stance = state(model), eval_frame._stance
 
     def work(_):
-        result = af.geometry.attribute(model, IDS, layer=2)
-        return result, result.ablate("layer 1 attention").total
+        return af.geometry.attribute(model, IDS, layer=2)
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(work, range(24)))
     assert same(before, state(model))
     assert eval_frame._stance == stance
-    for result, total in found:
+    for result in found:
         agrees(result, plain())
-        torch.testing.assert_close(total, found[0][1])
 
 
 @pytest.mark.parametrize("projection", ["q_proj", "k_proj"])
@@ -97,10 +91,7 @@ def test_a_hook_that_writes_to_an_output(name, path):
         model = deep(name).double().eval()
         model.get_submodule(path).register_forward_hook(doubled(copied))
         result = af.geometry.attribute(model, IDS, layer=2, head=1)
-        ablated = [result.ablate(component) for component in result.components]
-        parts = result.zoom(result.components[-1], count=None).parts
-        tables = [getattr(one, name) for one in ablated for name in ("terms", "held", "direct", "total")]
-        found.append([result.raw, result.scores, *tables, torch.tensor([part.raw for part in parts])])
+        found.append([result.raw, result.scores])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
 
@@ -157,15 +148,45 @@ def test_a_default_device_is_not_that_of_results(implementation):
     """Results are on the CPU; the meta device stands for one that the tests do not have."""
     model = llama()
     model.set_attn_implementation(implementation)
-    reading = attribute.Reading.of(model, {"input_ids": IDS}, 2, "self")
+    reading = af.geometry.reading(model, {"input_ids": IDS})
+    reading.explain(2)
     with torch.device("meta"):
-        result = reading.explain(None, -1, None, None)
-        zooms = [result.zoom(f"layer 1 {kind}", head=0, count=None) for kind in ("attention", "feed-forward")]
+        result = reading.explain(2)
         agrees(result, plain())
-    for zoom in zooms:
-        column = result.components.index(zoom.component)
-        share = plain().by_query_component(raw=True)[0, result.keys.index(zoom.key), column]
-        assert sum(part.raw for part in zoom.parts) == pytest.approx(float(share))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])  # by products of matrices, and by differentiation
+def test_one_pass_explains_as_attribute_does_bit_for_bit(monkeypatch, name):
+    model, passes = deep(name), []
+    record = ResidualStream.record
+    monkeypatch.setattr(ResidualStream, "record", lambda *a, **k: passes.append(1) or record(*a, **k))
+    asked = [(2, None, -1), (2, 1, -1), (2, 3, 4), (1, 0, 5), (-1, 1, 3)]
+    with af.geometry.reading(model, IDS.clone()) as reading:
+        assert "no pass yet" in str(reading)
+        found = [reading.explain(*one) for one in asked]
+        assert "the pass up to layer 2 is kept" in str(reading)
+    assert len(passes) == 3  # the first three are of one layer
+    for one, result in zip(asked, found, strict=True):
+        assert result.to_json() == af.geometry.attribute(model, IDS, *one).to_json()
+    with pytest.raises(RuntimeError, match=r"was removed: call af\.geometry\.reading again"):
+        reading.explain(2)
+
+
+def test_inputs_that_are_written_to_while_they_are_read():
+    ids = IDS.clone()
+    with af.geometry.reading(llama(), ids) as reading:
+        ids.zero_()
+        agrees(reading.explain(2), plain())
+
+
+def test_a_model_that_changes_while_it_is_read():
+    model = llama()
+    with af.geometry.reading(model, IDS) as reading:
+        reading.explain(2)
+        with torch.no_grad():
+            model.model.layers[2].self_attn.k_proj.weight.mul_(2)
+        with pytest.raises(UNSUPPORTED, match="do not add up"):
+            reading.explain(2)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
@@ -173,10 +194,6 @@ def test_copies_hold_no_model(copied):
     result = copied(plain())
     agrees(result, plain())
     assert len(pickle.dumps(result)) < 2 * result.raw.numel() * 8
-    for ask in (result.ablate, lambda component: result.zoom(component, head=0)):
-        with pytest.raises(ValueError, match="has no model: call af"):
-            ask("layer 1 attention")
-    assert plain().zoom("layer 1 attention", head=0).parts
 
 
 @pytest.mark.parametrize("name", ["inputs_embeds", "attention_mask"])
@@ -189,41 +206,3 @@ def test_floating_point_inputs_in_inference_mode(name):
             inputs = {"input_ids": IDS, name: mask}
         result = af.geometry.attribute(model, inputs, layer=2)
     agrees(result, plain())
-    assert result.ablate("embedding").total.abs().max() > 1e-3
-
-
-def test_parts_of_parametrized_matrices():
-    model = llama()
-    parametrized(model, None)
-    zoom, expected = (
-        af.geometry.attribute(one, IDS, 2, 0).zoom("layer 1 feed-forward", count=None) for one in (model, llama())
-    )
-    assert [part.entry for part in zoom.parts] == [part.entry for part in expected.parts]
-    assert [part.raw for part in zoom.parts] == pytest.approx([part.raw for part in expected.parts])
-
-
-@pytest.mark.parametrize("name", ["head", "key"])
-def test_numbers_of_a_zoom(name):
-    for value in (True, 1.0, "1", torch.tensor([1])):
-        with pytest.raises((TypeError, TypeCheckError)) as caught:
-            plain().zoom("layer 1 attention", **{"head": 0, name: value})
-        assert isinstance(caught.value, TypeCheckError) or f"{name} must be an integer" in str(caught.value)
-    zoom = getattr(type(plain()).zoom, "__wrapped__", type(plain()).zoom)
-    found = zoom(plain(), "layer 1 attention", **{"head": 0, name: torch.tensor(2)})
-    assert (found.head, found.key) == ((2, found.key) if name == "head" else (0, 2))
-    assert isinstance(found.head, int)
-    with pytest.raises((TypeError, TypeCheckError)):
-        plain().top(3, key=True)
-
-
-@pytest.mark.parametrize("changed", ["layers.2.self_attn.k_proj", "layers.0.mlp.up_proj"])
-def test_a_model_that_has_changed(changed):
-    """A zoom runs the sublayers before the component, and the way from the stream to the scores."""
-    model = llama()
-    result = af.geometry.attribute(model, IDS, layer=2, head=0)
-    with torch.no_grad():
-        model.model.get_submodule(changed).weight.mul_(2)
-    with pytest.raises(ValueError, match="it has changed since: call af"):
-        result.ablate("layer 1 attention")
-    with pytest.raises((ValueError, UNSUPPORTED), match="has changed since" if "2" in changed else "do not add up"):
-        result.zoom("layer 1 attention")

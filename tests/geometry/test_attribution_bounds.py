@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
 from attnflow.models.loaded import CACHES
+from attnflow.models.recording import ComponentName
 from tests.conformance.miniature import architectures, build
 from tests.models import deep
 
@@ -40,11 +41,6 @@ def llama(**changes):
 @cache
 def plain():
     return af.geometry.attribute(llama(), IDS, layer=2)
-
-
-@cache
-def _ablated():
-    return plain().ablate("layer 1 attention")
 
 
 def state(model: nn.Module):
@@ -291,10 +287,7 @@ def test_a_model_as_it_is_used(what, tmp_path):
     before = state(model)
     with CONTEXTS.get(what, ExitStack)():
         result = af.geometry.attribute(model, IDS.clone(), layer=2)
-        ablated = result.ablate("layer 1 attention")
     agrees(result, plain())
-    torch.testing.assert_close(ablated.held, ablated.terms, atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(ablated.total, _ablated().total, atol=1e-9, rtol=1e-9)
     assert same(before, state(model))
 
 
@@ -349,21 +342,12 @@ def test_a_hook_that_changes_an_output(name, path, last):
         other.get_submodule(path).get_submodule(last).weight.mul_(2)
     result, expected = (af.geometry.attribute(one, IDS, layer=2) for one in (model, other))
     agrees(result, expected)
-    for component in result.components[3:]:
-        ablated, right = result.ablate(component), expected.ablate(component)
-        for part in ("terms", "held", "direct", "total"):
-            torch.testing.assert_close(getattr(ablated, part), getattr(right, part), atol=1e-9, rtol=1e-9)
-
-
-def test_inputs_that_are_written_to_afterwards():
-    ids = IDS.clone()
-    result = af.geometry.attribute(llama(), ids, layer=2)
-    ids.zero_()
-    torch.testing.assert_close(result.ablate("layer 1 attention").total, _ablated().total, atol=1e-12, rtol=0)
 
 
 def test_the_first_of_the_calls_of_shared_layers():
-    assert af.geometry.attribute(deep("Albert").double(), IDS, layer=-3).components == ("embedding",)
+    assert af.geometry.attribute(deep("Albert").double(), IDS, layer=-3).components == (
+        ComponentName(None, "embedding", "encoder.albert_layer_groups.0"),
+    )
 
 
 # -------- encoder and decoder
@@ -379,8 +363,12 @@ def test_a_decoder_reads_the_components_of_its_encoder(name):
     model = deep(name).double().eval()
     inputs: dict[str, Tensor] = {**source, "decoder_input_ids": IDS[:, 5:]}
     result = af.geometry.attribute(model, inputs, layer=1, attention="cross", query=2)
-    assert result.key_components[:2] == ("encoder embedding", "encoder layer 0 attention")
-    assert result.components[:3] == ("embedding", "layer 0 attention", "layer 0 cross-attention")
+    assert [str(name) for name in result.key_components[:2]] == ["encoder embedding", "encoder layer 0 attention"]
+    assert [str(name) for name in result.components[:3]] == [
+        "embedding",
+        "layer 0 attention",
+        "layer 0 cross-attention",
+    ]
     assert result.keys == tuple(range(keys))
     model.set_attn_implementation("eager")
     with torch.no_grad():

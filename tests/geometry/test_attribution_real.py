@@ -16,7 +16,7 @@ LAYERS = {"smollm2-135m": 20, "minilm": 5}
 def test_every_head_of_a_layer_adds_up(name):
     loaded, layer = af.load_model(name, dtype="float32"), LAYERS[name]
     whole = af.geometry.attribute(loaded, TEXT, layer)
-    assert whole.components[-1] == f"layer {layer - 1} feed-forward"
+    assert str(whole.components[-1]) == f"layer {layer - 1} feed-forward"
     assert len(whole.components) == 2 * layer + 1
     assert whole.model == name
     span = (whole.scores.amax(-1) - whole.scores.amin(-1))[:, None]

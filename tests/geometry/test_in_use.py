@@ -141,7 +141,7 @@ def seen_of(query, key, x, heads):
     """What a layer without biases, norms and positions shows of tokens x; `query` and `key` are stored weights."""
     q, k = ((x @ w.T).unflatten(-1, (heads, -1)).transpose(0, 1) for w in (query, key))
     k = k - k.mean(1, keepdim=True)
-    return in_use.Seen(torch.arange(len(x)), x, x, ((q, k), (q, k)), None)
+    return in_use.LayerTokens(torch.arange(len(x)), x, x, ((q, k), (q, k)), None)
 
 
 def layer_of(query, key, heads):

@@ -64,12 +64,12 @@ def by_documents(batch):
     return losses[:5].sum() / 5 + losses[6:].sum() / 2
 
 
-def in_chunks(batch, end):
-    """The head on four positions at a time."""
+def in_chunks(batch, end, size=4):
+    """The head on a few positions at a time."""
     hidden = MODEL.model(batch["input_ids"], batch["attention_mask"])[0]
     ahead = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    parts = [MODEL.lm_head(hidden[:, i : i + 4]) for i in range(0, end, 4)]
-    sums = [mean(part, ahead[:, 4 * i : 4 * i + 4], reduction="sum") for i, part in enumerate(parts)]
+    parts = [MODEL.lm_head(hidden[:, i : i + size]) for i in range(0, end, size)]
+    sums = [mean(part, ahead[:, size * i : size * (i + 1)], reduction="sum") for i, part in enumerate(parts)]
     return sum(sums) / 8
 
 
@@ -84,23 +84,24 @@ class Fused(torch.autograd.Function):
     """Cross-entropy of hidden states and a head that forms no logits in the graph, as fused kernels compute it."""
 
     @staticmethod
-    def forward(ctx, hidden, targets):
+    def forward(ctx, hidden, head, targets):
         with torch.enable_grad():
             states = hidden.detach().requires_grad_()
-            loss = F.cross_entropy(states @ MODEL.lm_head.weight.detach().T, targets)
+            loss = F.cross_entropy(states @ head.detach().T, targets)
         ctx.save_for_backward(*torch.autograd.grad(loss, states))
         return loss.detach()
 
     @staticmethod
     def backward(ctx, *grads):
-        return ctx.saved_tensors[0] * grads[0], None
+        return ctx.saved_tensors[0] * grads[0], None, None
 
 
-def fused(by):
+def fused(by, model=MODEL):
     def step(batch):
-        hidden = MODEL.model(batch["input_ids"], batch["attention_mask"])[0]
+        hidden = model.model(batch["input_ids"], batch["attention_mask"])[0]
         targets = batch["labels"][:, by:].flatten()
-        return Fused.apply(hidden[:, : N - by].flatten(0, 1)[targets != -100], targets[targets != -100])
+        states = hidden[:, : N - by].flatten(0, 1)[targets != -100]
+        return Fused.apply(states, model.lm_head.weight, targets[targets != -100])
 
     return step
 

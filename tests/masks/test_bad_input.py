@@ -100,14 +100,7 @@ QUESTIONS = [
     (lambda: CAUSAL.block_mask(0), "block_size must be at least 1, got 0"),
     (lambda: masks.causal(0).block_mask(), "at least one query and one key"),
     (lambda: masks.full(3, 0).block_mask(), "at least one query and one key"),
-    (lambda: unchecked(masks.Mask.cost)(CAUSAL, "flash"), "backend must be one of eager, sdpa, flex, got 'flash'"),
-    (lambda: CAUSAL.cost(num_heads=0), "num_heads must be at least 1"),
-    (lambda: masks.full(2, 3).plan(2), "expected a square mask"),
-    (
-        lambda: unchecked(masks.Mask.plan)(CAUSAL, 2, "ring"),
-        "sharding must be one of contiguous, head-tail, document, greedy, got 'ring'",
-    ),
-    (lambda: CAUSAL.plan(0), "ranks must be at least 1"),
+    (lambda: CAUSAL.block_sparsity(0), "block_size must be at least 1, got 0"),
 ]
 ORDERS = [
     (lambda: order.analyze([]), "at least one mask"),

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from attnflow import masks
 from tests.catalogue_cases import MASKS
-from tests.strategies import square_masks
+from tests.strategies import dense_masks, square_masks
 
 
 @settings(max_examples=40)
@@ -70,3 +70,17 @@ def test_sequences_and_heads_of_their_own():
 def test_dense_tables_of_several_sequences():
     table = masks.butterfly(3).dense()
     assert masks.from_dense(table.expand(2, 3, 7, 7)) == masks.from_dense(table[None]) == masks.butterfly(3)
+
+
+@given(dense_masks(9), st.sampled_from([1, 2, 3, 128]))
+def test_block_sparsity_is_that_of_the_block_mask(mask, block):
+    counted = mask.block_sparsity(block)
+    if 0 in mask.shape:
+        assert (counted.total, counted.skipped, counted.used) == (0, 0.0, 0.0)
+        return
+    made = mask.block_mask(block)
+    full, partial = int(made.full_kv_num_blocks.sum()), int(made.kv_num_blocks.sum())
+    assert (counted.full, counted.partial, counted.computed) == (full, partial, full + partial)
+    assert counted.total == made.kv_indices.numel()
+    assert counted.skipped == pytest.approx(1 - (full + partial) / counted.total)
+    assert counted.used == (mask.nnz / ((full + partial) * block**2) if full + partial else 0.0)

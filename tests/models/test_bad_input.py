@@ -337,6 +337,14 @@ def test_weights_of_another_model(tmp_path):
         load_model(tmp_path / "GPT2", tokenizer=False)
 
 
+def test_pickled_weights_are_not_loaded(saved):
+    for file in saved.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"no safetensors weights, and pickled weights .* are not opened"):
+        load_model(pickled(saved))
+    assert not hasattr(builtins, "attnflow_was_here")
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"[]", b"\xff"])
 def test_tokenizers_that_are_no_json(saved, name, text):

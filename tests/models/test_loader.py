@@ -2,10 +2,8 @@
 
 import json
 import logging
-import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -243,25 +241,6 @@ def test_an_index_that_names_more_than_its_shards_hold(folder, tmp_path):
     index.write_text(json.dumps(content))
     with pytest.raises(BadCheckpoint, match=r"lacks 1 of 22 tensors that its index names .*q_proj\.bias"):
         geometry.score(tmp_path / "parts")
-
-
-class Trap:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-def test_pickled_weights_are_not_opened(folder, tmp_path):
-    (folder / "model.safetensors").unlink()
-    sprung = tmp_path / "sprung"
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
-    with pytest.raises(ValueError, match=r"no safetensors weights, and pickled weights .* are not opened"):
-        af.models.load_model(folder)
-    assert not sprung.exists()
 
 
 def test_code_of_a_repository_is_not_run(folder, tmp_path):

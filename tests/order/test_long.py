@@ -14,6 +14,7 @@ from attnflow import masks, testing
 from attnflow.masks.intervals import IntervalRows
 from attnflow.order import closure as routes
 from attnflow.order import dense, products, reach
+from tests.order.test_flow import check, check_stack
 from tests.strategies import square_masks
 
 N = 131_072
@@ -62,19 +63,6 @@ def combined(first, steps):
     return mask
 
 
-def check(mask):
-    flow, allow = af.order.analyze(mask), mask.dense()
-    closure = testing.closure(allow)
-    assert np.array_equal(flow.reachability().numpy(), closure)
-    assert sorted(flow.classes) == testing.classes(allow)
-    assert {(flow.classes[a], flow.classes[b]) for a, b in flow.hasse.edges} == testing.covers(allow)
-    assert flow.depth == testing.depth(allow)
-    assert flow.is_dense == (testing.depth(allow) == 1)
-    assert flow.closure_density == pytest.approx(closure.mean())
-    last = mask.num_queries - 1
-    assert flow.reaches(0, last) == closure[last, 0]
-
-
 @settings(max_examples=300)
 @given(interval_masks())
 def test_orders_of_interval_relations(mask):
@@ -114,12 +102,7 @@ def test_stacks(drawn, compact, repeats, ends):
     catalogue = masks.dilated_window(n, 2, 3), masks.global_tokens(n, [n - 1]), masks.sliding_window(n, 2)
     layers = [mask[:n, :n] for mask in drawn] + [catalogue[number] for number in compact]
     layers = layers + layers[:repeats]
-    flow, tables = af.order.analyze(layers), [mask.dense() for mask in layers]
-    whole = testing.product(tables)
-    assert np.array_equal(flow.reachability().numpy(), whole)
-    assert flow.depth == testing.product_depth(tables)
-    assert sorted(flow.classes) == testing.classes(whole)
-    assert {(flow.classes[a], flow.classes[b]) for a, b in flow.hasse.edges} == testing.covers(whole)
+    flow, tables, whole = check_stack(layers)
     growth = flow.growth()
     assert [sizes.tolist() for sizes in growth] == [
         testing.product(tables[:count]).sum(1).tolist() if count else [1] * n for count in range(len(growth))
@@ -167,6 +150,10 @@ def test_products_with_ranges_from_the_first_key_on(data):
     assert np.array_equal(product.to_bool(), later.astype(int) @ earlier.astype(int) > 0)
 
 
+def fields_of(flow, target, layers):
+    return [part.tolist() for part in (flow.receptive_field(target, layers), flow.reachability(layers), flow.growth())]
+
+
 @given(square_masks(9), st.data())
 def test_long_masks_are_read_in_their_compact_numbering(mask, data):
     if not mask.num_queries:
@@ -177,14 +164,10 @@ def test_long_masks_are_read_in_their_compact_numbering(mask, data):
         patch.setattr(products, "LONG", 1 << 11)
         flow = af.order.analyze(mask)
         assert (flow.depth, flow.is_dense) == (testing.depth(mask.dense()), testing.depth(mask.dense()) == 1)
-        fields = [
-            each.tolist() for each in (flow.receptive_field(target, layers), flow.reachability(layers), flow.growth())
-        ]
+        fields = fields_of(flow, target, layers)
         path, sparse_mask = flow.path(source, target), flow.sparsify(window=2).mask
     again = af.order.analyze(mask)
-    assert [
-        each.tolist() for each in (again.receptive_field(target, layers), again.reachability(layers), again.growth())
-    ] == fields
+    assert fields_of(again, target, layers) == fields
     found = again.path(source, target)
     assert len(found) == len(path)
     assert all(a == b or mask.allows(b, a) for a, b in pairwise(found))

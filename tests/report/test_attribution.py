@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from attnflow._core.markup import percent
-from attnflow.geometry.attribution import ComponentZoom, Part, ScoreAttribution, Share
+from attnflow.geometry.attribution import ScoreAttribution
+from attnflow.models.recording import ComponentName
 from attnflow.report import figure, page
 from attnflow.report.attribution import attribution_chart, attribution_part, leading, row_of
 from attnflow.report.charts import NEGATIVE, POSITIVE
@@ -20,7 +21,11 @@ pytest.importorskip("matplotlib")
 
 
 def components(layers):
-    return ("embedding", *(f"layer {n} {kind}" for n in range(layers) for kind in ("attention", "feed-forward")))
+    kinds = [(n, kind) for n in range(layers) for kind in ("attention", "feed-forward")]
+    return (
+        ComponentName(None, "embedding", "layers.0"),
+        *(ComponentName(n, kind, f"layers.{n}.{kind}") for n, kind in kinds),
+    )
 
 
 def made(layers=2, keys=5, heads=1, seed=0, **fields):
@@ -78,7 +83,7 @@ def test_bars_are_the_leading_terms_and_close_to_the_score_less_the_mean_of_the_
     order = terms.abs().flatten().topk(4).indices
     assert largest == pytest.approx(terms.flatten()[order].tolist())
     query, key = divmod(int(order[0]), len(result.components))
-    first, second = (result.components[i].replace("layer ", "") for i in (query, key))
+    first, second = (str(result.components[i]).replace("layer ", "") for i in (query, key))
     assert sorted(re.findall(r"\w[\w-]*", next(iter(shown)))) == sorted(re.findall(r"\w[\w-]*", f"{first} {second}"))
     assert list(shown)[4:] == ["constant: biases", "21 other terms", "sum of all"]
     bias = result.constants["biases"]
@@ -191,7 +196,7 @@ def row_constant(result, head):
 
 
 def test_cross_attention_has_components_of_its_own_at_the_key():
-    keys = ("encoder embedding", "encoder layer 0 attention")
+    keys = (ComponentName(None, "embedding", "", "encoder"), ComponentName(0, "attention", "", "encoder"))
     result = made(attention="cross", key_components=keys)
     drawn = figure(result, picture="map")
     assert cells(drawn).shape == (5, 2)
@@ -221,7 +226,7 @@ def extents(drawn, axes):
 
 
 def test_numbers_of_bars_stand_clear_of_names_and_inside_the_picture():
-    long = tuple(f"a component with a long name: {number}" for number in range(9))
+    long = tuple(ComponentName(n, "a component with a long name:", "") for n in range(9))
     drawn = figure(replace(made(layers=4, seed=1), components=long, key_components=long), key=1)
     _, axes = bars(drawn)
     names, values = extents(drawn, axes)
@@ -236,13 +241,6 @@ def test_a_great_count_draws_sixty_bars_and_sums_the_others():
     assert len(shown) == 60 + 3
     assert "381 other terms" in shown
     assert axes.get_figure(root=True).get_size_inches()[1] < 16
-    parts = tuple(Part(None, None, "", None, n, 1.0, 0.5, 0.25) for n in range(300))
-    others, total = Share(1.0, 2.0), Share(151.0, 77.0)
-    place = ("tiny", 3, 0, "self", 4, 2, "layer 1 feed-forward", 1, "query", 4, "feed-forward")
-    drawn = figure(ComponentZoom(*place, parts, 7, others, Share(0.0, 0.0), total))
-    names = [text.get_text() for text in drawn.axes[0].get_yticklabels()]
-    assert (len(names), names[-2:]) == (62, ["247 other parts", "sum of all"])
-    assert [bar.get_width() for bar in drawn.axes[0].patches][-2:] == pytest.approx([121.0, 151.0])
 
 
 def test_lines_of_zeros_are_left_out():
@@ -328,7 +326,7 @@ def test_the_page_says_what_is_shown_and_what_is_not():
 @pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", "\x00\u202e", '"><img src=x>', "$x^2$"])
 def test_tokens_and_names_stay_text(hostile):
     result = made(model=hostile, query_token=hostile, tokens=(hostile,) * 5)
-    result = replace(result, components=(hostile, *components(2)[1:]))
+    result = replace(result, components=(ComponentName(None, hostile, hostile), *components(2)[1:]))
     shown = page(result)
     parse_page(shown.html)
     assert shown.html.count("<script") == 1

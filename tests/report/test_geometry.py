@@ -10,7 +10,7 @@ import torch
 from matplotlib.colors import to_rgb
 
 from attnflow import report
-from attnflow.geometry.score import Survey
+from attnflow.geometry.score import GeometrySurvey
 from attnflow.geometry.scores import full_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores, chance_bands
 from attnflow.report import geometry as charts
@@ -61,7 +61,7 @@ def test_one_model():
 def test_several_models_with_the_published_values_and_a_failure():
     parts = (("encoder", "self"), ("decoder", "self"), ("decoder", "cross"))
     models = [scores("EleutherAI/pythia-70m", layers=6), scores("two", parts=parts)]
-    report = page(Survey(tuple(models), {"three": "the file is truncated"}))
+    report = page(GeometrySurvey(tuple(models), {"three": "the file is truncated"}))
     text = parse_page(report.html).text
     assert report.title == "Geometry of 2 models"
     assert report.sections[0].name == "problems"

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,42 +11,36 @@ from hypothesis import strategies as st
 
 import attnflow as af
 from attnflow import masks
-from attnflow._core.parameters import EXAMPLES
-from attnflow.masks.spec import named_masks
+from attnflow.masks.registry import named_masks
 from attnflow.report.live.design import Design
 from attnflow.report.live.session import Session
 from tests.report.live_cases import do, plane, refused, session
 
 
-def test_the_cost_is_counted_in_all_layers_and_heads_that_a_page_names():
+def test_the_blocks_are_those_of_the_layer():
     page = session()
-    shape = {"num_layers": 3, "num_heads": 4, "head_dim": 8}
-    one, every = do(page, "cost"), do(page, "cost", **shape)
-    assert (one["counted"], every["counted"]) == (
-        "1 layer with 1 head of 64 channels",
-        "3 layers with 4 heads of 8 channels",
-    )
-    for row, expected in zip(every["backends"], mask_of(page).cost(num_heads=4, head_dim=8).backends, strict=True):
-        assert (row["pairs"], row["flops"]) == (12 * expected.pairs, 3 * expected.flops)
-        assert row["memory"] == expected.memory, "of one layer at a time"
-    do(page, "stack")
-    assert do(page, "cost", **shape)["counted"].startswith("1 layer with 4 heads"), "each layer of a stack has its own"
+    counted = mask_of(page).block_sparsity()
+    reply = do(page, "blocks")
+    assert {name: reply[name] for name in ("block", "full", "partial", "empty", "used", "total", "skipped")} == {
+        **asdict(counted),
+        "total": counted.total,
+        "skipped": counted.skipped,
+    }
 
 
 def mask_of(session, layer=0):
     return session.design.layers[layer].mask
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@pytest.mark.parametrize("name", sorted(named_masks()))
 def test_every_mask_of_the_catalogue_is_picked_by_what_people_type(name):
     page = session({"name": "causal", "parameters": {"n": 16}})
-    do(page, "pick", name=name, settings=dict(EXAMPLES[name]))
+    do(page, "pick", name=name, settings=dict(named_masks()[name].example))
     entry = named_masks()[name]
-    values = entry.read(EXAMPLES[name])
+    values = entry.read(named_masks()[name].example)
     if "n" not in values and any(parameter.name == "n" for parameter in entry.parameters):
         values["n"] = 16
     assert mask_of(page) == entry.function(**values)
-    assert set(EXAMPLES) == set(named_masks())
 
 
 def test_the_algebra():
@@ -259,8 +254,6 @@ REFUSED = [
     ({"op": "tile", "first_query": 0, "first_key": 0, "span": 8, "cells": 100_000}, "cells must be at most"),
     ({"op": "field", "position": 8}, "at most 7"),
     ({"op": "source", "position": 0, "tokens": [8]}, "must lie in"),
-    ({"op": "cost", "num_heads": 1 << 60}, "integers are at most"),
-    ({"op": "cost", "num_layers": 0}, "num_layers must be at least 1"),
     ({"op": "export", "format": "__class__"}, "unknown operation"),
 ]  # fmt: skip
 
@@ -304,7 +297,7 @@ def test_nothing_of_a_page_opens_a_file(tmp_path):
 
     page, secret = session(), tmp_path / "secret.json"
     secret.write_text('{"dense": ["1"]}')
-    for op in ("state", "catalogue", "flow", "diagram", "leaks", "cost", "code"):
+    for op in ("state", "catalogue", "flow", "diagram", "leaks", "blocks", "code"):
         do(page, op)  # what is imported on first use
     sys.addaudithook(hook)
     try:

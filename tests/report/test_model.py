@@ -20,7 +20,7 @@ def test_the_verdict_comes_first_and_the_mask_last():
     bias.attach(model, bias.GuidanceConfig(hidden_dim=8, init="kaiming"))
     made = model_page(model, [5, 6, 7, 8], title="mine", progress=lambda *step: steps.append(step))
     names = [section.name for section in made.sections]
-    shown = ["audit", "geometry", "bias", "entries", "mask", "order", "cost"]
+    shown = ["audit", "geometry", "bias", "entries", "mask", "order"]
     assert [name for name in names if name in shown] == shown
     assert made.ok
     assert "problems" not in names
@@ -84,17 +84,6 @@ def test_a_models_masks_have_the_names_of_the_catalogue(name, expected):
     named = {mask.to_dict()["name"]: mask for mask in flow.masks}
     assert named == {mask.name: mask for mask in expected}
     assert {repr(mask) for mask in flow.masks} == {repr(mask) for mask in expected}
-
-
-def test_the_cost_is_that_of_all_layers_and_heads():
-    model = tiny("Llama", torch.float32)
-    config, n = model.config, 40
-    text = parse_page(model_page(model, [5 + i % 8 for i in range(n)]).html).text
-    heads, layers, channels = config.num_attention_heads, config.num_hidden_layers, config.head_dim
-    assert f"One forward pass of {n} tokens in {layers} layers with {heads} query heads" in text
-    assert f"({config.num_key_value_heads} key heads) of {channels} channels, in float32." in text
-    pairs = layers * heads * n * n
-    assert f"eager {pairs:,} ".replace(",", " ") + f"{4 * channels * pairs / 1e9:.3g}" in text
 
 
 def test_every_entry_of_the_last_token_has_its_words():

@@ -453,7 +453,7 @@ def test_it_is_legible_and_named_at_every_size_in_light_and_dark(browser, studio
     with opened(browser, studio, size, color_scheme=scheme) as page:
         page.get_by_role("button", name="Own token").click()
         page.get_by_text("One position, tokens").click()
-        for tab in ("Leaks", "Cost", "Code"):
+        for tab in ("Leaks", "Blocks", "Code"):
             page.get_by_role("tab", name=tab).click()
             settled(page)
             legible(page, size, "slider", "combobox", "application")

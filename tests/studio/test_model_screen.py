@@ -1,11 +1,8 @@
 """The screen of the model in a real browser: what is asked, what is drawn, where a leak starts."""
 
-import re
-
 import pytest
 
 import attnflow as af
-from attnflow import masks
 from tests.models.saved import save_tiny_llama
 from tests.studio.browser import WAIT, legible, opened, settled
 
@@ -50,7 +47,6 @@ def test_every_view_is_run_drawn_and_legible(browser, server, size, scheme):
             page.wait_for_function("() => !document.querySelector('progress')")
             is_drawn(page)
             legible(page, size, "tab", "textbox", "tabpanel")
-        cost(page)
 
 
 def audit(page):
@@ -204,20 +200,6 @@ def why(page):
     refused(page, "layer", "7", "layer")
 
 
-def cost(page):
-    """The cost of a mask counts the layers and heads of the model that was read."""
-    page.get_by_role("button", name="Mask", exact=True).click()
-    page.get_by_role("tab", name="Cost").click()
-    answer = page.locator("#answer")
-    answer.get_by_text(
-        re.compile("Counted as in .*: one sequence forward, 2 layers with 4 heads of 8 channels")
-    ).wait_for()
-    mask = masks.sliding_window(16, 4).cost(num_heads=4, head_dim=8)
-    pairs = answer.locator("tbody tr").first.locator("td").first.text_content()
-    assert pairs == f"{2 * 4 * mask.backends[0].pairs / 1000:.1f} k"
-    page.get_by_role("button", name="Model", exact=True).click()
-
-
 def count(view, group):
     return view.get_by_role("group", name=group).get_by_role("button").count()
 
@@ -237,6 +219,3 @@ VIEWS = {
 def test_without_a_model_the_screen_says_how_to_have_one(page):
     page.get_by_role("button", name="Model", exact=True).click()
     page.get_by_text("attnflow studio smollm2-135m").wait_for()
-    page.get_by_role("button", name="Mask", exact=True).click()
-    page.get_by_role("tab", name="Cost").click()
-    page.get_by_text("Counted: one sequence forward, 1 layer with 1 head of 64 channels").wait_for()

@@ -138,3 +138,11 @@ def permutation(name: str, values: object, size: int | None = None) -> IntArray:
 def preview(values: Iterable[object], limit: int = 12) -> str:
     items = [str(v) for _, v in zip(range(limit + 1), values, strict=False)]
     return "[" + ", ".join(items[:limit]) + (", ...]" if len(items) > limit else "]")
+
+
+def divides(name: str, n: int, block: int) -> int:
+    """The number of blocks in n; raises if n is not a multiple of the block size."""
+    block = integer("block", block, 1)
+    if n % block:
+        raise ValueError(f"{name} must be a multiple of block = {block}, got {n}; pad to {-(-n // block) * block}")
+    return n // block

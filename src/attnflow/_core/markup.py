@@ -107,7 +107,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
     widths = [max(column) for column in zip(*sizes, strict=True)]
     lines: list[str] = []
     for row, size in zip(rows, sizes, strict=True):
-        room = [" " * (width - own) for width, own in zip(widths, size, strict=True)]
+        room = [" " * (width - taken) for width, taken in zip(widths, size, strict=True)]
         cells = [cell + room[i] if i in left else room[i] + cell for i, cell in enumerate(row)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -7,7 +7,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Generic, Literal, TypeVar
 
 from attnflow._core.plain import as_integer, as_list, as_object, close_to, expect, only_keys
@@ -18,27 +18,6 @@ _TYPED: Final = {  # what a person should have typed
     "bool": "true or false",
     "int": "an integer",
     "ints": "integers separated by commas, such as {}=0,2,5",
-}
-# What a person types for each mask of the catalogue.
-# Where a mask has a length that is not here, it takes the one that its reader has at hand.
-EXAMPLES: Final[Mapping[str, Mapping[str, str]]] = {
-    "attention_sink": {"sinks": "2", "window": "4"},
-    "big_bird": {"n": "32", "block": "2"},
-    "block_causal": {"block": "4"},
-    "block_diffusion": {"num_blocks": "4", "block": "2"},
-    "block_two_stream": {"num_blocks": "4", "block": "2"},
-    "butterfly": {"n": "6"},
-    "causal": {"n": "8"},
-    "dilated_window": {"window": "3", "dilation": "2"},
-    "document": {"lengths": "5,3,4"},
-    "full": {"n": "8"},
-    "global_tokens": {"indices": "0,8"},
-    "longformer": {"window": "3", "indices": "0"},
-    "multi_token_prediction": {"n": "6", "horizon": "3"},
-    "permutation_lm": {"permutation": "2,0,3,1"},
-    "prefix_lm": {"prefix": "6"},
-    "sliding_window": {"window": "4"},
-    "tree": {"parents": "-1,0,0,1,1,2"},
 }
 
 
@@ -88,6 +67,7 @@ class Named(Generic[_T]):
     parameters: tuple[Parameter, ...]
     summary: str
     leading: tuple[str, ...] = ()  # names of first arguments that the caller supplies, for the signature
+    example: Mapping[str, str] = field(default_factory=dict)  # what a person types for the parameters
 
     @property
     def signature(self) -> str:
@@ -117,13 +97,15 @@ class Named(Generic[_T]):
         return {p.name: p.check(mapping[p.name], f"{where}: {p.name}") for p in self.parameters if p.name in mapping}
 
 
-def named(function: Callable[..., _T], leading: Sequence[str] = ()) -> Named[_T]:
+def named(
+    function: Callable[..., _T], leading: Sequence[str] = (), example: Mapping[str, str] | None = None
+) -> Named[_T]:
     """Describe a function by its signature, without the `leading` parameters."""
     hints = typing.get_type_hints(function)
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in leading]
     summary = (inspect.getdoc(function) or "").split("\n", 1)[0].rstrip(".")
     described = tuple(_parameter(p, hints[p.name]) for p in parameters)
-    return Named(function.__name__, function, described, summary, tuple(leading))
+    return Named(function.__name__, function, described, summary, tuple(leading), dict(example or {}))
 
 
 def find(name: str, entries: Mapping[str, _T], what: str) -> _T:

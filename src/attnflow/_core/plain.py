@@ -27,7 +27,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
 
 
 def parse_json(text: str, where: str) -> dict[str, object]:
-    """Parse a JSON object as `read_json` does; `where` names the text in messages."""
+    """Parse a JSON object like `read_json`; `where` names the text in messages."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -47,30 +47,25 @@ def expect(value: object, where: str, kinds: type | tuple[type, ...], what: str)
 
 
 def as_object(value: object, where: str) -> dict[str, object]:
-    """Return `value` if it is a JSON object."""
     return dict(expect(value, where, Mapping, "a JSON object"))
 
 
 def as_list(value: object, where: str) -> list[object]:
-    """Return `value` if it is a JSON list."""
     return list(expect(value, where, (list, tuple), "a list"))
 
 
 def as_integer(value: object, where: str) -> int:
-    """Return `value` if it is a whole number."""
     return expect(value, where, int, "an integer")
 
 
 def as_number(value: object, where: str) -> float:
-    """Return `value` if it is a number."""
     return float(expect(value, where, (int, float), "a number"))
 
 
 def as_text(value: object, where: str) -> str:
-    """Return `value` if it is text."""
-    if not isinstance(value, str):
-        raise ValueError(f"{where} must be text, got {kind_of(value)}")
-    return value
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{where} must be text, got {kind_of(value)}")
 
 
 def only_keys(

@@ -41,11 +41,8 @@ class Result:
 
     def to_dict(self) -> dict[str, object]:
         """All fields as plain Python values, with the class name under "attnflow" and any verdict under "ok"."""
-        values = cast(dict[str, object], _converter.unstructure(self))
-        head: dict[str, object] = {_KIND: type(self).__name__, _VERSION: self.version}
-        if isinstance(getattr(type(self), _OK, None), property):
-            head[_OK] = getattr(self, _OK)
-        return {**head, **values}
+        verdict = {_OK: getattr(self, _OK)} if _judges(type(self)) else {}
+        return {_KIND: type(self).__name__, _VERSION: self.version, **verdict, **_converter.unstructure(self)}
 
     def to_json(self) -> str:
         """`to_dict` as strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
@@ -73,7 +70,7 @@ class Result:
             raise ValueError(f"expected a saved {cls.__name__}, got {what}")
         if version != cls.version:
             raise ValueError(f"expected version {cls.version} of a saved {cls.__name__}, got {version!r}")
-        derived = (_KIND, _VERSION, _OK) if isinstance(getattr(cls, _OK, None), property) else (_KIND, _VERSION)
+        derived = (_KIND, _VERSION, _OK) if _judges(cls) else (_KIND, _VERSION)
         return {name: value for name, value in values.items() if name not in derived}
 
     @classmethod
@@ -95,9 +92,8 @@ class Result:
 
     def to_csv(self) -> str:
         """Return `rows` as CSV with a header."""
-        rows = self.rows()
         text = io.StringIO()
-        if rows:
+        if rows := self.rows():
             writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
@@ -140,6 +136,10 @@ class Result:
         return renderer().notebook(self)
 
 
+def _judges(kind: type) -> bool:
+    return isinstance(getattr(kind, _OK, None), property)
+
+
 def _unstructure_float(value: SupportsFloat) -> float | str:
     number = float(value)  # of numpy, too
     if math.isfinite(number):
@@ -149,10 +149,9 @@ def _unstructure_float(value: SupportsFloat) -> float | str:
 
 def _dump_array(value: Tensor | npt.NDArray[Any]) -> dict[str, object]:
     array = value.detach().cpu() if isinstance(value, Tensor) else value
-    name = str(array.dtype).removeprefix("torch.")
-    numbers = cast("list[object]", array.reshape(-1).tolist())
+    numbers: list[object] = array.reshape(-1).tolist()
     values = [_unstructure_float(number) if isinstance(number, float) else number for number in numbers]
-    return {"dtype": name, "shape": list(array.shape), "values": values}
+    return {"dtype": str(array.dtype).removeprefix("torch."), "shape": list(array.shape), "values": values}
 
 
 def _numbers(values: Mapping[str, Any]) -> list[Any]:

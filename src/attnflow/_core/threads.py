@@ -63,8 +63,8 @@ class _Looks:
         self.parked: set[int] = set()  # threads that wait here, perhaps inside a call: they run nothing of a model
 
     @contextmanager
-    def parking(self) -> Generator[None]:
-        """Wait inside for something else; go on only when no other thread looks."""
+    def parking(self, look: bool = False) -> Generator[None]:
+        """Wait inside for something else; go on only when no other thread looks, and then look, if this one is to."""
         here = threading.get_ident()
         with self.changed:
             self.parked.add(here)
@@ -74,6 +74,7 @@ class _Looks:
             with self.changed:
                 while self.thread not in (None, here):
                     self.changed.wait()
+                self.thread = here if look else self.thread
                 self.parked.discard(here)
 
 
@@ -108,12 +109,8 @@ def alone_with(parts: Iterable[nn.Module]) -> Generator[None]:
 
     outer = _looks.thread == here
     if not outer:
-        with _looks.changed:
-            _looks.parked.add(here)
-            while _looks.thread is not None:
-                _looks.changed.wait()
-            _looks.thread = here
-            _looks.parked.discard(here)
+        with _looks.parking(look=True):
+            pass
     hooks = [module.register_forward_pre_hook(wait, prepend=True) for module in modules]
     try:
         began = time.monotonic()
@@ -172,7 +169,7 @@ class Turns:
         with _looks.parking(), self._changed:
             self._waiting += 1
             try:
-                while self._alone is not None or any(self._runs(one) for one in self._inside if one != here):
+                while self._alone is not None or any(self._runs(thread) for thread in self._inside if thread != here):
                     self._changed.wait(_LOOK)
                 self._alone = here
             finally:

@@ -4,17 +4,19 @@ A leak can come through a scan, a normalisation over the sequence, a cache or a 
 the audit runs the model: it changes inputs and watches every module.
 
 Read `audit` first (`check`), then `perturb`, which finds what moves, and `passes`, which runs and watches the model.
-`declared` says what may move, `measurement` what does, `guards` watches a training, `batches` reads one batch alone.
-`alone` compares the rows of a batch with themselves alone.
+`declared` says what may move, `measurement` what does, `guards` watches a training. The folder `batch` reads one batch:
+its labels and documents, the loss that it trains, and its rows alone.
 `functions` lets `check` take any function of token ids; `scores` asks whether a score per token is a probability.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from attnflow._core.errors import MissingExtra
 from attnflow._core.lazy import on_demand
-from attnflow.audit.alone import check_alone
 from attnflow.audit.audit import check
-from attnflow.audit.batches import check_batch, check_loss
+from attnflow.audit.batch.alone import check_alone
+from attnflow.audit.batch.check import check_batch, check_loss
 from attnflow.audit.declared import declared_order
 from attnflow.audit.guards import guard
 from attnflow.audit.measurement import measure
@@ -22,7 +24,7 @@ from attnflow.audit.report import AuditReport
 from attnflow.audit.scores import check_scores
 
 if TYPE_CHECKING:
-    from attnflow.audit.hf import GuardCallback
+    from attnflow.audit.callback import GuardCallback
 
 __all__ = [
     "AuditReport",
@@ -39,9 +41,11 @@ __all__ = [
 
 
 def _home(_: str) -> object:
-    from attnflow.audit import hf
+    if find_spec("transformers") is None:
+        raise MissingExtra("transformers", "hf", "an audit inside a Trainer")
+    from attnflow.audit import callback
 
-    return hf
+    return callback
 
 
 __getattr__, __dir__ = on_demand(__name__, __all__, _home)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -15,8 +14,8 @@ from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.progress import Progress
 from attnflow.audit.declared import Order, relation_of
-from attnflow.audit.decoding import Comparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
-from attnflow.audit.fields import Fields, Plan, batch_sets, plan
+from attnflow.audit.decoding import DecodingComparison, DecodingPath, SteppedRunner, decoding_paths, step_lengths
+from attnflow.audit.fields import Fields, ProbePlan, batch_sets, plan
 from attnflow.audit.functions import Function, as_function, is_function
 from attnflow.audit.inputs import Inputs, read
 from attnflow.audit.packing import all_real, unplaced_padding
@@ -24,12 +23,12 @@ from attnflow.audit.passes import Recording, Runner, Watched
 from attnflow.audit.perturb import Prober
 from attnflow.audit.replay import asked_and_done, missing_pairs, remarks
 from attnflow.audit.report import AuditReport, Mode, ModuleResult, Violation, few
-from attnflow.audit.rows import Layout, outputs_in_words
+from attnflow.audit.rows import OutputLayout, outputs_in_words
 from attnflow.audit.survey import survey
 from attnflow.audit.towers import rows_beside
 from attnflow.masks.catalogue import causal
 from attnflow.models.evaluation import evaluating, precision, unchanged
-from attnflow.models.loaded import Loaded, own_name, split, unwrapped
+from attnflow.models.subject import Loaded, Subject, own_name
 
 _DRAWS: Final = 4  # of the sequences that a function is tested for crosstalk with
 _CHEAP: Final = 4e9  # multiply-adds of all passes together that nobody waits for
@@ -106,49 +105,55 @@ def check(
         if cache is not False or mode == "quick" or both_sides:
             raise ValueError("a function is audited by what it returns: leave out cache=, both_sides= and mode='quick'")
         model, inputs = as_function(model, inputs)
-    model, tokenizer = split(cast("nn.Module | Loaded", model))
-    model = unwrapped(model)
-    with unchanged(model), evaluating(model), precision(model, dtype):
-        asked = read(model, inputs, tokenizer).in_precision(dtype)
-        report = audited(model, asked, order, mode, cache, both_sides, passes, watch, seed, progress)
+    subject = Subject.of(cast("nn.Module | Loaded", model)).inside
+    with unchanged(subject.model), evaluating(subject.model), precision(subject.model, dtype):
+        asked = read(subject, inputs).in_precision(dtype)
+        options = AuditOptions(mode, cache, both_sides, passes, watch, seed, progress or _in_silence)
+        report = audited(asked, order, options)
     return replace(report, seconds=time.perf_counter() - began)
 
 
-def audited(
-    model: nn.Module,
-    asked: Inputs,
-    order: Order,
-    mode: Mode = "perturb",
-    cache: bool | Sequence[int] = False,
-    both_sides: bool | None = False,
-    passes: int = 32,
-    watch: Watched = "modules",
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> AuditReport:
+def _in_silence(done: int, total: int, what: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """The arguments of `check` beside the call and its order."""
+
+    mode: Mode = "perturb"
+    cache: bool | Sequence[int] = False
+    both_sides: bool | None = False
+    passes: int = 32
+    watch: Watched = "modules"
+    seed: int = 0
+    progress: Progress = _in_silence
+
+
+def audited(asked: Inputs, order: Order, options: AuditOptions) -> AuditReport:
+    mode, cache, seed = options.mode, options.cache, options.seed
     silent: tuple[str, ...] = ()
-    if isinstance(model, Function):
-        order, silent = causal(asked.size) if order is None else order, model.align(asked, seed)
+    if isinstance(asked.model, Function):
+        order, silent = causal(asked.size) if order is None else order, asked.model.align(asked, seed)
     if asked.kwargs.get("target_mapping") is not None:
         silent += ("the stream of queries that target_mapping asks for has rows for its targets, not for positions",)
-    seen = survey(model, asked, seed if mode == "quick" else None)
-    call, relation = seen.inputs, relation_of(model, seen, order)
-    say: Progress = progress or (lambda done, total, what: None)
-    audit = partial(Auditor, model, call, Fields(relation, call.batch), passes, watch, seed, say)
-    work = audit(notes=remarks(model, seen, order))
-    if seen.runner is not None and not work.quick(cache, seen.runner, seen.base):  # what moves, the long way
-        work, mode = audit(notes=remarks(model, seen, order)), "perturb"
+    seen = survey(asked, seed if mode == "quick" else None)
+    call, relation = seen.inputs, relation_of(seen, order)
+    fields = Fields(relation, call.batch)
+    work = Auditor(call, fields, options, remarks(seen, order))
+    if seen.runner is not None and not work.quick(seen.runner, seen.base):  # what moves, the long way
+        work, mode = Auditor(call, fields, options, remarks(seen, order)), "perturb"
     if mode == "perturb":
-        work.perturb(Runner(model, call, watch, seed), "forward")
+        work.perturb(Runner(call, options.watch, seed), "forward")
         if cache is not False and not any(violation.kind == "state" for violation in work.violations):
             steps = DecodingPath("cached", step_lengths(call, cache))
-            work.perturb(SteppedRunner(model, call, watch, seed, steps), "cached")
-            work.compare_paths(cache)
-        if both_sides is not False:
-            violations, notes = missing_pairs(model, seen, relation, seed, thorough=bool(both_sides))
-            work.violations += violations if both_sides else []
+            work.perturb(SteppedRunner(call, options.watch, seed, steps), "cached")
+            work.compare_paths()
+        if options.both_sides is not False:
+            violations, notes = missing_pairs(seen, relation, seed, thorough=bool(options.both_sides))
+            work.violations += violations if options.both_sides else []
             work.notes += notes
-    work.violations += asked_and_done(model, seen, relation.disputed, seed)
+    work.violations += asked_and_done(seen, relation.disputed, seed)
     silent += relation.unsure + (tuple(unplaced_padding(call)) if order is None else ())
     report = work.report(relation.name, mode)
     return replace(report, untested=report.untested + silent)
@@ -158,31 +163,30 @@ def audited(
 class Auditor:
     """The steps of one audit, and what it has found so far."""
 
-    model: nn.Module
     call: Inputs
     fields: Fields
-    passes: int
-    watch: Watched
-    seed: int
-    progress: Progress
+    options: AuditOptions
+    notes: list[str]
     violations: list[Violation] = field(default_factory=list[Violation])
-    notes: list[str] = field(default_factory=list[str])
     dirty: set[str] = field(default_factory=set[str])
     forward_passes: int = 0
     noise: float = 0.0
     base: Recording | None = None
     layer_calls: int = 0
-    plan: Plan | None = None
+    plan: ProbePlan | None = None
     skipped: dict[str, str] = field(default_factory=dict[str, str])
-    layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
+    layouts: dict[str, OutputLayout] = field(default_factory=dict[str, OutputLayout])
     moved: set[str] = field(default_factory=set[str])  # outputs without positions that moved at all
     apart: bool = False  # whether all sequences were changed, and none moved another one
     short: dict[str, str] = field(default_factory=dict[str, str])  # what pools a sequence without its end, and why
 
-    def quick(self, cache: bool | Sequence[int], runner: Runner, base: Recording | None) -> bool:
-        prober = Prober(runner, self.fields, self.seed, base)
+    def __post_init__(self) -> None:
+        self.passes = self.options.passes
+
+    def quick(self, runner: Runner, base: Recording | None) -> bool:
+        prober = Prober(runner, self.fields, self.options.seed, base)
         self._accept(runner, prober.base)
-        size = sum(parameter.numel() for parameter in self.model.parameters()) * self.call.batch * self.call.size
+        size = sum(parameter.numel() for parameter in self.call.model.parameters()) * self.call.batch * self.call.size
         cheap = size * self.call.size < _CHEAP
         self.passes = min(self.passes, self.call.size) if cheap else 2
         crossing, order = self._crossing(), [*self._padding(), *self._plan(cheap).passes]
@@ -196,17 +200,19 @@ class Auditor:
         self.apart = cheap and bool(crossing)
         self.moved |= prober.moved
         self.forward_passes += runner.passes
-        if cache is not False:
-            self.compare_paths(cache)
+        if self.options.cache is not False:
+            self.compare_paths()
         return not self.violations
 
     def perturb(self, runner: Runner, what: str) -> None:
-        self.progress(0, 1, f"{what}: base pass")
-        prober = Prober(runner, self.fields, self.seed)
+        self.options.progress(0, 1, f"{what}: base pass")
+        prober = Prober(runner, self.fields, self.options.seed)
         if not isinstance(runner, SteppedRunner):
             self._accept(runner, prober.base)
         sets, order = self._crossing(), [*self._padding(), *self._plan().passes]
-        if isinstance(self.model, Function) and order:  # a choice that a function makes may turn on few other tokens
+        if (
+            isinstance(self.call.model, Function) and order
+        ):  # a choice that a function makes may turn on few other tokens
             sets, order = sets * _DRAWS, [order[i % len(order)] for i in range(max(len(order), self.passes))]
         total = len(sets) + len(order)
         violations: list[Violation] = []
@@ -217,7 +223,7 @@ class Auditor:
             sets, order = [], []
         crosstalk = False
         for done, selected in enumerate([*sets, *order]):
-            self.progress(done, total, f"{what}: perturbation")
+            self.options.progress(done, total, f"{what}: perturbation")
             rows = None
             if done >= len(sets) and crosstalk:  # one sequence at a time, so that the others cannot move it
                 rows = [done % self.call.batch]
@@ -253,7 +259,7 @@ class Auditor:
         self.noise = max(self.noise, prober.noise)
         self.dirty |= prober.dirty
         self.moved |= prober.moved
-        self.progress(total, total, f"{what}: done")
+        self.options.progress(total, total, f"{what}: done")
 
     def _beside(self, prober: Prober) -> list[Violation]:
         """What moves against the order with other inputs: with their padding, or between rows of another tower."""
@@ -267,10 +273,10 @@ class Auditor:
             *(violation for name in names for violation in rows_beside(prober.runner, name)),
         ]
 
-    def compare_paths(self, cache: bool | Sequence[int]) -> None:
-        comparison = Comparison(self.model, self.call, self.watch, self.seed)
-        for path in decoding_paths(self.model, self.call, cache):
-            self.progress(0, 1, f"cached: {path.name}")
+    def compare_paths(self) -> None:
+        comparison = DecodingComparison(self.call, self.options.watch, self.options.seed)
+        for path in decoding_paths(self.call, self.options.cache):
+            self.options.progress(0, 1, f"cached: {path.name}")
             different = comparison.of(path)
             if isinstance(different, str):
                 self.notes.append(f"{path.name} not compared: {different}")
@@ -303,7 +309,7 @@ class Auditor:
         modules: dict[str, ModuleResult] = {}
         for key, event in (self.base or {}).items():
             if key.side == "out":
-                name = own_name(key.module) or type(self.model).__name__
+                name = own_name(key.module) or self.call.subject.kind
                 status = "breaks" if name in breaks else "carries" if own_name(key.module) in dirty else "clean"
                 modules.setdefault(name, ModuleResult(name, event.layer, status))
         return AuditReport(
@@ -339,12 +345,12 @@ class Auditor:
         runs = [(slot.offset, slot.length) for slot in self.call.slots]
         untested, notes = outputs_in_words(layouts, self.moved, self.short, runs, related, whole, self.apart)
         if not self.layouts:
-            untested.append(f"{type(self.model).__name__} returns no tensor")
+            untested.append(f"{self.call.subject.kind} returns no tensor")
         if self.apart and not self._plan().forbidden:
             notes.append("no sequence moves with another one")
         return tuple(untested), tuple(notes)
 
-    def _rows_of(self, layout: Layout) -> str:
+    def _rows_of(self, layout: OutputLayout) -> str:
         here, beside = self.call.slots[-1].title, self.call.beside(self.call.kwargs).items()
         if layout.form == "pairs":
             return f"[rows of {here}, rows of {here}]"
@@ -364,20 +370,20 @@ class Auditor:
                 f"({few(list(runner.layer_names), limit=2)}), got an order with {len(relation.layers)}"
             )
         watched = {key.module for key, event in base.items() if key.side == "out" and not event.pooled}
-        if not watched and not isinstance(self.model, Function):
+        if not watched and not isinstance(self.call.model, Function):
             received = "; ".join(self._outputs()[0])
             raise UnsupportedArchitecture(
-                f"no module of {type(self.model).__name__} returned a tensor of shape [{self.call.batch}, "
+                f"no module of {self.call.subject.kind} returned a tensor of shape [{self.call.batch}, "
                 f"{self.call.slots[0].length}, ...], and {received}: nothing to audit"
             )
         unwatched = [name for name in runner.layer_names if name not in watched]
         if unwatched and len(unwatched) == len(runner.layer_names):
             raise UnsupportedArchitecture(
-                f"no layer of {type(self.model).__name__} returned a tensor with one axis of positions "
+                f"no layer of {self.call.subject.kind} returned a tensor with one axis of positions "
                 f"({few(unwatched)}): nothing to audit. Try other lengths, or a batch of another size"
             )
 
-    def _plan(self, beyond: bool = True) -> Plan:
+    def _plan(self, beyond: bool = True) -> ProbePlan:
         if self.plan is None:
             assert self.base is not None
             seen: dict[int, Tensor] = {}
@@ -388,5 +394,5 @@ class Auditor:
                 rows = seen.setdefault(depth, torch.zeros(self.call.size, dtype=torch.bool))
                 rows[event.offset : event.offset + event.values.shape[1]] = True
             runs = [(slot.offset, slot.offset + slot.length) for slot in self.call.slots]
-            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else Plan((), 0.0, 0)
+            self.plan = plan(self.fields, seen, self.passes, runs, beyond) if seen else ProbePlan((), 0.0, 0)
         return self.plan

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow.audit.fields import Relation
-from attnflow.audit.inputs import Inputs, Slot, config_of, read
+from attnflow.audit.inputs import Inputs, Slot, read
 from attnflow.audit.packing import DOCUMENT_ARGUMENTS, all_real, allowed_pairs, documents, of_slot, real_positions
 from attnflow.audit.report import Violation
 from attnflow.audit.requests import Disagreement, disagreement, within_blocks
-from attnflow.audit.survey import LayerCall, Survey, survey
+from attnflow.audit.survey import CallSurvey, LayerCall, survey
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
 from attnflow.masks.diagnosis import equal_to
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.evaluation import evaluating, unchanged
-from attnflow.models.loaded import Loaded, split, unwrapped
 from attnflow.models.mixing import moves_between_positions
+from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow, analyze
 
 if TYPE_CHECKING:
@@ -59,10 +59,9 @@ def declared_order(
 
     Cost: one forward pass.
     """
-    model, tokenizer = split(model)
-    model = unwrapped(model)
-    with unchanged(model), evaluating(model):
-        relation = declared(model, survey(model, read(model, inputs, tokenizer)))
+    subject = Subject.of(model).inside
+    with unchanged(subject.model), evaluating(subject.model):
+        relation = declared(survey(read(subject, inputs)))
     rows = [layer[min(sequence, len(layer) - 1)] for layer in relation.layers]
     masks = [from_dense(row, relation.name) for row in rows]
     # causal(n=64) says more than a sentence about all layers, which says more than the lengths of documents
@@ -71,11 +70,11 @@ def declared_order(
     return analyze(named[0] if relation.repeat else named)
 
 
-def relation_of(model: nn.Module, seen: Survey, order: Order) -> Relation:
+def relation_of(seen: CallSurvey, order: Order) -> Relation:
     """The relation to audit against: `order` if given, else the declared one."""
     inputs = seen.inputs
     if order is None:
-        return declared(model, seen)
+        return declared(seen)
     if isinstance(order, str) and order == "mask":
         slot = inputs.slots[-1]
         allow = pairs_passed(inputs, slot)
@@ -113,20 +112,19 @@ def _masks_of(order: object) -> tuple[bool, tuple[Mask | MaskGrid, ...]]:
     )
 
 
-def declared(model: nn.Module, seen: Survey) -> Relation:
+def declared(seen: CallSurvey) -> Relation:
     """The order that the model declares for these inputs; the file's docstring ranks the sources."""
     inputs = seen.inputs
-    config = config_of(model)
-    if config is None:
-        raise _unknown(model, "it has no configuration")
+    if inputs.subject.text_config is None:
+        raise _unknown(inputs, "it has no configuration")
     slot, *others = inputs.slots
     if others or (slot.name or "").startswith("decoder_"):
-        return _encoder_decoder(model, seen)
+        return _encoder_decoder(seen)
     hidden = inputs.kwargs.get("perm_mask")  # of XLNet: 1 hides a key from a query, but no token from itself
     if isinstance(hidden, Tensor):
         allow = (hidden.detach().cpu() == 0).expand(inputs.batch, slot.length, slot.length)
         return Relation(tuple(_of_one_batch([allow], real_positions(inputs, slot))), True, "the order of perm_mask")
-    stack = _Stack(model, config, inputs, slot, _causal(model, config, seen))
+    stack = _DeclaredStack(inputs.subject.text_config, inputs, slot, _causal(seen))
     real = real_positions(inputs, slot)
     layers = _of_one_batch([stack.relation(call) for call in seen.calls] or [stack.base], real)
     repeat = all(torch.equal(layer, layers[0]) for layer in layers)
@@ -135,11 +133,11 @@ def declared(model: nn.Module, seen: Survey) -> Relation:
     return Relation(tuple(layers[:1] if repeat else layers), repeat, words, disputed, unsure)
 
 
-class _Stack:
+class _DeclaredStack:
     """What the layers of one stack may read, with the words that describe it."""
 
-    def __init__(self, model: nn.Module, config: Any, inputs: Inputs, slot: Slot, causal: bool) -> None:
-        self.model, self.causal, self.length = model, causal, slot.length
+    def __init__(self, config: Any, inputs: Inputs, slot: Slot, causal: bool) -> None:
+        self.causal, self.length = causal, slot.length
         n = slot.length
         q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
         self.distance = (q - k).abs()
@@ -148,9 +146,9 @@ class _Stack:
         length = ids.shape[-1] if isinstance(ids, Tensor) else n
         others = any(isinstance(v, Tensor) and v.is_floating_point() for v in inputs.kwargs.values())
         if n > length and n % length == 0 and not others and n - 1 not in slot.places:  # else virtual tokens in front
-            raise _unknown(model, f"its layers get {n} positions for {length} tokens, in streams of their own")
+            raise _unknown(inputs, f"its layers get {n} positions for {length} tokens, in streams of their own")
         if length != n and documents(inputs, replace(slot, length=length))[1]:
-            raise _unknown(model, f"its inputs tell documents of {length} positions apart, and its layers get {n}")
+            raise _unknown(inputs, f"its inputs tell documents of {length} positions apart, and its layers get {n}")
         self.together, self.packed = documents(inputs, slot)
         self.base = self.direction & self.together
         self.real = real_positions(inputs, slot)
@@ -162,7 +160,7 @@ class _Stack:
             self.window += 1  # encoders count the half-window without the query itself
         self.chunk = _size(config, "attention_chunk_size")
         self.inputs, self.slot = inputs, slot
-        kinds: tuple[Any, ...] = (config, getattr(model, "config", None))
+        kinds: tuple[Any, ...] = (config, inputs.subject.config)
         self.family = next((str(kind.model_type) for kind in kinds if getattr(kind, "model_type", None)), "")
         self.labels: list[str] = []  # of the layer calls so far
         self.unsure: list[str] = []
@@ -198,7 +196,7 @@ class _Stack:
     def _reads_more(self, call: LayerCall, kind: str | None) -> bool:
         """Whether a layer reads more than the mask of its attention says: keys of its own making, or a convolution."""
         known = kind is None or kind == "chunked_attention" or kind in _POINTWISE | _RECURRENT | _FULL | _LOCAL
-        return not known or any(map(moves_between_positions, self.model.get_submodule(call.name).modules()))
+        return not known or any(map(moves_between_positions, self.inputs.model.get_submodule(call.name).modules()))
 
     def _asked(self, kind: str | None, request: MaskRequest | None) -> tuple[Tensor, str]:
         if request is None or kind in _POINTWISE or kind in _RECURRENT:
@@ -216,8 +214,9 @@ class _Stack:
             allow, label = within, self._described(within, real)
         later = asked & ~self.direction & real[:, :, None] & self.together
         accepted, problem = torch.zeros_like(later), ""
-        if later.any() and asks_causal(request):  # image tokens that see one another; a causal head that asks for
-            accepted, problem = within_blocks(later, self.family, self.inputs, self.slot)  # all pairs is not believed
+        # Image tokens may see one another. A causal head that asks for all pairs is not believed.
+        if later.any() and asks_causal(request):
+            accepted, problem = within_blocks(later, self.family, self.inputs, self.slot)
             self.blocks = self.blocks | accepted
         if problem == "unknown":
             self.unsure.append("the mask lets positions see later ones, and nothing says that they are of one block")
@@ -242,7 +241,7 @@ class _Stack:
             first = (self.together & self.real[:, None, :]).float().argmax(-1)  # real token of the same document
             index = (torch.arange(self.length) - first) // (self.chunk or self.length)
             return self.base & (index[:, :, None] == index[:, None, :]), f"chunks of {self.chunk}"
-        raise _unknown(self.model, f"its layer type {kind!r} is not known")
+        raise _unknown(self.inputs, f"its layer type {kind!r} is not known")
 
     def _described(self, within: Tensor, real: Tensor) -> str:
         pairs = real[:, None, :] & real[:, :, None]
@@ -273,8 +272,9 @@ class _Stack:
         return "; ".join([words, *parts])
 
 
-def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
+def _causal(seen: CallSurvey) -> bool:
     """The direction: of the configuration, the masks that the model asks for, its attention modules, or its use."""
+    model, config = seen.inputs.model, seen.inputs.subject.text_config
     flags = {name: getattr(config, name, None) for name in ("is_causal", "causal", "use_bidirectional_attention")}
     if False in (flags["is_causal"], flags["causal"]) or flags["use_bidirectional_attention"] is True:
         return False
@@ -298,10 +298,10 @@ def _causal(model: nn.Module, config: Any, seen: Survey) -> bool:
         return False
     if asks or ("pixel_values" in seen.inputs.kwargs and "input_ids" not in seen.inputs.kwargs):
         return bool(asks)  # images have no direction of their own
-    raise _unknown(model, "neither its configuration nor its attention modules say whether it is causal")
+    raise _unknown(seen.inputs, "neither its configuration nor its attention modules say whether it is causal")
 
 
-def _asks_causal(seen: Survey) -> bool | None:
+def _asks_causal(seen: CallSurvey) -> bool | None:
     """Whether any of the masks that the model asks transformers for is causal; None if it asks for none."""
     requests = [call.asked for call in seen.calls if call.asked is not None]
     if not requests:
@@ -348,17 +348,17 @@ def pairs_passed(inputs: Inputs, slot: Slot) -> Tensor | None:
     return None if mask is None else allowed_pairs(mask, inputs.batch, slot.length)
 
 
-def _encoder_decoder(model: nn.Module, seen: Survey) -> Relation:
+def _encoder_decoder(seen: CallSurvey) -> Relation:
     """Joint positions, encoder first: encoder layers read the encoder, decoder layers are causal and read both."""
-    inputs, config = seen.inputs, config_of(model)
+    inputs = seen.inputs
     if any(inputs.kwargs.get(name) is not None for name in DOCUMENT_ARGUMENTS):
-        raise _unknown(model, "documents packed into an encoder-decoder are not read")
+        raise _unknown(inputs, "documents packed into an encoder-decoder are not read")
     n, *_, decoder = inputs.size, *inputs.slots
-    stacks: dict[int, _Stack] = {}
+    stacks: dict[int, _DeclaredStack] = {}
     for slot in inputs.slots:
-        own = getattr(config, "decoder" if slot is decoder else "encoder", None)
+        own = getattr(inputs.subject.text_config, "decoder" if slot is decoder else "encoder", None)
         own = own if hasattr(own, "num_hidden_layers") else None
-        stacks[slot.offset] = _Stack(model, own, inputs, slot, causal=slot is decoder)
+        stacks[slot.offset] = _DeclaredStack(own, inputs, slot, causal=slot is decoder)
     real = all_real(inputs)
     layers: list[Tensor] = []
     for call in seen.calls:
@@ -389,8 +389,8 @@ def _of_one_batch(layers: list[Tensor], real: Tensor) -> list[Tensor]:
     return [layer.expand(rows, -1, -1) for layer in layers]
 
 
-def _unknown(model: nn.Module, why: str) -> UnsupportedArchitecture:
+def _unknown(inputs: Inputs, why: str) -> UnsupportedArchitecture:
     return UnsupportedArchitecture(
-        f"declared order of {type(model).__name__}: unknown; {why}. Pass order=, e.g. af.masks.causal(n), or one mask "
+        f"declared order of {inputs.subject.kind}: unknown; {why}. Pass order=, e.g. af.masks.causal(n), or one mask "
         "per layer"
     )

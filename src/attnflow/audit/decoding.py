@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from attnflow._core import checks
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Inputs, fresh, takes_use_cache
+from attnflow.audit.inputs import Inputs, fresh
 from attnflow.audit.passes import Event, Recording, Runner, Tracer, Watched, put_back
 from attnflow.audit.report import Violation
 from attnflow.audit.rounding import other_precision, row_change, scale_of, unit
+from attnflow.models.arguments import CACHES
 from attnflow.models.evaluation import REFUSALS, precision, refusal
-from attnflow.models.loaded import CACHES, accepted
 from attnflow.models.watching import Watch
 
 
@@ -47,7 +47,7 @@ def step_lengths(inputs: Inputs, cache: bool | Sequence[int]) -> tuple[int, ...]
     return lengths
 
 
-def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]) -> list[DecodingPath]:
+def decoding_paths(inputs: Inputs, cache: bool | Sequence[int]) -> list[DecodingPath]:
     """The paths to compare: the one asked for, or with True all that the model has."""
     asked = DecodingPath("cached", step_lengths(inputs, cache))
     n = inputs.slots[-1].length
@@ -56,27 +56,27 @@ def decoding_paths(model: nn.Module, inputs: Inputs, cache: bool | Sequence[int]
     part, prefill = n // 3, n - n // 3
     steps = (prefill, *([1] * part))
     every = [asked, DecodingPath("chunks", (part, part, n - 2 * part)), DecodingPath("drafts", (prefill, part))]
-    if not getattr(model, "_is_stateful", False):  # a recurrent state cannot be taken back, and `generate` refuses to
+    if not getattr(
+        inputs.model, "_is_stateful", False
+    ):  # a recurrent state cannot be taken back, and `generate` refuses to
         every.append(DecodingPath("crop", steps, drafts=part))
-    if accepted(model, "attention_mask") and "attention_mask" not in inputs.kwargs:
+    if inputs.subject.accepted("attention_mask") and "attention_mask" not in inputs.kwargs:
         every.append(DecodingPath("left padding", (prefill + 2, *([1] * part)), pads=2))
     if "transformers" in sys.modules:
-        from attnflow.audit.hf.decoding import static_cache
-
-        every.append(DecodingPath("static cache", steps, cache=partial(static_cache, model, n)))
+        every.append(DecodingPath("static cache", steps, cache=partial(_static_cache, inputs.model, n)))
     return every
 
 
 class SteppedRunner(Runner):
-    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int, decoding: DecodingPath) -> None:
-        super().__init__(model, inputs, watch, seed)
+    def __init__(self, inputs: Inputs, watch: Watched, seed: int, decoding: DecodingPath) -> None:
+        super().__init__(inputs, watch, seed)
         self._decoding = decoding
         self.path = decoding.name
 
     def feed(self, tracer: Tracer, kwargs: Mapping[str, Any]) -> None:
         """Run the prefill and then the steps, each with the cache of the one before."""
-        name = accepted(self.model, *CACHES)
-        if name is None or not takes_use_cache(self.model):
+        name = self.inputs.subject.accepted(*CACHES)
+        if name is None or not self.inputs.subject.takes_use_cache:
             raise UnsupportedArchitecture(f"{type(self.model).__name__} takes no cache: audit it with cache=False")
         *encoder, decoder = self.inputs.slots
         prompted = getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False)
@@ -114,9 +114,7 @@ class SteppedRunner(Runner):
                 hidden = _entry(output, "encoder_last_hidden_state")
                 state["encoder_outputs"] = (hidden,)
                 if "transformers" in sys.modules:
-                    from attnflow.audit.hf.decoding import encoder_output
-
-                    state["encoder_outputs"] = encoder_output(encoded_as[0] if encoded_as else None, hidden)
+                    state["encoder_outputs"] = _encoder_output(encoded_as[0] if encoded_as else None, hidden)
                 state |= {} if encoder[0].name is None else {encoder[0].name: None}
                 if step == 0:
                     encoded = sum(n for path, n in tracer.layer_calls.items() if path in encoder[0].layers)
@@ -159,6 +157,23 @@ def sliced(inputs: Inputs, kwargs: Mapping[str, Any], start: int, end: int) -> d
     return part
 
 
+def _static_cache(model: nn.Module, length: int) -> object:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import StaticCache
+
+    if not isinstance(model, PreTrainedModel) or not cast(Any, model)._can_compile_fullgraph:
+        raise UnsupportedArchitecture(f"{type(model).__name__} takes no static cache")
+    return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+
+
+def _encoder_output(output: object, hidden: Tensor) -> object:
+    """What an encoder returned, or else its states: some decoders read entries of their own, some by index."""
+    from transformers.modeling_outputs import BaseModelOutput
+    from transformers.utils.generic import ModelOutput
+
+    return output if isinstance(output, ModelOutput) else BaseModelOutput(last_hidden_state=cast(Any, hidden))
+
+
 def _cache(output: Any) -> Any:
     """The cache that a model returns, whose name may differ from the argument's; None without."""
     mapping = dict(cast(Mapping[str, Any], output)) if isinstance(output, Mapping) else None
@@ -170,12 +185,12 @@ def _entry(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-class Comparison:
+class DecodingComparison:
     """Compares decoding with one full forward, in two precisions: only a mistake keeps its size in both."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int) -> None:
+    def __init__(self, inputs: Inputs, watch: Watched, seed: int) -> None:
         self.passes = 0  # so far
-        self._runner = Runner(model, inputs, watch, seed)
+        self._runner = Runner(inputs, watch, seed)
         self._full: dict[torch.dtype, Recording] = {}
 
     def of(self, path: DecodingPath) -> Violation | str | None:
@@ -234,10 +249,7 @@ class Comparison:
             if rows is not None:
                 put_back(event, torch.cat([event.values[:, : -rows[1].shape[1]], rows[1]], 1))
 
-        model = self._runner.model
-        runner = SteppedRunner(
-            model, _padded(model, self._runner.inputs, path.pads), "modules", self._runner.seed, path
-        )
+        runner = SteppedRunner(_padded(self._runner.inputs, path.pads), "modules", self._runner.seed, path)
         with torch.no_grad():
             runner.run(runner.inputs.base, visit)
         self.passes += runner.passes
@@ -247,9 +259,9 @@ class Comparison:
         if path is None and dtype in self._full:
             return self._full[dtype]
         runner, own = self._runner, dtype == self._runner.dtype
-        inputs = runner.inputs if path is None else _padded(runner.model, runner.inputs, path.pads)
+        inputs = runner.inputs if path is None else _padded(runner.inputs, path.pads)
         with precision(runner.model, None if own else dtype):
-            call = runner.model, inputs if own else inputs.in_precision(dtype), runner.watch, runner.seed
+            call = inputs if own else inputs.in_precision(dtype), runner.watch, runner.seed
             runner = Runner(*call) if path is None else SteppedRunner(*call, path)
             recording = runner.record(runner.inputs.base)
         self.passes += runner.passes
@@ -305,7 +317,7 @@ def _of_pairs(event: Event) -> bool:
     return event.raw.ndim > 3 and event.raw.shape[-2] == event.raw.shape[-1] == event.values.shape[1]
 
 
-def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
+def _padded(inputs: Inputs, pads: int) -> Inputs:
     """The call with left padding in attention_mask, and in position_ids if the model takes them."""
     if not pads:
         return inputs
@@ -318,7 +330,7 @@ def _padded(model: nn.Module, inputs: Inputs, pads: int) -> Inputs:
     real = torch.ones(inputs.batch, slot.length + pads, dtype=torch.int64, device=values.device)
     real[:, :pads] = 0
     kwargs: dict[str, Any] = {**inputs.kwargs, slot.name: torch.cat([front, values], 1), "attention_mask": real}
-    if accepted(model, "position_ids"):
+    if inputs.subject.accepted("position_ids"):
         positions = inputs.kwargs.get("position_ids", torch.arange(slot.length, device=values.device))
         positions = positions.expand(inputs.batch, -1)
         kwargs["position_ids"] = torch.cat([positions.new_zeros(inputs.batch, pads), positions], 1)

@@ -74,7 +74,7 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProbePlan:
     passes: tuple[Tensor, ...]  # bool [batch, n] each
     coverage: float  # share of the forbidden pairs that they test
     forbidden: int  # number of forbidden pairs
@@ -109,7 +109,7 @@ def _borders(field: Tensor, runs: Sequence[tuple[int, int]]) -> _Borders:
 
 def plan(
     fields: Fields, seen: Mapping[int, Tensor], passes: int, runs: Sequence[tuple[int, int]] = (), beyond: bool = False
-) -> Plan:
+) -> ProbePlan:
     """Sets of positions that together test as many forbidden pairs (target, source) as possible, at most `passes`.
 
     Set S tests (i, j) if j is in S and F[i] is disjoint from S. Sets are chosen greedily among complements of fields,
@@ -142,7 +142,7 @@ def plan(
     empty = torch.zeros(fields.size, dtype=torch.bool)
     per_pass = [torch.stack([sets[p] if p < len(sets) else empty for sets in chosen]) for p in range(count)]
     full = tuple(selected.expand(fields.batch, -1).clone() for selected in per_pass)
-    return Plan(full, tested / forbidden if forbidden else 1.0, forbidden)
+    return ProbePlan(full, tested / forbidden if forbidden else 1.0, forbidden)
 
 
 def batch_sets(batch: int, size: int) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attnflow.audit.inputs import Inputs, fresh
 from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import seed_all
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 
 _OTHER: Final = 0x5EED  # added to a seed that may be the one by which the caller drew the tokens
 _FUNCTIONS: Final = (types.FunctionType, types.MethodType, functools.partial)
@@ -230,47 +230,61 @@ def _cells(function: types.FunctionType) -> list[object]:
 
 
 def copied(call: Callable[..., object]) -> tuple[Callable[..., object] | None, list[nn.Module]]:
-    """(a copy with a state of its own, the modules of both): its closure, globals of its own file, its object.
-
-    (None, []) if something in it cannot be copied, such as an open file.
-    """
-    home, memo = _module_of(call), dict[int, Any]()
-    spaces: dict[int, dict[str, Any]] = {}
-    made: dict[int, types.FunctionType] = {}
-
-    def function(old: types.FunctionType) -> types.FunctionType:
-        if id(old) not in made:
-            space = spaces.setdefault(id(old.__globals__), dict(old.__globals__))
-            cells = tuple(types.CellType() for _ in old.__closure__ or ())
-            new = types.FunctionType(old.__code__, space, old.__name__, None, cells)
-            made[id(old)] = new
-            new.__kwdefaults__, new.__defaults__ = old.__kwdefaults__, value(old.__defaults__)
-            for cell, content in zip(cells, _cells(old), strict=True):
-                cell.cell_contents = value(content)
-            if old.__module__ == home:
-                own = [name for name in _names(old.__code__) if name in old.__globals__]
-                space.update({name: value(old.__globals__[name], own=True) for name in own})
-        return made[id(old)]
-
-    def value(old: Any, own: bool = False) -> Any:
-        if isinstance(old, types.FunctionType):
-            return function(old) if not own or old.__module__ == home else old
-        if isinstance(old, types.MethodType):
-            return types.MethodType(value(old.__func__), value(old.__self__))
-        if isinstance(old, functools.partial):
-            keywords = {name: value(item) for name, item in old.keywords.items()}
-            return functools.partial(value(old.func), *map(value, old.args), **keywords)
-        if isinstance(old, type | types.ModuleType):
-            return old
-        new = copy.deepcopy(old, memo)
-        functions = {name: item for name, item in getattr(old, "__dict__", {}).items() if isinstance(item, _FUNCTIONS)}
-        getattr(new, "__dict__", {}).update({name: value(item) for name, item in functions.items()})
-        return new
-
+    """(a copy with a state of its own, the modules of both); (None, []) if something in it cannot be copied."""
+    copier = _Copier(_module_of(call))
     try:
         start = call if isinstance(call, _FUNCTIONS) else getattr(call, "__call__")  # noqa: B004, B009 - its method
-        new = cast(Callable[..., object], value(start))
-    except Exception:  # whatever an object of the user's raises when it is copied
+        new = cast(Callable[..., object], copier.value(start))
+    except Exception:  # whatever an object of the user's raises when it is copied, such as an open file
         return None, []
-    held = [old for old in memo.get(id(memo), ()) if isinstance(old, nn.Module)]  # deepcopy keeps what it has copied
-    return new, held + [memo[id(old)] for old in held]
+    return new, copier.modules()
+
+
+class _Copier:
+    """Copies what a callable keeps between calls: its object, its closure, and the globals of its own file.
+
+    `copy.deepcopy` takes functions as they are, so their closures and globals would be shared with the copy.
+    """
+
+    def __init__(self, home: str) -> None:
+        self._home = home  # the file of the callable; functions of other files are shared
+        self._memo: dict[int, Any] = {}
+        self._globals: dict[int, dict[str, Any]] = {}
+        self._functions: dict[int, types.FunctionType] = {}
+
+    def value(self, old: Any) -> Any:
+        if isinstance(old, types.FunctionType):
+            return self._function(old)
+        if isinstance(old, types.MethodType):
+            return types.MethodType(self.value(old.__func__), self.value(old.__self__))
+        if isinstance(old, functools.partial):
+            keywords = {name: self.value(item) for name, item in old.keywords.items()}
+            return functools.partial(self.value(old.func), *map(self.value, old.args), **keywords)
+        if isinstance(old, type | types.ModuleType):
+            return old
+        new = copy.deepcopy(old, self._memo)
+        functions = {name: item for name, item in getattr(old, "__dict__", {}).items() if isinstance(item, _FUNCTIONS)}
+        getattr(new, "__dict__", {}).update({name: self.value(item) for name, item in functions.items()})
+        return new
+
+    def _function(self, old: types.FunctionType) -> types.FunctionType:
+        if id(old) in self._functions:  # it may call itself
+            return self._functions[id(old)]
+        space = self._globals.setdefault(id(old.__globals__), dict(old.__globals__))
+        cells = tuple(types.CellType() for _ in old.__closure__ or ())
+        new = types.FunctionType(old.__code__, space, old.__name__, None, cells)
+        self._functions[id(old)] = new
+        new.__kwdefaults__, new.__defaults__ = old.__kwdefaults__, self.value(old.__defaults__)
+        for cell, content in zip(cells, _cells(old), strict=True):
+            cell.cell_contents = self.value(content)
+        if old.__module__ == self._home:
+            for name in {*_names(old.__code__)} & {*old.__globals__}:
+                item = old.__globals__[name]
+                shared = isinstance(item, types.FunctionType) and item.__module__ != self._home
+                space[name] = item if shared else self.value(item)
+        return new
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that were copied, and their copies."""
+        old = [item for item in self._memo.get(id(self._memo), ()) if isinstance(item, nn.Module)]  # kept by deepcopy
+        return old + [self._memo[id(module)] for module in old]

@@ -19,9 +19,9 @@ from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow._core.markup import plural
 from attnflow._core.threads import Turns, untraced
-from attnflow.audit.alone import compare_alone
-from attnflow.audit.audit import audited
-from attnflow.audit.cutting import attached_masks
+from attnflow.audit.audit import AuditOptions, audited
+from attnflow.audit.batch.alone import compare_alone
+from attnflow.audit.batch.cutting import attached_masks
 from attnflow.audit.declared import Order
 from attnflow.audit.inputs import LOSS_ARGUMENTS, Inputs, fresh, read, with_decoder_inputs
 from attnflow.audit.packing import BOUNDARIES
@@ -29,7 +29,7 @@ from attnflow.audit.report import AuditReport, Violation
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
 from attnflow.models.evaluation import REFUSALS, WithoutDropout, evaluating, examined, examining, refusal, unchanged
-from attnflow.models.loaded import Loaded, split, unwrapped
+from attnflow.models.subject import Loaded, Subject
 
 _LOG: Final = logging.getLogger("attnflow.audit")
 _counting: Final = threading.Lock()
@@ -117,10 +117,10 @@ class Guard(Handle):
         order = self._order if sequences is None else _of_first(self._order, sequences)
         began = time.perf_counter()
         with unchanged(model), examining(model):
-            batch = read(model, without_loss(model, call, sequences))
-            report = _in_its_mode(model, batch, order, self._passes)
+            batch = read(Subject(model), without_loss(model, call, sequences))
+            report = _in_its_mode(batch, order, self._passes)
             if self._order is None and not report.violations and not attached_masks(model):
-                report = _with_rows_alone(model, batch, report)
+                report = _with_rows_alone(batch, report)
         return replace(report, seconds=time.perf_counter() - began)
 
     def _restore(self) -> None:
@@ -186,19 +186,19 @@ def guard(
         raise ValueError(f"on_leak must be 'raise' or 'log', got {on_leak!r}")
     integer("passes", passes, 1)
     integer("sequences", sequences, 1)
-    return Guard(unwrapped(split(model)[0]), every, on_leak, order, passes, sequences)
+    return Guard(Subject.of(model).inside.model, every, on_leak, order, passes, sequences)
 
 
-def _in_its_mode(model: nn.Module, inputs: Inputs, order: Order, passes: int) -> AuditReport:
+def _in_its_mode(inputs: Inputs, order: Order, passes: int) -> AuditReport:
     """An audit in training mode, if that is the model's; in evaluation mode where equal calls differ in training."""
-    why = ""
+    model, why = inputs.model, ""
     if any(module.training for module in model.modules()):
         for module in model.modules():  # without gradients there is nothing to compute again
             if getattr(module, "gradient_checkpointing", None) is True:
                 setattr(module, "gradient_checkpointing", False)  # noqa: B010 - modules declare no such attribute
         try:
             with WithoutDropout():
-                report = audited(model, inputs, order, passes=passes)
+                report = audited(inputs, order, AuditOptions(passes=passes))
             state = next((violation for violation in report.violations if violation.kind == "state"), None)
             if state is None and not report.noise:
                 return replace(report, notes=(*report.notes, "audited in training mode, without dropout"))
@@ -206,15 +206,15 @@ def _in_its_mode(model: nn.Module, inputs: Inputs, order: Order, passes: int) ->
         except (*REFUSALS, UnsupportedArchitecture) as error:
             why = f"it does not run without a loss ({refusal(error)})"
     with evaluating(model):
-        report = audited(model, inputs, order, passes=passes)
+        report = audited(inputs, order, AuditOptions(passes=passes))
     notes = [f"audited in evaluation mode, as in training mode {why}: a leak there is not seen"] if why else []
     return replace(report, notes=(*report.notes, *notes))
 
 
-def _with_rows_alone(model: nn.Module, inputs: Inputs, report: AuditReport) -> AuditReport:
+def _with_rows_alone(inputs: Inputs, report: AuditReport) -> AuditReport:
     """The report with what a few rows and documents read that they do not have alone; other differences are notes."""
     try:
-        alone = compare_alone(model, inputs.kwargs, rows=_ALONE, documents=_ALONE)
+        alone = compare_alone(inputs.model, inputs.kwargs, rows=_ALONE, documents=_ALONE)
     except (AttnflowError, *REFUSALS) as error:
         return replace(report, notes=(*report.notes, f"rows were not compared with themselves alone: {refusal(error)}"))
     read = [gap for gap in alone.differences if gap.cause.startswith("it reads")]

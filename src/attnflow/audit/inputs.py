@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -11,17 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow.models.loaded import accepted, embedding_table, special_ids, takes, tokenized
-from attnflow.models.offload import without_numbers
+from attnflow.models.arguments import special_ids
+from attnflow.models.subject import DECODER, ENCODER, Subject
 
 _WRITTEN = ("past", "cache", "state")  # words in the names of arguments that a forward writes into
-_ENCODER = ("input_ids", "inputs_embeds")
-_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 
 
 @dataclass(frozen=True)
-class Entry:
+class StackEntry:
     """Where vectors enter a stack of layers and can be changed, however they were made."""
 
     layer: str  # the path of the layer that is called first
@@ -43,7 +40,7 @@ class Slot:
     name: str | None  # the argument that holds their token ids [B, n] or vectors [B, n, d]; None of pixels, audio
     length: int  # number of positions n
     offset: int  # number of its first position when all slots are counted through (encoder, then decoder)
-    entry: Entry | None = None  # where these positions enter a stack of layers; None of a model without one
+    entry: StackEntry | None = None  # where these positions enter a stack of layers; None of a model without one
     layers: frozenset[str] = frozenset()  # paths of the layers of the stack
     places: tuple[int, ...] = ()  # of the tokens that were passed, where virtual tokens or an image stand beside them
 
@@ -53,7 +50,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Call:
+class Variation:
     """One model call: its keyword arguments, and what is added where vectors enter stacks of layers."""
 
     kwargs: Mapping[str, Any]
@@ -62,6 +59,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Inputs:
+    """One call of a model, and where its positions are."""
+
+    subject: Subject
     kwargs: dict[str, Any]  # what forward is called with
     slots: tuple[Slot, ...]  # one for a decoder or an encoder; encoder and decoder slots for an encoder-decoder
     batch: int  # number of sequences; 1 where the inputs have no batch axis
@@ -74,8 +74,8 @@ class Inputs:
         return sum(slot.length for slot in self.slots)
 
     @property
-    def base(self) -> Call:
-        return Call(self.kwargs, {})
+    def base(self) -> Variation:
+        return Variation(self.kwargs, {})
 
     @property
     def layers(self) -> frozenset[str]:
@@ -118,7 +118,7 @@ class Inputs:
         tensor = cast(Tensor, self.kwargs[cast(str, slot.name)])
         return tensor if self.batched else tensor[None]
 
-    def draw(self, generator: torch.Generator) -> Call:
+    def draw(self, generator: torch.Generator) -> Variation:
         """A replacement for every position: another token id, or a vector moved by noise of its own scale.
 
         Special tokens (padding, image placeholders) keep their ids where their vectors can be moved instead.
@@ -141,9 +141,9 @@ class Inputs:
             index = torch.randint(len(pool), values.shape, generator=generator).to(values.device)
             fresh = torch.where(pool[index] == values, pool[(index + 1) % len(pool)], pool[index])
             drawn[slot.name] = fresh if slot.entry is None else torch.where(torch.isin(values, pool), fresh, values)
-        return Call(drawn, noise)
+        return Variation(drawn, noise)
 
-    def changed(self, selected: Tensor, draw: Call) -> Call:
+    def changed(self, selected: Tensor, draw: Variation) -> Variation:
         """The call with the `selected` positions, bool [batch, n] over all slots, and other inputs from `draw`."""
         named = {slot.name for slot in self.slots}
         other = {name: value for name, value in draw.kwargs.items() if name not in named}
@@ -159,7 +159,7 @@ class Inputs:
             choose = chosen.to(values.device).reshape(chosen.shape + (1,) * (values.ndim - 2))
             new = torch.where(choose, draw.kwargs[slot.name].to(values), values)
             kwargs[slot.name] = new if self.batched else new[0]
-        return Call(kwargs, noise)
+        return Variation(kwargs, noise)
 
     def in_precision(self, dtype: torch.dtype | None) -> Inputs:
         if dtype is None:
@@ -167,9 +167,13 @@ class Inputs:
         floating = {n: v for n, v in self.kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()}
         return replace(self, kwargs=self.kwargs | {name: value.to(dtype) for name, value in floating.items()})
 
-    def without_cache(self, model: nn.Module) -> Inputs:
+    @property
+    def model(self) -> nn.Module:
+        return self.subject.model
+
+    def without_cache(self) -> Inputs:
         """The same call without making a cache, unless it asks for one itself."""
-        if takes_use_cache(model) and "use_cache" not in self.kwargs:
+        if self.subject.takes_use_cache and "use_cache" not in self.kwargs:
             return replace(self, kwargs={**self.kwargs, "use_cache": False})
         return self
 
@@ -195,24 +199,11 @@ def _copied(value: Any, written: bool) -> Any:
         ) from error
 
 
-def read(
-    model: nn.Module, inputs: str | Sequence[int] | Tensor | Mapping[str, Any], tokenizer: Any | None = None
-) -> Inputs:
-    if without_numbers(model):
-        raise ValueError(f"{type(model).__name__} has parameters on the meta device: load its weights before an audit")
-    given = tokenized(inputs, tokenizer)
-    if isinstance(given, Sequence):
-        given = _ids(cast(Sequence[Any], given))
-    if isinstance(given, Tensor):
-        parameters, usual = _parameters(model), "inputs_embeds" if given.is_floating_point() else "input_ids"
-        kwargs: dict[str, Any] = {usual if usual in parameters or not parameters else parameters[0]: given}
-    elif isinstance(given, Mapping):
-        kwargs = dict(cast(Mapping[str, Any], given))
-    else:
-        raise TypeError(
-            "expected a text, token ids or a dict of keyword arguments for the model's forward, got "
-            f"{type(given).__name__}"
-        )
+def read(subject: Subject, inputs: object) -> Inputs:
+    """`inputs` as keyword arguments, with a slot for each argument that holds a value per position."""
+    if subject.without_numbers:
+        raise ValueError(f"{subject.kind} has parameters on the meta device: load its weights before an audit")
+    kwargs = subject.named(inputs)
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and value.is_meta:
             raise ValueError(f"{name} is on the meta device, which holds no numbers: pass it on the model's device")
@@ -220,7 +211,7 @@ def read(
             raise ValueError(
                 f"{name} is sparse ({value.layout}), and positions are changed in dense tensors: pass {name}.to_dense()"
             )
-    tensors = {name: _checked(model, name, kwargs[name]) for name in _slot_names(model, kwargs)}
+    tensors = {name: _checked(subject, name, kwargs[name]) for name in _slot_names(subject, kwargs)}
     batched = all(tensor.ndim - int(tensor.is_floating_point()) > 1 for tensor in list(tensors.values())[:1])
     sizes = {name: len(tensor) if batched else 1 for name, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
@@ -232,67 +223,39 @@ def read(
             raise ValueError(f"{name} is empty, {tuple(tensor.shape)}: expected at least one sequence of one position")
         slots.append(Slot(name, length, sum(slot.length for slot in slots)))
     ids = [tensor for tensor in tensors.values() if not tensor.is_floating_point()]
-    pool = _pool(model, ids) if ids else torch.arange(0)
-    return Inputs(kwargs, tuple(slots), next(iter(sizes.values()), 1), batched, pool)
+    pool = _pool(subject, ids) if ids else torch.arange(0)
+    return Inputs(subject, kwargs, tuple(slots), next(iter(sizes.values()), 1), batched, pool)
 
 
 def with_decoder_inputs(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
     """The call with the decoder's inputs that an encoder-decoder makes of its labels, if it is given no others."""
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    given = call.get("labels") is None or any(call.get(name) is not None for name in _DECODER)
+    given = call.get("labels") is None or any(call.get(name) is not None for name in DECODER)
     return (
         dict(call) if given or not callable(shifted) else {**call, "decoder_input_ids": shifted(labels=call["labels"])}
     )
 
 
-def config_of(model: nn.Module) -> Any:
-    """The configuration of the text model, if there is one."""
-    config = getattr(model, "config", None)
-    return getattr(config, "text_config", None) or config
-
-
-def takes_use_cache(model: nn.Module) -> bool:
-    named = inspect.signature(model.forward).parameters.values()
-    passes_on = hasattr(model, "config") and any(each.kind is each.VAR_KEYWORD for each in named)
-    return accepted(model, "use_cache") is not None or passes_on
-
-
-def _ids(inputs: Sequence[Any]) -> Tensor:
-    lengths = [len(cast(Sequence[object], row)) for row in inputs if isinstance(row, Sequence | Tensor)]
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"expected sequences of one length, got lengths {', '.join(map(str, lengths[:8]))}: pad them and pass "
-            "attention_mask with them, or audit each alone"
-        )
-    tensor = torch.atleast_2d(torch.as_tensor(inputs))
-    if tensor.is_floating_point() and tensor.numel():
-        raise TypeError("token ids must be integers, got a list of floats; pass torch.tensor(rows) if they are vectors")
-    return tensor.long() if tensor.is_floating_point() else tensor
-
-
-def _parameters(model: nn.Module) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds]
-
-
-def _slot_names(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
-    encoder = [name for name in _ENCODER if kwargs.get(name) is not None]
-    decoder = [name for name in _DECODER if kwargs.get(name) is not None]
-    config = getattr(model, "config", None)
-    both = getattr(config, "is_encoder_decoder", False) and hasattr(model, "decoder") | hasattr(model, "get_decoder")
-    if both and not decoder and takes(model.forward, "decoder_input_ids"):
+def _slot_names(subject: Subject, kwargs: Mapping[str, Any]) -> list[str]:
+    encoder = [name for name in ENCODER if kwargs.get(name) is not None]
+    decoder = [name for name in DECODER if kwargs.get(name) is not None]
+    model = subject.model
+    both = getattr(subject.config, "is_encoder_decoder", False) and (
+        hasattr(model, "decoder") or hasattr(model, "get_decoder")
+    )
+    if both and not decoder and DECODER[0] in subject.parameters:
         raise ValueError("an encoder-decoder needs decoder_input_ids beside input_ids: the audit covers both")
     if len(encoder) > 1 or len(decoder) > 1:
         raise ValueError(f"pass either ids or embeddings, got {encoder + decoder}")
     if encoder or decoder:
         return encoder + decoder
-    tensors = [name for name in (*_parameters(model), *kwargs) if isinstance(kwargs.get(name), Tensor)]
+    tensors = [name for name in (*subject.parameters, *kwargs) if isinstance(kwargs.get(name), Tensor)]
     if not tensors:
         raise ValueError(f"expected a tensor of token ids or embeddings among the inputs, got {sorted(kwargs)}")
-    return [] if config is not None else tensors[:1]  # pixels or audio: positions are those of the layers
+    return [] if subject.config is not None else tensors[:1]  # pixels or audio: positions are those of the layers
 
 
-def _checked(model: nn.Module, name: str, value: object) -> Tensor:
+def _checked(subject: Subject, name: str, value: object) -> Tensor:
     """The value, if it holds ids in the vocabulary or vectors as wide as the embeddings."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}; use torch.tensor(...)")
@@ -304,8 +267,8 @@ def _checked(model: nn.Module, name: str, value: object) -> Tensor:
     if not lowest <= value.ndim <= lowest + 1:
         what = "[batch, n, width]" if value.is_floating_point() else "[batch, n]"
         raise ValueError(f"{name} must have shape {what}, got {tuple(value.shape)}")
-    table = embedding_table(model)
-    if table is None or value.numel() == 0 or name not in (*_ENCODER, *_DECODER):
+    table = subject.embedding
+    if table is None or value.numel() == 0 or name not in (*ENCODER, *DECODER):
         return value
     if not value.is_floating_point():
         low, high = int(value.min()), int(value.max())
@@ -319,13 +282,13 @@ def _checked(model: nn.Module, name: str, value: object) -> Tensor:
     return value
 
 
-def _pool(model: nn.Module, ids: Sequence[Tensor]) -> Tensor:
+def _pool(subject: Subject, ids: Sequence[Tensor]) -> Tensor:
     """The ids that may replace others: no special tokens, which could change the mask."""
-    table, config = embedding_table(model), config_of(model)
+    table, config = subject.embedding, subject.text_config
     sizes = [None if table is None else table.num_embeddings, getattr(config, "vocab_size", None)]
     size = min([size for size in sizes if isinstance(size, int) and size] or [0])
     size = size or max(int(tensor.max()) for tensor in ids if tensor.numel()) + 1
-    special = special_ids((getattr(model, "config", None), config), ("_token_id", "_token_index"))
+    special = special_ids((subject.config, config), ("_token_id", "_token_index"))
     pool = torch.tensor([token for token in range(size) if token not in special], dtype=torch.int64)
     if len(pool) < 2:
         raise ValueError(f"expected two ordinary token ids to swap, got a vocabulary of {size}; pass embeddings")

@@ -23,7 +23,7 @@ from attnflow.audit.rounding import computed_otherwise, other_precision, recurs,
 from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
 from attnflow.models.evaluation import REFUSALS, evaluating, precision, unchanged
-from attnflow.models.loaded import Loaded, split, unwrapped
+from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow, analyze
 from attnflow.order.hasse import OrderDifference
 
@@ -61,17 +61,16 @@ def measure(
     """
     if by not in ("layer", "output"):
         raise ValueError(f"by must be 'layer' or 'output', got {by!r}")
-    model, tokenizer = split(model)
-    model = unwrapped(model)
-    with unchanged(model), evaluating(model):
-        whole = survey(model, read(model, inputs, tokenizer).without_cache(model)).inputs
-        end_to_end = _of_samples(_by_change(_Whole(model, whole, seed), whole, progress), whole)
+    subject = Subject.of(model).inside
+    with unchanged(subject.model), evaluating(subject.model):
+        whole = survey(read(subject, inputs).without_cache()).inputs
+        end_to_end = _of_samples(_by_change(_Whole(whole, seed), whole, progress), whole)
         if by == "output":
             flows = [analyze(from_dense(row, "measured")) for row in end_to_end]
             return flows if len(flows) > 1 else flows[0]
-        calls = layer_calls(model, whole)
+        calls = layer_calls(whole)
         if not calls:
-            raise UnsupportedArchitecture(f"{type(model).__name__} has no list of layers: measure it with by='output'")
+            raise UnsupportedArchitecture(f"{subject.kind} has no list of layers: measure it with by='output'")
         layers: list[Tensor] = []
         generator = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):
@@ -89,7 +88,7 @@ def measure(
             if outside.any():
                 target, source = outside.nonzero()[0].tolist()
                 raise UnsupportedArchitecture(
-                    f"position {target} of {type(model).__name__} depends on {source}, which no layer passes on: "
+                    f"position {target} of {subject.kind} depends on {source}, which no layer passes on: "
                     "something flows outside of the layers. Measure it with by='output'"
                 )
         return flows if len(flows) > 1 else flows[0]
@@ -187,7 +186,7 @@ def record(
 
     Cost: that of `measure`.
     """
-    module = unwrapped(split(model)[0])
+    module = Subject.of(model).inside.model
     call: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
     saved: dict[str, object] = {}
     for name, value in call.items():
@@ -224,12 +223,12 @@ def _of_samples(relation: Tensor, inputs: Inputs) -> Tensor:
 
 
 class _Whole:
-    def __init__(self, model: nn.Module, inputs: Inputs, seed: int) -> None:
-        self.module = model
+    def __init__(self, inputs: Inputs, seed: int) -> None:
+        self.module = inputs.model
         self.columns = range(inputs.size)
         self.depth = max(1, len(inputs.layers))
         self._inputs = inputs
-        self._runner = Runner(model, inputs, "layers", seed)
+        self._runner = Runner(inputs, "layers", seed)
         self.dtype = self._runner.dtype
         generator = torch.Generator().manual_seed(seed)
         self._drawn = [inputs.draw(generator) for _ in range(SAMPLES)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ def read_packing(
     """
     starts: dict[str, Tensor] = {}
     problems: list[str] = []
-    n, total = real.shape[1], real.numel()
+    total = real.numel()
     for name in [*BOUNDARIES, *(n for n in arguments if n not in BOUNDARIES and _MORE_BOUNDARIES.fullmatch(n))]:
         bounds = integers(arguments, name, (1,)) if name in BOUNDARIES else _integers(arguments[name], 1)
         if bounds is None:
@@ -59,19 +59,14 @@ def read_packing(
         most = arguments.get(f"max_length_{name[-1]}")
         if most is not None and int(most) < lengths.max():
             problems.append(f"max_length_{name[-1]} is {int(most)}, but {name} has a document of {int(lengths.max())}")
-    numbers = integers(arguments, "seq_idx", (1, 2))
-    if numbers is not None:
-        if numbers.shape[-1] != n or numbers.numel() not in (n, total):
-            raise ValueError(f"seq_idx must number the positions {list(real.shape)}, got {list(numbers.shape)}")
-        starts["seq_idx"] = _changes(numbers.reshape(-1, n).expand_as(real), real)
-    for name, value in arguments.items():
-        if name != "seq_idx" and _NUMBERS.fullmatch(name):
-            numbers = _integers(value, 2)
-            if numbers is not None and numbers.shape[-1] == n and numbers.numel() in (n, total):
-                starts[name] = _changes(numbers.reshape(-1, n).expand_as(real), real)
-        elif LENGTHS.fullmatch(name):
-            begins = _of_lengths(value, real)
-            starts |= {} if begins is None else {name: begins}
+    sequences = integers(arguments, "seq_idx", (1, 2))
+    if sequences is not None and _per_position(sequences, real.shape) is None:
+        raise ValueError(f"seq_idx must number the positions {list(real.shape)}, got {list(sequences.shape)}")
+    for name, value in sorted(arguments.items(), key=lambda item: item[0] != "seq_idx"):
+        begins = _of_lengths(value, real) if LENGTHS.fullmatch(name) else None
+        if _NUMBERS.fullmatch(name) and (numbers := _per_position(_integers(value, 2), real.shape)) is not None:
+            begins = _changes(numbers, real)
+        starts |= {} if begins is None else {name: begins}
     if mask is not None and not mask.is_floating_point() and mask.long().amax() > 1:
         starts["attention_mask"] = _changes(mask, real)
     if positions is not None:  # one goes back, or stays at the lowest one (a document of one token)
@@ -89,39 +84,45 @@ def read_packing(
 def other_positions(arguments: Mapping[str, Any], size: tuple[int, int]) -> tuple[str, Tensor] | None:
     """(name, positions [batch, n]) of an entry that holds position ids under another name."""
     for name in filter(_POSITIONS.fullmatch, arguments):
-        positions = _integers(arguments[name], 2)
-        if (
-            positions is not None
-            and positions.shape[-1] == size[1]
-            and positions.numel() in (size[1], size[0] * size[1])
-        ):
-            return name, positions.reshape(-1, size[1]).expand(size)
+        if (positions := _per_position(_integers(arguments[name], 2), size)) is not None:
+            return name, positions
     return None
 
 
-def _integers(value: object, axes: int) -> Tensor | None:
-    """An entry as integers of at most this many axes; None if it is anything else."""
+def numbers_of(value: object) -> Tensor | None:
+    """An entry as a tensor; None for texts, objects and lists of unequal lengths."""
     try:
-        tensor = as_tensor(value)
-    except (TypeError, ValueError):
+        return as_tensor(value)
+    except (TypeError, ValueError, OverflowError):
         return None
-    whole = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-    return tensor.long() if whole and 0 < tensor.ndim <= axes else None
 
 
-def _of_lengths(value: object, real: Tensor) -> Tensor | None:
+def _integers(value: object, axes: int) -> Tensor | None:
+    tensor = numbers_of(value)
+    return tensor.long() if tensor is not None and _whole(tensor) and 0 < tensor.ndim <= axes else None
+
+
+def _whole(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def _per_position(numbers: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
+    n = size[1]
+    if numbers is None or numbers.shape[-1] != n or numbers.numel() not in (n, size[0] * n):
+        return None
+    return numbers.reshape(-1, n).expand(size)
+
+
+def _of_lengths(value: Any, real: Tensor) -> Tensor | None:
     """Where documents begin by their lengths, of the whole batch or row by row; None if they do not add up."""
-    rows = cast("list[object]", value) if isinstance(value, list | tuple) else None
-    if rows and all(isinstance(row, list | tuple | Tensor) for row in rows):
-        parts = [_integers(row, 1) for row in rows]
-        if len(parts) != len(real) or any(part is None for part in parts):
+    if isinstance(value, list | tuple) and value and all(isinstance(row, list | tuple | Tensor) for row in value):
+        lengths = [part for row in value if (part := _integers(row, 1)) is not None]
+        if len(lengths) != len(value) or len(value) != len(real):
             return None
-        lengths = [cast(Tensor, part) for part in parts]
+    elif (whole := _integers(value, 2)) is not None:
+        lengths = list(torch.atleast_2d(whole))
     else:
-        whole = _integers(value, 2)
-        if whole is None:
-            return None
-        lengths = [whole] if whole.ndim == 1 else list(whole)
+        return None
     sizes = [int(part.sum()) for part in lengths]
     n, tokens = real.shape[1], real.sum(-1).tolist()
     if len(lengths) == 1 and len(real) > 1:
@@ -214,7 +215,7 @@ def integers(arguments: Mapping[str, Any], name: str, ranks: tuple[int, ...]) ->
         tensor = as_tensor(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__} that is not one: {error}") from error
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if not _whole(tensor):
         raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
     if tensor.ndim not in ranks:
         raise ValueError(f"{name} must have {' or '.join(map(str, ranks))} axes, got {list(tensor.shape)}")

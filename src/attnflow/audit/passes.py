@@ -9,19 +9,18 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnflow.audit.functions import Function
-from attnflow.audit.inputs import Call, Inputs, Slot, fresh
+from attnflow.audit.inputs import Inputs, Slot, Variation, fresh
 from attnflow.audit.packing import real_positions
-from attnflow.audit.rows import Frame, Layout, arranged, canonical, layout_of, leaves, settled
+from attnflow.audit.rows import Frame, OutputLayout, arranged, canonical, layout_of, leaves, settled
 from attnflow.models.evaluation import seed_all
-from attnflow.models.loaded import embedding_table, own_name
-from attnflow.models.watching import Arguments, Watch
-from attnflow.models.watching import Call as ModuleCall
+from attnflow.models.subject import own_name
+from attnflow.models.watching import Arguments, Call, Watch
 
 Watched = Literal["modules", "layers"]
 
@@ -57,23 +56,6 @@ def put_back(event: Event, values: Tensor) -> None:
         event.values.copy_(values)
 
 
-def layer_names(model: nn.Module) -> dict[str, int]:
-    """{path: index in its list} of the layers: members of the outermost module lists that hold whole blocks.
-
-    Lists of leaf modules (projections, norms) and an `nn.Sequential` of unlike modules are not stacks of layers.
-    """
-    layers: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in layers):
-            continue
-        alike = isinstance(module, nn.ModuleList) or (len(module) > 1 and len({type(block) for block in module}) == 1)
-        members = cast("dict[str, nn.Module | None]", module._modules)  # Informer's convolutions may be None
-        blocks = {index: block for index, block in enumerate(members.values()) if block is not None}
-        if alike and all(next(block.children(), None) is not None for block in blocks.values()):
-            layers |= {f"{name}.{index}": index for index in blocks}
-    return layers
-
-
 class Tracer:
     def __init__(
         self,
@@ -82,7 +64,7 @@ class Tracer:
         frame: Frame,
         visit: Callable[[Event], None],
         watch: Watched,
-        layouts: dict[str, Layout],
+        layouts: dict[str, OutputLayout],
     ) -> None:
         self.model = model
         self.layers = layers  # {path: index} of those of the stacks whose positions are audited
@@ -99,10 +81,10 @@ class Tracer:
         self.step = step
         self.depth = depth  # layers begun in this pass
         self.layer_calls: dict[str, int] = {}  # how often each layer was called in the last pass
-        self._open: list[tuple[ModuleCall, int]] = []  # layers that run, with their index
+        self._open: list[tuple[Call, int]] = []  # layers that run, with their index
         self.watch.restart()
 
-    def _enter(self, call: ModuleCall) -> None:
+    def _enter(self, call: Call) -> None:
         if call.caller is not None:  # the inputs of the model itself are what is perturbed
             self._emit(call, "in", call.caller.name, (call.args, call.kwargs))
         if call.name in self.layers:
@@ -111,13 +93,13 @@ class Tracer:
             first = self.layer_calls[call.name] == 1
             self._open.append((call, self.layers[call.name] if first else self.depth - 1))
 
-    def _leave(self, call: ModuleCall, output: object) -> None:
+    def _leave(self, call: Call, output: object) -> None:
         self._emit(call, "out", call.name, output)
         if call.name in self.layers:
             while self._open.pop()[0] is not call:
                 pass  # a layer that raised, in a model that goes on
 
-    def _emit(self, call: ModuleCall, side: Literal["in", "out"], blame: str, root: object) -> None:
+    def _emit(self, call: Call, side: Literal["in", "out"], blame: str, root: object) -> None:
         if not call.name and self.frame.whole and self.frame.segments:
             self._receive(call, root)
             return
@@ -133,18 +115,18 @@ class Tracer:
                     self._inside[rows[1]] = rows[0]
                 self.visit(Event(key, label, layer, self.depth, rows[1], rows[0], tensor))
 
-    def _receive(self, call: ModuleCall, root: object) -> None:
+    def _receive(self, call: Call, root: object) -> None:
         def unknown(path: str, value: object) -> None:
             # A cache of keys and values or states is audited on its own, by decoding.
             if "cache" not in type(value).__name__.lower() and not hasattr(value, "get_seq_length"):
                 one = isinstance(value, int | float) and not path.rpartition(".")[2].isdigit()  # not of a list
                 why = f"is a {type(value).__name__}, which is not looked into"
-                self.layouts[path] = Layout("unknown", why=why, sure=one)
+                self.layouts[path] = OutputLayout("unknown", why=why, sure=one)
 
         for path, tensor in leaves(root, unknown):
             if tensor.is_meta:
                 why = "is on the meta device, which holds no numbers"
-                self.layouts[path] = Layout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
+                self.layouts[path] = OutputLayout("unknown", shape=tuple(tensor.shape), why=why, sure=False)
                 continue
             layout = self.layouts.get(path) or layout_of(tensor, self.frame, self._inside)
             if layout.form != "unknown" and layout.shape != tuple(tensor.shape):
@@ -161,23 +143,23 @@ class Runner:
 
     path = "forward"  # how the model is run, by the name in a report
 
-    def __init__(self, model: nn.Module, inputs: Inputs, watch: Watched, seed: int) -> None:
-        self.model = model
+    def __init__(self, inputs: Inputs, watch: Watched, seed: int) -> None:
+        self.model = model = inputs.model
         self.inputs = inputs
         self.watch: Watched = watch
         self.seed = seed
         self.passes = 0  # so far; a cached run counts each step
         self.layer_calls = 0  # of the last pass
         self.skipped: dict[str, str] = {}
-        self.layouts: dict[str, Layout] = {}  # of the tensors that the caller receives, by path
-        self.layer_names = {name: index for name, index in layer_names(model).items() if name in inputs.layers}
+        self.layouts: dict[str, OutputLayout] = {}  # of the tensors that the caller receives, by path
+        self.layer_names = {name: index for name, index in inputs.subject.layers.items() if name in inputs.layers}
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         inner = () if isinstance(model, Function) else model.parameters()  # nothing inside a function is watched
         self._widths = frozenset(size for parameter in inner for size in parameter.shape[:2])
 
-    def run(self, call: Call, visit: Callable[[Event], None]) -> None:
+    def run(self, call: Variation, visit: Callable[[Event], None]) -> None:
         seed_all(self.seed)
-        with moved(self.model, self.inputs, call.noise, lambda: tracer.frame.segments):
+        with moved(self.inputs, call.noise, lambda: tracer.frame.segments):
             kept = call.kwargs.get("logits_to_keep")
             kept = kept if isinstance(kept, int) and not isinstance(kept, bool) else 0
             passed = {value.shape[1] for value in call.kwargs.values() if isinstance(value, Tensor) and value.ndim == 2}
@@ -198,7 +180,7 @@ class Runner:
         """Whether a tensor belongs to a layer or to the whole model, not to a module inside a layer."""
         return not key.module or key.module in self.layer_names
 
-    def record(self, call: Call) -> Recording:
+    def record(self, call: Variation) -> Recording:
         """Run one pass and keep all its events; tensors that are changed in place later are copied."""
         with torch.no_grad():
             events, intact = self.distinct(call)
@@ -218,7 +200,7 @@ class Runner:
                 self.layouts[path] = settled(layout, base[key].raw, moved[key].raw, frame_of(self.inputs))
         return self.record(self.inputs.base)
 
-    def distinct(self, call: Call, copy: bool = False) -> tuple[Recording, bool]:
+    def distinct(self, call: Variation, copy: bool = False) -> tuple[Recording, bool]:
         """(the events of a pass without inputs that an earlier event showed, whether none was changed in place)."""
         events: Recording = {}
         seen: dict[int, tuple[Tensor, int]] = {}  # (tensor, version) by id; holds the tensors, so that ids stay theirs
@@ -245,13 +227,11 @@ def frame_of(inputs: Inputs) -> Frame:
 
 
 @contextmanager
-def moved(
-    model: nn.Module, inputs: Inputs, noise: Mapping[int, Tensor], segments: Callable[[], Mapping[int, int]]
-) -> Generator[None]:
+def moved(inputs: Inputs, noise: Mapping[int, Tensor], segments: Callable[[], Mapping[int, int]]) -> Generator[None]:
     """Add noise [batch, n, width], by slot offset, to what enters each stack, once per step."""
     entered: dict[int, int] = {}
 
-    def enter(slot: Slot, call: ModuleCall) -> Arguments | None:
+    def enter(slot: Slot, call: Call) -> Arguments | None:
         assert slot.entry is not None
         vectors = entering(call.args, call.kwargs)
         if vectors is None:
@@ -268,7 +248,7 @@ def moved(
             {name: changed if value is vectors else value for name, value in call.kwargs.items()},
         )
 
-    def embedded(slot: Slot, real: Tensor, _: ModuleCall, output: Any) -> Tensor | None:
+    def embedded(slot: Slot, real: Tensor, _: Call, output: Any) -> Tensor | None:
         start = segments().get(output.shape[1]) if isinstance(output, Tensor) and output.ndim == 3 else None
         if start is None or len(output) != inputs.batch:
             return None
@@ -277,12 +257,12 @@ def moved(
         times = -(-output.shape[2] // added.shape[2])
         return output + added.repeat(1, 1, times)[..., : output.shape[2]].to(output)
 
-    table = embedding_table(model)
+    table = inputs.subject.embedding
     with ExitStack() as watches:
         for slot in inputs.slots:
             if slot.offset not in noise or slot.entry is None:
                 continue
-            layer, real = model.get_submodule(slot.entry.layer), real_positions(inputs, slot)
+            layer, real = inputs.model.get_submodule(slot.entry.layer), real_positions(inputs, slot)
             watches.enter_context(Watch({slot.entry.layer: layer}, partial(enter, slot)))
             if table is not None and not real.all():  # padding keeps its token, but what embeds it may mix positions
                 watches.enter_context(Watch({"table": table}, leave=partial(embedded, slot, real)))

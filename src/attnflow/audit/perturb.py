@@ -13,7 +13,7 @@ from torch import Tensor
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.fields import Fields
 from attnflow.audit.functions import Function
-from attnflow.audit.inputs import Call
+from attnflow.audit.inputs import Variation
 from attnflow.audit.packing import all_real
 from attnflow.audit.passes import Event, Key, Recording, Runner, put_back, refuse_nan
 from attnflow.audit.report import Kind, Violation
@@ -27,6 +27,7 @@ from attnflow.audit.rounding import (
     unit,
 )
 from attnflow.models.evaluation import REFUSALS, precision
+from attnflow.models.subject import Subject
 
 _NOISE: Final = 4.0  # noise is known from a few runs only
 
@@ -45,7 +46,7 @@ class Moved:
 @dataclass(frozen=True)
 class Hit:
     selected: Tensor
-    drawn: Call
+    drawn: Variation
     moved: Moved
 
 
@@ -106,7 +107,7 @@ class Prober:
         if twin is None:
             return None
         inputs, every = self.runner.inputs, self._every(True)
-        other = Runner(twin, inputs, "layers", self.runner.seed)
+        other = Runner(replace(inputs, subject=Subject(twin)), "layers", self.runner.seed)
         other.layouts = self.runner.layouts
         self._moves(other, inputs.changed(every, inputs.draw(self.generator)), lambda _: ~every)
         later = self._moves(other, inputs.base, lambda _: every)
@@ -186,7 +187,7 @@ class Prober:
             watched[:, [slot.offset + place for place in beside]] = False
         for name, changed in inputs.hidden(self.generator).items():
             drawn = inputs.draw(self.generator)
-            drawn = Call({**drawn.kwargs, name: changed}, drawn.noise)
+            drawn = Variation({**drawn.kwargs, name: changed}, drawn.noise)
             moves = self._moves(self.runner, inputs.changed(none, drawn), lambda _: watched)
             moves = [moved for moved in moves if moved.event.raw.shape[1:2] != changed.shape[1:2]]  # its own
             real = self._real(self._consequential(moves), none, drawn, lambda _: watched) if moves else []
@@ -196,7 +197,7 @@ class Prober:
                 found.append(Violation(*place, self.runner.path, moved.confirmed, why=f"padding of {name}"))
         return found
 
-    def _ids(self, call: Call, row: int) -> tuple[int, ...]:
+    def _ids(self, call: Variation, row: int) -> tuple[int, ...]:
         """The token ids of one sequence of a call; none of vectors."""
         name = self.runner.inputs.slots[0].name
         ids: Any = None if name is None or len(self.runner.inputs.slots) > 1 else call.kwargs[name]
@@ -212,7 +213,7 @@ class Prober:
         return torch.full((self.runner.inputs.batch, self.runner.inputs.size), value)
 
     def _moves(
-        self, runner: Runner, call: Call, watched: Callable[[Event], Tensor], alone: bool = False
+        self, runner: Runner, call: Variation, watched: Callable[[Event], Tensor], alone: bool = False
     ) -> list[Moved]:
         """What differs from the unperturbed pass in one call, of the `watched` positions.
 
@@ -271,7 +272,7 @@ class Prober:
         return [moved for moved in there if moved.change.any()]
 
     def _real(
-        self, moves: list[Moved], selected: Tensor, drawn: Call, watched: Callable[[Event], Tensor]
+        self, moves: list[Moved], selected: Tensor, drawn: Variation, watched: Callable[[Event], Tensor]
     ) -> list[Moved]:
         """The moves that are not rounding, in order of execution."""
         other, function = other_precision(self.runner.dtype), isinstance(self.runner.model, Function)
@@ -312,7 +313,7 @@ class Prober:
         return sorted(real, key=lambda moved: places[moved.event.key])
 
     def _unconfirmed(
-        self, left: list[Moved], selected: Tensor, drawn: Call, watched: Callable[[Event], Tensor]
+        self, left: list[Moved], selected: Tensor, drawn: Variation, watched: Callable[[Event], Tensor]
     ) -> list[Moved]:
         """Of the moves that float64 does not show, those that are no rounding either.
 
@@ -364,7 +365,7 @@ class Prober:
 
     def _rows(
         self, pairs: Sequence[tuple[int, int]], hit: Hit, row: int, target: int
-    ) -> tuple[Call, float, Tensor, Tensor]:
+    ) -> tuple[Variation, float, Tensor, Tensor]:
         """(the call with these positions changed, how far the target moves, its vector before, and then)."""
         selected = torch.zeros_like(hit.selected)
         for b, j in pairs:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
@@ -22,10 +22,10 @@ from attnflow.audit.passes import frame_of
 from attnflow.audit.report import Violation, few
 from attnflow.audit.rounding import row_change
 from attnflow.audit.rows import Frame, canonical
-from attnflow.audit.survey import LayerCall, Survey
+from attnflow.audit.survey import CallSurvey, LayerCall
 from attnflow.models.evaluation import REFUSALS, precision, refusal
-from attnflow.models.loaded import unwrapped
 from attnflow.models.mixing import attends, moves_between_positions
+from attnflow.models.subject import unwrapped
 from attnflow.models.watching import Call, calls_of
 
 Outputs = dict[tuple[int, int], Tensor]  # {(joint position of the first row, rows): [batch, rows, features]}
@@ -35,9 +35,9 @@ _COLUMNS: Final = 4  # positions that are tried where missing pairs are only not
 _SAMPLES: Final = 3
 
 
-def layer_calls(model: nn.Module, inputs: Inputs) -> list[Call]:
-    layers = {name: unwrapped(model.get_submodule(name)) for name in inputs.layers}
-    return calls_of(layers, lambda: model(**fresh(inputs.kwargs)))
+def layer_calls(inputs: Inputs) -> list[Call]:
+    layers = {name: unwrapped(inputs.model.get_submodule(name)) for name in inputs.layers}
+    return calls_of(layers, lambda: inputs.model(**fresh(inputs.kwargs)))
 
 
 class ReplayedLayer:
@@ -108,9 +108,7 @@ def _isolated(value: Any, dtype: torch.dtype | None, written: int) -> Any:
     return copied
 
 
-def missing_pairs(
-    model: nn.Module, seen: Survey, relation: Relation, seed: int, thorough: bool
-) -> tuple[list[Violation], list[str]]:
+def missing_pairs(seen: CallSurvey, relation: Relation, seed: int, thorough: bool) -> tuple[list[Violation], list[str]]:
     """Allowed pairs (target, source) of attention layers whose source never moves the target: one violation per layer.
 
     Each layer call is replayed alone in float64; a change counts from one unit in the last place. `thorough` tries all
@@ -119,12 +117,12 @@ def missing_pairs(
     """
     violations: list[Violation] = []
     notes: list[str] = []
-    inputs = seen.inputs.without_cache(model)
+    inputs = seen.inputs.without_cache()
     generator = torch.Generator().manual_seed(seed)
     where = ""
     try:
-        for number, (call, layer) in enumerate(zip(seen.calls, layer_calls(model, inputs), strict=False)):
-            if not holds_attention(model, call):
+        for number, (call, layer) in enumerate(zip(seen.calls, layer_calls(inputs), strict=False)):
+            if not holds_attention(inputs, call):
                 continue
             where = f" of {call.name}"
             allow = relation.layers[0 if relation.repeat else number].expand(inputs.batch, -1, -1)
@@ -148,16 +146,14 @@ def missing_pairs(
     return violations, notes
 
 
-def asked_and_done(
-    model: nn.Module, seen: Survey, disputed: Sequence[tuple[Violation, bool]], seed: int
-) -> list[Violation]:
+def asked_and_done(seen: CallSurvey, disputed: Sequence[tuple[Violation, bool]], seed: int) -> list[Violation]:
     """The disputed masks whose layer does what was asked for: a layer may narrow its mask itself, as GPT-Neo's do.
 
     A layer is replayed alone with the source moved; where that fails, the finding stays, unconfirmed.
     """
     kept: list[Violation] = []
-    inputs, generator = seen.inputs.without_cache(model), torch.Generator().manual_seed(seed)
-    calls = layer_calls(model, inputs) if disputed else []
+    inputs, generator = seen.inputs.without_cache(), torch.Generator().manual_seed(seed)
+    calls = layer_calls(inputs) if disputed else []
     numbers = [call.name for call in seen.calls]
     for violation, wider in disputed:
         assert violation.source is not None
@@ -194,17 +190,18 @@ def _lacking(part: ReplayedLayer, allow: Tensor, thorough: bool) -> Tensor:
     return lacking & ~torch.eye(allow.shape[1], dtype=torch.bool)
 
 
-def holds_attention(model: nn.Module, call: LayerCall) -> bool:
-    modules = list(model.get_submodule(call.name).modules())
+def holds_attention(inputs: Inputs, call: LayerCall) -> bool:
+    modules = list(inputs.model.get_submodule(call.name).modules())
     return any(map(attends, modules)) and not any(map(moves_between_positions, modules))
 
 
-def remarks(model: nn.Module, seen: Survey, order: object) -> list[str]:
+def remarks(seen: CallSurvey, order: object) -> list[str]:
     """What the survey showed that a reader must know: arguments without effect, layers without a mask."""
     notes = [
-        f"{name} reaches no layer of {type(model).__name__}: it is not used as it was passed" for name in seen.unused
+        f"{name} reaches no layer of {seen.inputs.subject.kind}: it is not used as it was passed"
+        for name in seen.unused
     ]
-    slot = seen.inputs.slots[-1]
+    model, slot = seen.inputs.model, seen.inputs.slots[-1]
     passed = pairs_passed(seen.inputs, slot) if order is None and len(seen.inputs.slots) == 1 else None
     if passed is not None:
         notes.append(
@@ -217,7 +214,11 @@ def remarks(model: nn.Module, seen: Survey, order: object) -> list[str]:
         if model.twin is None:
             notes.append("what the first call leaves behind was not looked for: the function cannot be copied")
     asked = [call for call in seen.calls if call.asked is not None or call.masked]
-    bare = [call.name for call in seen.calls if call.asked is None and not call.masked and holds_attention(model, call)]
+    bare = [
+        call.name
+        for call in seen.calls
+        if call.asked is None and not call.masked and holds_attention(seen.inputs, call)
+    ]
     if asked and bare:
         notes.append(f"{few(bare)}: attention without the mask that other layers get")
     return notes

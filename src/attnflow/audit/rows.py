@@ -89,7 +89,7 @@ _EITHER: Final[Mapping[Form, tuple[Form, ...]]] = {  # what an unsure layout may
 }
 
 
-class Layout(NamedTuple):
+class OutputLayout(NamedTuple):
     """How a tensor that the caller receives holds positions.
 
     A layout is chosen once, in the unperturbed pass, and kept, so that every pass compares the same rows.
@@ -119,7 +119,7 @@ class Layout(NamedTuple):
         return self.sure and (self.form == "pooled" or (self.form == "one per sequence" and len(self.shape) == 1))
 
 
-def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Layout:
+def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> OutputLayout:
     """The layout of a received tensor; `inside` {offset: [batch, positions, features]} are the last outputs before it.
 
     Rows may be all positions of a segment or one fewer, along their own axis or flattened with the batch. Of n - 1
@@ -127,50 +127,82 @@ def layout_of(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor]) -> Lay
     numbers row i belongs to position i + 1, the label of a loss. A tensor [batch, ...] without positions has one row
     per sequence: it may depend on that sequence alone.
     """
-    shape, batch, counts = cast(tuple[int, ...], tensor.shape), frame.batch, not tensor.is_floating_point()
-    tensor = as_numbers(tensor)
-    whole = canonical(tensor, frame, layered=True)
-    state = len(shape) == 3 and shape[:2] == (1, batch)  # as the last one of a GRU's only layer
-    if state and batch > 1 and batch in frame.segments:
+    shape = tuple(tensor.shape)
+    state = len(shape) == 3 and shape[:2] == (1, frame.batch)  # as the last one of a GRU's only layer
+    if state and frame.batch > 1 and frame.batch in frame.segments:
         why = f"has shape {list(shape)}, of positions or of sequences: pass another length"
-        return Layout("unknown", shape=shape, why=why)
+        return OutputLayout("unknown", shape=shape, why=why)
     summary = shape[1:] if state else shape
     pooled = frame.batched and len(summary) == 2 and summary[1] in frame.widths  # [batch, width] or [batch, positions]
-    if isinstance(whole, tuple) and not pooled:
-        stacked = len(shape) > 3 and shape[0] == shape[1] == batch > 1 and shape[2] in frame.segments
-        return Layout("axis", whole[0].shape[1], whole[1], shape, sure=not stacked)
-    last = max(frame.segments.values())
-    if frame.batched and len(shape) == 2 and shape[1] == batch != shape[0] and shape[0] in frame.beside:
-        return Layout("related columns", 1, last, shape)
+    layout = None if pooled else _on_an_axis(as_numbers(tensor), frame)
+    layout = layout or _of_another_input(shape, frame) or _in_counted_rows(tensor, frame, inside, pooled)
+    layout = layout or _in_groups(shape, frame) or _for_each_sequence(shape, summary, frame, pooled)
+    came = "is one number" if not shape else f"has shape {list(shape)}"
+    why = f"{came}, and none of its axes holds {max(frame.segments)} positions"
+    return layout or OutputLayout("unknown", shape=shape, why=why)
+
+
+def _on_an_axis(tensor: Tensor, frame: Frame) -> OutputLayout | None:
+    shape, batch = tuple(tensor.shape), frame.batch
+    rows = canonical(tensor, frame, layered=True)
+    if not isinstance(rows, tuple):
+        return None
+    stacked = len(shape) > 3 and shape[0] == shape[1] == batch > 1 and shape[2] in frame.segments
+    return OutputLayout("axis", rows[0].shape[1], rows[1], shape, sure=not stacked)
+
+
+def _of_another_input(shape: tuple[int, ...], frame: Frame) -> OutputLayout | None:
+    """[rows of another input, batch]: the columns belong to the sequences."""
+    if frame.batched and len(shape) == 2 and shape[1] == frame.batch != shape[0] and shape[0] in frame.beside:
+        return OutputLayout("related columns", 1, max(frame.segments.values()), shape)
+    return None
+
+
+def _in_counted_rows(tensor: Tensor, frame: Frame, inside: Mapping[int, Tensor], pooled: bool) -> OutputLayout | None:
+    """Rows known by their number: those that the call keeps, all positions, or one fewer."""
+    shape, batch, numbers = tuple(tensor.shape), frame.batch, as_numbers(tensor)
     for rows, (length, offset) in _row_counts(frame):
         flat, before = shape[:1] == (batch * rows,), inside.get(offset)
         if rows == frame.kept and len(shape) == 3 and shape[:2] == (batch, rows):
-            return Layout("axis", rows, offset + length - rows, shape)
+            return OutputLayout("axis", rows, offset + length - rows, shape)
         if not flat and (pooled or shape[:1] != (batch,) or shape[1:].count(rows) != 1):
             continue
         form: Form = "batch first" if flat else "axis"
         for other in _EITHER[form] if flat and batch > 1 else (form,):
             for first in {0, length - rows} if before is not None and before.shape[1] == length else ():
-                guess = Layout(other, rows, offset + first, shape)
-                if torch.equal(arranged(tensor, guess, frame), cast(Tensor, before)[:, first : first + rows]):
+                guess = OutputLayout(other, rows, offset + first, shape)
+                if torch.equal(arranged(numbers, guess, frame), cast(Tensor, before)[:, first : first + rows]):
                     return guess
         if rows >= length - 1:
-            label = rows < length and len(shape) == 2 - flat and not counts
-            return Layout(form, rows, offset + label, shape, sure=not flat or batch == 1)
+            label = rows < length and len(shape) == 2 - flat and tensor.is_floating_point()
+            return OutputLayout(form, rows, offset + label, shape, sure=not flat or batch == 1)
+    return None
+
+
+def _in_groups(shape: tuple[int, ...], frame: Frame) -> OutputLayout | None:
+    """[groups * batch, positions, ...]: several rows of positions for each sequence."""
+    batch = frame.batch
     if len(shape) > 2 and shape[0] > batch and shape[0] % batch == 0 and shape[1] in frame.segments:
-        return Layout("sequence first", shape[1], frame.segments[shape[1]], shape, sure=batch == 1)
+        return OutputLayout("sequence first", shape[1], frame.segments[shape[1]], shape, sure=batch == 1)
+    return None
+
+
+def _for_each_sequence(
+    shape: tuple[int, ...], summary: tuple[int, ...], frame: Frame, pooled: bool
+) -> OutputLayout | None:
+    """One row for each sequence: a summary, or similarities with the rows of another input."""
+    batch = frame.batch
     layers = len(shape) > 2 and shape[1] == batch > 1  # [layers, batch, ...] as well as [batch, ...]
     related = len(shape) == 2 and shape[1] in frame.beside
-    if frame.batched and summary[:1] == (batch,) and (pooled or related or (batch > 1 and not layers)):
-        sure = not pooled or not {rows for rows, _ in _row_counts(frame)}.intersection(summary[1:])
-        why = "" if sure else f"has shape {list(shape)}, of positions or of features: pass another length"
-        form = "pooled" if pooled else "one per sequence"
-        if sure and len(shape) == 2 and (shape[1] in frame.beside or shape[1] == batch > 1):
-            form = "related" if shape[1] in frame.beside and not pooled else form
-            sure = shape[1] != batch or batch == 1
-        return Layout(form, 1, last, shape, why, sure)
-    came = "is one number" if not shape else f"has shape {list(shape)}"
-    return Layout("unknown", shape=shape, why=f"{came}, and none of its axes holds {max(frame.segments)} positions")
+    if not (frame.batched and summary[:1] == (batch,) and (pooled or related or (batch > 1 and not layers))):
+        return None
+    sure = not pooled or not {rows for rows, _ in _row_counts(frame)}.intersection(summary[1:])
+    why = "" if sure else f"has shape {list(shape)}, of positions or of features: pass another length"
+    form: Form = "pooled" if pooled else "one per sequence"
+    if sure and len(shape) == 2 and (shape[1] in frame.beside or shape[1] == batch > 1):
+        form = "related" if shape[1] in frame.beside and not pooled else form
+        sure = shape[1] != batch or batch == 1
+    return OutputLayout(form, 1, max(frame.segments.values()), shape, why, sure)
 
 
 def _row_counts(frame: Frame) -> list[tuple[int, tuple[int, int]]]:
@@ -182,7 +214,7 @@ def _row_counts(frame: Frame) -> list[tuple[int, tuple[int, int]]]:
     return last + whole + fewer + padded
 
 
-def arranged(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
+def arranged(tensor: Tensor, layout: OutputLayout, frame: Frame) -> Tensor:
     """A received tensor as [batch, rows, features]; as [1, 1, features] if its layout is unknown."""
     tensor = as_numbers(tensor)
     if layout.form in ("unknown", "pairs"):
@@ -207,7 +239,7 @@ def arranged(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
     return groups.movedim(2, 1).reshape(frame.batch, layout.rows, -1)
 
 
-def settled(layout: Layout, before: Tensor, after: Tensor, frame: Frame) -> Layout:
+def settled(layout: OutputLayout, before: Tensor, after: Tensor, frame: Frame) -> OutputLayout:
     """The layout whose other sequences hold still between two passes when sequence 0 alone changes."""
     for form in _EITHER[layout.form]:
         guess = layout._replace(form=form, sure=True)
@@ -223,7 +255,7 @@ def settled(layout: Layout, before: Tensor, after: Tensor, frame: Frame) -> Layo
 
 
 def outputs_in_words(
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, OutputLayout],
     moved: Set[str],
     short: Mapping[str, str],
     runs: Sequence[tuple[int, int]],

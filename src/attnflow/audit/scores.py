@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from attnflow.audit.functions import Function, as_function
 from attnflow.audit.inputs import read
 from attnflow.audit.report import AuditReport, Violation
 from attnflow.models.evaluation import REFUSALS, seed_all
+from attnflow.models.subject import Subject
 
 _COPIES: Final = 32  # sequences per call, if a function takes more than it was given
 _ALIKE: Final = 1e-4  # nats by which a score may differ between batches of two sizes
@@ -124,10 +125,7 @@ def _labels_of(
 
     def numbers(ids: Tensor) -> Tensor | None:
         """[rows, numbers for each sequence], if these are fewer than its labels."""
-        seed_all(seed)
-        with torch.no_grad():
-            output = function(input_ids=ids)
-        values = [value for value in output.values() if isinstance(value, Tensor) and value.is_floating_point()]
+        values = _numbers_of(function, ids, seed)
         if any(value.numel() in (rows * n, rows * (n - 1)) for value in values):
             return None
         lead = tokens.ndim - 1
@@ -158,7 +156,7 @@ def _labels_of(
     def moved(start: int) -> list[bool]:
         before = torch.arange(n) < start
         after = [numbers(torch.where(before, tokens, other)) for other in drawn]
-        return torch.stack([(base != each).any(0) for each in after if each is not None]).any(0).tolist()
+        return torch.stack([(base != part).any(0) for part in after if part is not None]).any(0).tolist()
 
     def last(column: int) -> int:
         return bisect_left(range(n), True, key=lambda start: not moved(start)[column]) - 1
@@ -186,6 +184,13 @@ def _in_turn(places: list[int], n: int) -> list[int]:
     )
 
 
+def _numbers_of(function: Function, ids: Tensor, seed: int) -> list[Tensor]:
+    seed_all(seed)
+    with torch.no_grad():
+        output = function(input_ids=ids)
+    return [value for value in output.values() if isinstance(value, Tensor) and value.is_floating_point()]
+
+
 @dataclass(frozen=True)
 class _Sum:
     label: int
@@ -197,8 +202,6 @@ class _Sum:
 
 
 class _Scorer:
-    """Calls a function for scores [batch, rows]."""
-
     def __init__(self, score: Callable[..., object], tokens: Tensor, labels: list[int], seed: int) -> None:
         self.function: Function = as_function(score, tokens)[0]
         self.function.labels = labels
@@ -207,7 +210,7 @@ class _Scorer:
         self.seed = seed
         self.calls = 0
         self.generator = torch.Generator().manual_seed(seed)
-        self.function.align(read(self.function, tokens), seed)
+        self.function.align(read(Subject(self.function), tokens), seed)
         self.base = self(self.tokens)
         self.first = self.tokens.shape[1] - self.base.shape[1]  # the label of row 0
         self.copies = 1 if self.flat else self._copies()
@@ -217,10 +220,7 @@ class _Scorer:
         batch, n = ids.shape
         self.calls += 1
         self.function.size = (n,) if self.flat else (batch, n)
-        seed_all(self.seed)
-        with torch.no_grad():
-            output = self.function(input_ids=ids[0] if self.flat else ids)
-        tensors = [value for value in output.values() if isinstance(value, Tensor) and value.is_floating_point()]
+        tensors = _numbers_of(self.function, ids[0] if self.flat else ids, self.seed)
         for rows in (n, n - 1):
             for value in tensors:
                 if value.numel() == batch * rows and value.shape in ((batch, rows), (rows,), (batch * rows,)):
@@ -258,35 +258,29 @@ class _Scorer:
             ids = self.tokens.repeat(len(part), 1)
             ids[:, label] = part.repeat_interleave(batch)
             scores.append(self(ids)[:, label - self.first].reshape(len(part), batch))
-        found = torch.cat(scores)
-        mass = found.exp()
-        best = found.topk(2, dim=0)
+        table = torch.cat(scores)  # [choices, batch]
+        mass, best = table.exp(), table.topk(2, dim=0)
         known, drawn = mass[: len(likely)].sum(0), mass[len(likely) :].sum(0)
         estimate = known + drawn * (len(rest) / max(1, len(sample)))
         return _Sum(label, mass.sum(0), estimate, len(tried), tried[best.indices].T, best.values.T)
 
 
 def _judged(report: AuditReport, sums: list[_Sum], vocab_size: int, tolerance: float, scorer: _Scorer) -> AuditReport:
-    totals = torch.stack([each.total for each in sums])  # [positions, batch]
-    estimates = torch.stack([each.estimate for each in sums])
+    totals = torch.stack([part.total for part in sums])  # [positions, batch]
+    estimates = torch.stack([part.estimate for part in sums])
     whole = sums[0].scored == vocab_size
     evidence = ((1 + estimates / (1 + tolerance)) / 2).log().sum(0)  # of each sequence: the log of an e-value
     certain = bool((totals > 1 + tolerance).any())
-    notes = list(report.notes)
-    violations = list(report.violations)
+    notes, violations = list(report.notes), list(report.violations)
     accused = certain or (not whole and bool((evidence > -math.log(_DOUBT / len(evidence))).any()))
     if accused:
         shown = totals if certain else estimates
         worst, row = divmod(int(shown.argmax()), shown.shape[1])
-        each = sums[worst]
-        contexts = [scorer.tokens[row].clone() for _ in range(2)]
-        for context, token in zip(contexts, each.likeliest[row], strict=True):
-            context[each.label] = token
-        name, change = type(scorer.function).__name__, float(shown[worst, row]) - 1
-        tokens = tuple(tuple(cast(list[int], context.tolist())) for context in contexts)
-        scores = tuple(cast(list[float], each.scores[row].tolist()))
+        label, text, scores = sums[worst].label, scorer.tokens[row].tolist(), sums[worst].scores[row].tolist()
+        tokens = tuple((*text[:label], token, *text[label + 1 :]) for token in sums[worst].likeliest[row].tolist())
+        name, change, sure = type(scorer.function).__name__, float(shown[worst, row]) - 1, certain or None
         violations.append(
-            Violation("sum", None, name, None, each.label, change, row, row, "forward", certain or None, tokens, scores)
+            Violation("sum", None, name, None, label, change, row, row, "forward", sure, tokens, tuple(scores))
         )
         over = int((shown > 1 + tolerance).any(1).sum())
         kind = "sum" if certain else "estimate, from a sample,"
@@ -306,10 +300,5 @@ def _judged(report: AuditReport, sums: list[_Sum], vocab_size: int, tolerance: f
             f"probability: what raises all choices alike shows from a factor of about {factor:.3g} on"
         )
     tested = f"{report.order}; exp(score) over {sums[0].scored} choices at {len(sums)} positions"
-    return replace(
-        report,
-        violations=tuple(violations),
-        order=tested,
-        forward_passes=report.forward_passes + scorer.calls,
-        notes=tuple(notes),
-    )
+    passes = report.forward_passes + scorer.calls
+    return replace(report, violations=tuple(violations), order=tested, forward_passes=passes, notes=tuple(notes))

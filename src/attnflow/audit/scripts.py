@@ -18,7 +18,7 @@ from torch import nn
 
 from attnflow._core.plain import close_to
 from attnflow.audit.functions import is_function
-from attnflow.models.loaded import Loaded, embedding_table
+from attnflow.models.subject import Loaded, Subject
 
 LENGTH: Final = 31  # tokens of an example
 _VOCABULARY: Final = 50  # ids that any vocabulary has, where the size of it is not known
@@ -132,6 +132,6 @@ def example(audited: Audited, tokens: int | None = None, ids: Sequence[int] | No
         if tokens is not None:
             raise ValueError("the script gives its own inputs, which set the number of tokens")
         return audited.inputs
-    table = embedding_table(audited.subject) if isinstance(audited.subject, nn.Module) else None
+    table = Subject(audited.subject).embedding if isinstance(audited.subject, nn.Module) else None
     size = _VOCABULARY if table is None else table.num_embeddings
     return torch.randint(size, (2, tokens or LENGTH), generator=torch.Generator().manual_seed(0))

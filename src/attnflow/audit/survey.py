@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.audit.inputs import Entry, Inputs, Slot, fresh
-from attnflow.audit.passes import Recording, Runner, entering, frame_of, layer_names
+from attnflow.audit.inputs import Inputs, Slot, StackEntry, fresh
+from attnflow.audit.passes import Recording, Runner, entering, frame_of
 from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import seed_all
 from attnflow.models.watching import Call, Watch
@@ -39,7 +39,7 @@ class LayerCall:
 
 
 @dataclass
-class Survey:
+class CallSurvey:
     """The result of one forward pass: the call with its slots, the layer calls, and what else it showed."""
 
     inputs: Inputs  # the call, with slots for the positions that enter stacks of layers
@@ -53,11 +53,11 @@ class Survey:
         return next(slot for slot in self.inputs.slots if call.name in slot.layers)
 
 
-def survey(model: nn.Module, inputs: Inputs, seed: int | None = None) -> Survey:
+def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
     """Run the model once, and read off what it does with its inputs; with a `seed` by a runner at the layers."""
-    layers = layer_names(model)
+    model, layers = inputs.model, inputs.subject.layers
     whole = replace(inputs, slots=tuple(replace(slot, layers=frozenset(layers)) for slot in inputs.slots))
-    first = None if seed is None else Runner(model, whole, "layers", seed)
+    first = None if seed is None else Runner(whole, "layers", seed)
     events, intact = None, False
     listening: AbstractContextManager[Asked | None] = nullcontext()
     if "transformers" in sys.modules:  # else the model is not one of its own
@@ -70,16 +70,16 @@ def survey(model: nn.Module, inputs: Inputs, seed: int | None = None) -> Survey:
             model(**fresh(inputs.kwargs))
         else:
             events, intact = first.distinct(inputs.base)
-    passed, inputs = inputs, _positions(model, inputs, calls)
-    inputs = replace(inputs, slots=tuple(_placed(model, passed, slot) for slot in inputs.slots))
-    result = Survey(inputs, [call for call in calls if call.name in inputs.layers])
+    passed, inputs = inputs, _positions(inputs, calls)
+    inputs = replace(inputs, slots=tuple(_placed(passed, slot) for slot in inputs.slots))
+    result = CallSurvey(inputs, [call for call in calls if call.name in inputs.layers])
     if asked is not None:
         _assign(result, calls, asked, seen)
     masks = {n: v for n, v in inputs.kwargs.items() if getattr(v, "ndim", 0) > 2 and n.endswith("attention_mask")}
     reached = {tuple(mask.shape[-2:]) for _, _, mask in seen if isinstance(mask, Tensor)}
     result.unused = [n for n, mask in masks.items() if tuple(mask.shape[-2:]) not in reached]
     if first is not None:
-        result.runner = Runner(model, inputs, "layers", first.seed)
+        result.runner = Runner(inputs, "layers", first.seed)
         if intact and inputs.layers == frozenset(layers) and frame_of(inputs) == frame_of(whole):
             result.runner.layer_calls, result.runner.skipped = first.layer_calls, first.skipped
             result.runner.layouts = first.layouts
@@ -118,19 +118,19 @@ def _watched(model: nn.Module, layers: Mapping[str, int]) -> Generator[tuple[lis
         yield calls, seen
 
 
-def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
+def _positions(inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
     """The inputs with slots for the audited stacks: those that their positions enter, else the last to run."""
     named = list(inputs.slots)
     source = next((slot for slot in named if not (slot.name or "").startswith("decoder_")), None)
     target = next((slot for slot in named if (slot.name or "").startswith("decoder_")), None)
     parts = [(source, list(calls))]
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and target is not None:
+    if inputs.subject.encodes_and_decodes and target is not None:
         above = [call for call in calls if "decoder" in call.stack.split(".")]
         from attnflow.models.sites import half  # needs transformers
 
-        above = above or [call for call in calls if half(model, call.stack) == "decoder"]
+        above = above or [call for call in calls if half(inputs.model, call.stack) == "decoder"]
         if not above:
-            raise UnsupportedArchitecture(f"no stack of layers of {type(model).__name__} is named decoder: pass order=")
+            raise UnsupportedArchitecture(f"no stack of layers of {inputs.subject.kind} is named decoder: pass order=")
         parts = [(source, [call for call in calls if call not in above]), (target, above)]
     slots: list[Slot] = []
     for slot, own in parts:
@@ -143,7 +143,7 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
             slots.append(replace(entered[0], offset=sum(each.length for each in slots)))
     if not slots:
         raise UnsupportedArchitecture(
-            f"no stack of layers in {type(model).__name__} takes vectors [batch, positions, width], and no input holds "
+            f"no stack of layers in {inputs.subject.kind} takes vectors [batch, positions, width], and no input holds "
             "a value per position: pass input_ids or inputs_embeds"
         )
     if len({slot.length for slot in slots}) < len(slots):
@@ -154,7 +154,7 @@ def _positions(model: nn.Module, inputs: Inputs, calls: Sequence[LayerCall]) -> 
     return replace(inputs, slots=tuple(slots))
 
 
-def _placed(model: nn.Module, passed: Inputs, slot: Slot) -> Slot:
+def _placed(passed: Inputs, slot: Slot) -> Slot:
     """The slot with the places of the tokens among its positions, where its layers get more: what moves with them."""
     decodes = (slot.name or slot.title).startswith("decoder_")
     tokens = [each for each in passed.slots if (each.name or "").startswith("decoder_") == decodes]
@@ -174,8 +174,8 @@ def _placed(model: nn.Module, passed: Inputs, slot: Slot) -> Slot:
     with torch.no_grad():
         for kwargs in (passed.kwargs, changed.kwargs):  # with whole masks: padding must move, too
             seed_all(0)
-            with Watch({slot.entry.layer: model.get_submodule(slot.entry.layer)}, enter):
-                model(**fresh({**kwargs, **whole}))
+            with Watch({slot.entry.layer: passed.model.get_submodule(slot.entry.layer)}, enter):
+                passed.model(**fresh({**kwargs, **whole}))
     if len(entered) != 2 or entered[0].shape != entered[1].shape:
         return slot
     moves = (entered[0] != entered[1]).any(-1).cpu()
@@ -194,7 +194,7 @@ def _entered(inputs: Inputs, named: Slot | None, calls: Sequence[LayerCall]) -> 
     last, (_, length, *_) = held[-1]
     held = [(call, axes) for call, axes in held if (call.stack, axes[1]) == (last.stack, length)]
     first, (batch, _, axis, positions_first) = held[0]
-    entry = Entry(first.name, first.shape[-1], first.spread or 1.0, axis, positions_first)
+    entry = StackEntry(first.name, first.shape[-1], first.spread or 1.0, axis, positions_first)
     name = named.name if named is not None and (named.length, inputs.batch) == (length, batch) else None
     return Slot(name, length, 0, entry, frozenset(call.name for call, _ in held)), batch
 
@@ -219,7 +219,7 @@ def _axes(
     return (shape[0], shape[1], 0, False) if fits and len(shape) == 3 else None
 
 
-def _assign(result: Survey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
+def _assign(result: CallSurvey, calls: list[LayerCall], asked: Asked, seen: Sequence[_Arrival]) -> None:
     for number, call in enumerate(calls):
         if call not in result.calls:
             continue

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnflow.bias import tiled
-from attnflow.bias.call import Allow, Call, make_call
+from attnflow.bias.call import Allow, BiasedCall, make_call
 from attnflow.bias.terms import Additive, Offset, Term, per_head, wide
 from attnflow.masks.flex import block_mask_of_counts, mask_mod_of_bits, packed
 
@@ -102,7 +102,7 @@ def bias_of(terms: tuple[Term, ...], num_heads: int, rows: slice, columns: slice
     return sum((per_head(tile, num_heads) for tile in tiles[1:]), start=per_head(tiles[0], num_heads))
 
 
-def weights_of(call: Call) -> Float[Tensor, "batch heads queries keys"]:
+def weights_of(call: BiasedCall) -> Float[Tensor, "batch heads queries keys"]:
     """Post-softmax weights before dropout, in float32 (or float64); all zero for a query that may attend to nothing."""
     score = _by_key_head(wide(call.query), call) @ wide(call.key).mT * call.scale
     score = score.view(*call.query.shape[:3], call.key.shape[2])
@@ -125,7 +125,7 @@ def weights_of(call: Call) -> Float[Tensor, "batch heads queries keys"]:
     return weights if empty is None else weights.masked_fill(empty, 0.0)
 
 
-def reference(call: Call) -> tuple[Tensor, Tensor]:
+def reference(call: BiasedCall) -> tuple[Tensor, Tensor]:
     """The definition, holding every pair: (output in the type of the values, weights in float32)."""
     weights = weights_of(call)
     dropped = functional.dropout(weights, call.dropout) if call.dropout else weights
@@ -133,13 +133,13 @@ def reference(call: Call) -> tuple[Tensor, Tensor]:
     return output.view(*call.query.shape[:3], call.value.shape[3]).to(call.value.dtype), weights
 
 
-def _by_key_head(heads: Tensor, call: Call) -> Tensor:
+def _by_key_head(heads: Tensor, call: BiasedCall) -> Tensor:
     """[batch, kv_heads, queries of all heads that share a key, n]: keys and values need not be repeated."""
     queries = call.heads_per_kv * call.query.shape[2]
     return heads.reshape(*call.key.shape[:2], queries, heads.shape[-1])
 
 
-def compute(call: Call, backend: str, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+def compute(call: BiasedCall, backend: str, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
     """(output, weights if they are needed) of a checked call, by the backend that `choose` names."""
     name = choose(call, backend, need_weights)
     if name == "reference":
@@ -148,7 +148,7 @@ def compute(call: Call, backend: str, need_weights: bool = False) -> tuple[Tenso
     return tiled.run(call) if name == "tiled" else run_flex(call), None
 
 
-def choose(call: Call, backend: str, need_weights: bool = False) -> str:
+def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
     """The backend that computes a call: the named one, or by "auto" the reference for a few pairs, otherwise tiles."""
     if backend == "auto":
         few = call.query.shape[0] * call.query.shape[2] * call.key.shape[2] <= _FEW
@@ -167,14 +167,14 @@ def choose(call: Call, backend: str, need_weights: bool = False) -> str:
     return backend
 
 
-def refusal(call: Call, name: str) -> str | None:
+def refusal(call: BiasedCall, name: str) -> str | None:
     """Why a backend cannot compute a call, or None; the reference computes every call."""
     if name == "reference":
         return None
     return tiled.refuses(call) if name == "tiled" else flex_refuses(call)
 
 
-def flex_refuses(call: Call) -> str | None:
+def flex_refuses(call: BiasedCall) -> str | None:
     """Why FlexAttention cannot compute a call, or None."""
     query, value = call.query, call.value
     if query.device.type not in ("cpu", "cuda"):
@@ -194,7 +194,7 @@ def flex_refuses(call: Call) -> str | None:
     return None
 
 
-def run_flex(call: Call) -> Tensor:
+def run_flex(call: BiasedCall) -> Tensor:
     """The output, [batch, heads, queries, value_dim] in the type of the values."""
     device = call.query.device
     blocks, empty = form_of(call.allow, device)
@@ -209,7 +209,7 @@ def run_flex(call: Call) -> Tensor:
     return output.to(call.value.dtype)
 
 
-def score_mod(call: Call) -> ScoreMod:
+def score_mod(call: BiasedCall) -> ScoreMod:
     """The score function of a call: softcap, then one lookup for each term."""
     lookups = [_lookup(term, call) for term in call.terms]
     softcap = call.softcap
@@ -231,7 +231,7 @@ def form_of(allow: Allow, device: torch.device) -> tuple[BlockMask | None, Tenso
     return cast("tuple[BlockMask | None, Tensor | None]", form)
 
 
-def _lookup(term: Term, call: Call) -> Lookup:
+def _lookup(term: Term, call: BiasedCall) -> Lookup:
     """B[b, h, q, k] of one term, from tensors that are captured."""
     per_map = call.num_heads // term.groups
     if isinstance(term, Additive):

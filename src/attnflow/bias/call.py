@@ -91,7 +91,7 @@ class Allow:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class BiasedCall:
     """softmax(scale * q k^T + sum of terms, over the allowed keys) v; what each field is, `attention` says."""
 
     query: Float[Tensor, "batch heads queries head_dim"]
@@ -118,7 +118,7 @@ class Call:
         terms = [tensor for term in self.terms for tensor in term.tensors().values()]
         return [self.query, self.key, self.value, *sinks, *terms]
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> BiasedCall:
         query, key, value, *rest = tensors
         sinks = None if self.sinks is None else rest.pop(0)
         terms: list[Term] = []
@@ -143,7 +143,7 @@ def make_call(
     softcap: float | None,
     sinks: Tensor | None,
     dropout: float,
-) -> Call:
+) -> BiasedCall:
     """The call, after checks with messages for its author."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
@@ -166,7 +166,7 @@ def make_call(
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     relation = Allow.of(allow, queries, keys, query.device)
     factor = head_dim**-0.5 if scale is None else float(scale)
-    call = Call(query, key, value, tuple(terms), relation, factor, softcap, sinks, dropout)
+    call = BiasedCall(query, key, value, tuple(terms), relation, factor, softcap, sinks, dropout)
     devices = sorted({str(tensor.device) for tensor in call.tensors()})
     if len(devices) > 1:
         raise ValueError(f"query, key, value, sinks and all terms must be on one device, got {', '.join(devices)}")

@@ -25,6 +25,7 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
 }
 _POSITIVE: Final = ("hidden_dim", "rank", "max_length", "max_distance")
 _Config = TypeVar("_Config", bound="BiasConfig")
+KINDS: Final[dict[str, type[BiasConfig]]] = {}  # filled by the definition of each config
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Vectors:
 class BiasConfig:
     """The config of one learned bias on attention scores; each kind has its own subclass with its fields.
 
+    A subclass registers itself: its `kind`, by default the class's name in lower case without "Config", is what saved
+    files call it. `makes(config, shape)` makes its module for one layer.
+
     Attributes:
         layers: "every", "every_other" (from the first; the paper's choice), "every_fourth", or the indices.
         rope: "keep" or "remove" the rotary embedding of these layers.
@@ -108,6 +112,22 @@ class BiasConfig:
 
     layers: Placement | Sequence[int] = "every_other"
     rope: Literal["keep", "remove"] = "keep"
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        is_base = not hasattr(cls, "makes") and cls.module is BiasConfig.module
+        if is_base or getattr(cls, "kind", None) == "custom":  # `load` is handed custom configs, which hold code
+            return
+        if "kind" not in vars(cls):
+            cls.kind = cls.__name__.removesuffix("Config").lower()
+        # A cell that runs again, or a dataclass with slots, defines the same class once more.
+        earlier = KINDS.get(cls.kind, cls)
+        if _path(earlier) != _path(cls):
+            raise TypeError(
+                f"{_path(cls)} would be the kind {cls.kind!r}, which is {_path(earlier)}: rename the class, or give it "
+                "a name of its own with kind: ClassVar[str] = ..."
+            )
+        KINDS[cls.kind] = cls
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -133,12 +153,17 @@ class BiasConfig:
         Raises:
             ValueError: such a layer cannot have this kind.
         """
-        return self.makes(self, shape)
+        return type(self).makes(self, shape)
 
     @property
     def reads(self) -> Reference | None:
         """The vectors that the kind reads, or None if it reads only positions."""
         return getattr(self, "reference", None)
+
+    @classmethod
+    def is_ours(cls) -> bool:
+        """Whether this package defines the class."""
+        return cls.__module__.startswith("attnflow.")
 
     def layer_indices(self, num_layers: int) -> list[int]:
         """The layers of a model with `num_layers` that get this bias.
@@ -154,10 +179,11 @@ class BiasConfig:
         return sorted(self.layers)
 
     def to_dict(self) -> dict[str, object]:
-        """The config as plain data for JSON."""
+        """The config as plain data for JSON; that of a class of yours also names the class."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         layers = self.layers if isinstance(self.layers, str) else list(self.layers)
-        return {"kind": self.kind, **values, "layers": layers}
+        named = {} if self.is_ours() else {"class": _path(type(self))}
+        return {"kind": self.kind, **named, **values, "layers": layers}
 
     @classmethod
     def from_dict(cls: type[_Config], values: Mapping[str, object]) -> _Config:
@@ -166,12 +192,28 @@ class BiasConfig:
         Raises:
             ValueError: unknown fields, or values out of range.
         """
-        content = {name: value for name, value in values.items() if name != "kind"}
+        content = {name: value for name, value in values.items() if name not in ("kind", "class")}
         own = {field.name for field in fields(cls)}
         unknown = sorted(set(content) - own)
         if unknown:
             raise ValueError(f"{cls.__name__} has no field {', '.join(map(repr, unknown))}; it has {sorted(own)}")
         return cls(**content)  # pyright: ignore[reportArgumentType]
+
+
+def config_from_dict(values: Mapping[str, object]) -> BiasConfig:
+    """Make a config of any registered kind from its `to_dict`; nothing is imported for one that is not."""
+    kind = values.get("kind")
+    if isinstance(kind, str) and kind in KINDS:
+        return KINDS[kind].from_dict(values)
+    if "class" in values:
+        raise ValueError(
+            f"the kind {kind!r} is not defined here: import its class, {values['class']!r}, before loading"
+        )
+    raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+
+
+def _path(config: type) -> str:
+    return f"{config.__module__}.{config.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True)

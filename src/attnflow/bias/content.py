@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnflow.bias.config import Init, LayerShape, VectorConfig, Vectors
-from attnflow.bias.kind import GroupedNorm, Kind, Projection, as_last, as_linear, flatten, spread, unflatten
+from attnflow.bias.kind import BiasKind, GroupedNorm, Projection, as_last, as_linear, flatten, spread, unflatten
 from attnflow.bias.terms import EPS, Additive, Guidance, Product, wide
 
+__all__ = ["BilinearConfig", "CumulativeConfig", "DotConfig", "GuidanceConfig", "KeyConfig", "LowRankConfig"]
 
-class KeyNetwork(Kind["GuidanceConfig | KeyConfig"]):
+
+class KeyNetwork(BiasKind["GuidanceConfig | KeyConfig"]):
     """B_ij = f(k_j): the guidance network without its query half.
 
     The hidden layer starts as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4).
@@ -95,7 +97,6 @@ class GuidanceConfig(VectorConfig):
     True
     """
 
-    kind: ClassVar[str] = "guidance"
     makes: ClassVar = GuidanceNetwork
     hidden_dim: int = 64
     init: Init = "zero"
@@ -109,13 +110,12 @@ class KeyConfig(VectorConfig):
         hidden_dim: width of the network's hidden layer.
     """
 
-    kind: ClassVar[str] = "key"
     makes: ClassVar = KeyNetwork
     hidden_dim: int = 64
     init: Init = "zero"
 
 
-class Cumulative(Kind["CumulativeConfig"]):
+class Cumulative(BiasKind["CumulativeConfig"]):
     """B_ij = gain * sum of log f_l for l = j + 1 .. i, with forget gates f = sigmoid(w . k + b) (FoX; CABLE).
 
     As a sum over tokens it is a difference of running sums, so that softmax sees a key-only bias. The gain starts at 0,
@@ -157,12 +157,11 @@ class CumulativeConfig(VectorConfig):
         gain: the initial factor of the sum of log gates; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "cumulative"
     makes: ClassVar = Cumulative
     gain: float = 0.0
 
 
-class LowRank(Kind["LowRankConfig"]):
+class LowRank(BiasKind["LowRankConfig"]):
     """B_ij = (U q_i) . (V k_j) / sqrt(rank); U starts as `nn.Linear`, V as `init` says."""
 
     last = ("key.weight",)
@@ -190,13 +189,12 @@ class LowRankConfig(VectorConfig):
         rank: rank of the product.
     """
 
-    kind: ClassVar[str] = "lowrank"
     makes: ClassVar = LowRank
     rank: int = 64
     init: Init = "zero"
 
 
-class _OfKeys(Kind["BilinearConfig | DotConfig"]):
+class _OfKeys(BiasKind["BilinearConfig | DotConfig"]):
     """B_ij = u_i . k_j with the key's vector itself."""
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
@@ -229,7 +227,6 @@ class Bilinear(_OfKeys):
 class BilinearConfig(VectorConfig):
     """A bilinear form of query and key (daa, sec. 3.2.2, an alternative)."""
 
-    kind: ClassVar[str] = "bilinear"
     makes: ClassVar = Bilinear
     init: Init = "zero"
 
@@ -269,6 +266,5 @@ class DotConfig(VectorConfig):
         gain: the initial factor of the product; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "dot"
     makes: ClassVar = Dot
     gain: float = 0.0

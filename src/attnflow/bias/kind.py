@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attnflow.bias.call import Call
+from attnflow.bias.call import BiasedCall
 from attnflow.bias.config import BiasConfig, Init, LayerShape, Reference, VectorConfig, Vectors
 from attnflow.bias.terms import Dense, Term, wide
 
@@ -115,7 +115,7 @@ class LayerBias(nn.Module):
         self.backend = backend
         self.enabled = True  # whether attention uses it
         # Called with every attention call, before it runs; the call is without our terms while the bias is disabled.
-        self.observer: Callable[[Call], None] | None = None
+        self.observer: Callable[[BiasedCall], None] | None = None
         self.hooks: Any = None  # what reads the vectors of the layer
         self._trained = False
         self._widths: list[int] = []
@@ -152,7 +152,7 @@ def layer_biases(model: nn.Module) -> Iterator[tuple[str, LayerBias]]:
             yield name, module
 
 
-class Kind(nn.Module, Generic[_Config]):
+class BiasKind(nn.Module, Generic[_Config]):
     """Base of our kinds: B is zero where the parameters named in `last` are; a key is its position, unless overridden.
 
     `maps` counts the distinct maps: the networks, or every head where one network reads heads apart.

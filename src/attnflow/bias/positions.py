@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import integer
 from attnflow.bias.config import BiasConfig, LayerShape, Placement, ShareHeads, Vectors
-from attnflow.bias.kind import Kind
+from attnflow.bias.kind import BiasKind
 from attnflow.bias.terms import Additive, Dense, Offset, wide
+
+__all__ = ["AlibiConfig", "DenseConfig", "RelativeConfig"]
 
 _FAR: Final = 1 << 16  # distances up to here have a place in the table of a bidirectional ALiBi
 
 
-class DenseTable(Kind["DenseConfig"]):
+class DenseTable(BiasKind["DenseConfig"]):
     """B_ij = values[i, j] by position."""
 
     last = ("values",)
@@ -56,14 +58,13 @@ class DenseConfig(BiasConfig):
         std: standard deviation of the initial values; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "dense"
     makes: ClassVar = DenseTable
     share_heads: ShareHeads = True
     max_length: int = 512
     std: float = 0.0
 
 
-class Alibi(Kind["AlibiConfig"]):
+class Alibi(BiasKind["AlibiConfig"]):
     """B_ij = -gain_h * m_h * |i - j| with the slopes m_h of Press et al. (2022)."""
 
     last = ("gain",)
@@ -97,14 +98,13 @@ class AlibiConfig(BiasConfig):
         gain: the initial factor of the published slopes.
     """
 
-    kind: ClassVar[str] = "alibi"
     makes: ClassVar = Alibi
     layers: Placement | Sequence[int] = "every"
     rope: Literal["keep", "remove"] = "remove"
     gain: float = 1.0
 
 
-class Relative(Kind["RelativeConfig"]):
+class Relative(BiasKind["RelativeConfig"]):
     """B_ij = table[head, bucket(j - i)] with T5's buckets: exact near, logarithmic up to `max_distance`.
 
     One table per map: `share_heads=False` gives T5's one per head.
@@ -136,7 +136,6 @@ class RelativeConfig(BiasConfig):
         std: standard deviation of the initial values; 0 is the identity.
     """
 
-    kind: ClassVar[str] = "relative"
     makes: ClassVar = Relative
     share_heads: ShareHeads = True
     num_buckets: int = 32

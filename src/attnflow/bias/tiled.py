@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from attnflow.bias.call import Call
+from attnflow.bias.call import BiasedCall
 from attnflow.bias.terms import EPS, Additive, Dense, Guidance, Offset, Product, Term, wide
 
 # Numbers in a sub-tile, 4 MB on a CPU: small enough for the caches, large enough for threads to share each pass.
@@ -225,14 +225,14 @@ _LEAST_ROWS: Final = 16
 _MOST_ROWS: Final = 128
 
 
-def refuses(call: Call) -> str | None:
+def refuses(call: BiasedCall) -> str | None:
     """Why this implementation cannot compute the call, or None."""
     if torch.compiler.is_compiling():
         return "its blocks follow the values of the mask, which torch.compile cannot trace"
     return None
 
 
-def run(call: Call) -> Tensor:
+def run(call: BiasedCall) -> Tensor:
     """The output, [batch, heads, queries, value_dim] in the type of the values. Time: that of the allowed pairs."""
     seed = int(torch.randint(1 << 31, ())) if call.dropout else None
     return cast(Tensor, _Tiled.apply(call, seed, *call.tensors()))
@@ -242,7 +242,7 @@ class _Tiled(torch.autograd.Function):
     """Keeps its inputs only, and those as saved tensors, so that checkpointing and offloading work."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, seed: int | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: BiasedCall, seed: int | None, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.seed = seed
         ctx.empty_call = call.with_tensors([torch.empty_like(tensor, device="meta") for tensor in tensors])
@@ -273,7 +273,7 @@ class Block:
     empty: Tensor | None  # queries that may attend to nothing, [batch or 1, heads or 1, rows, 1], or None without any
 
 
-def blocks_of(call: Call) -> Iterator[Block]:
+def blocks_of(call: BiasedCall) -> Iterator[Block]:
     """The blocks of a call, except those whose queries may not attend to anything."""
     device, (batch, heads, queries, _), keys = call.query.device.type, call.query.shape, call.key.shape[2]
     fit = _SCORES.get(device, _SCORES_ELSEWHERE) // max(1, batch * heads * keys)
@@ -298,7 +298,7 @@ def blocks_of(call: Call) -> Iterator[Block]:
 
 
 class RowTiles:
-    def __init__(self, call: Call, seed: int | None, learns: bool = False) -> None:
+    def __init__(self, call: BiasedCall, seed: int | None, learns: bool = False) -> None:
         """`seed` decides which weights dropout drops, None for none; `learns`: gradients of the terms are needed."""
         self.call, self.seed, self.learns = call, seed, learns
         self.key, self.value = (wide(t).flatten(0, 1) for t in (call.key, call.value))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from attnflow._core import parameters
 from attnflow.cli._output import BadUsage
 
 if TYPE_CHECKING:
     from attnflow.masks import Mask
-    from attnflow.models.loaded import Loaded
+    from attnflow.models.subject import Loaded
 
 MaskLength = Annotated[
     int | None, typer.Option("--n", metavar="N", min=0, help="Number of tokens of the mask (default: 16).")
@@ -31,11 +30,20 @@ Ids = Annotated[str | None, typer.Option("--ids", metavar="LIST", help="Token id
 
 FIGURES: Final = (".svg", ".png", ".html", ".csv", ".json")
 _DEFAULT_N: Final = 16
-# What to type for masks whose parameters have no natural default; shown in messages, and each is tested.
-EXAMPLES: Final[Mapping[str, str]] = {
-    name: " ".join(f"--n {value}" if key == "n" else f"--set {key}={value}" for key, value in settings.items())
-    for name, settings in parameters.EXAMPLES.items()
-}
+
+
+def is_mask(name: str) -> bool:
+    from attnflow.masks.registry import named_masks
+
+    return name in named_masks()
+
+
+def example(name: str) -> str:
+    """What to type for a mask's parameters, such as `--n 8 --set window=4`."""
+    from attnflow.masks.registry import named_masks
+
+    settings = named_masks()[name].example
+    return " ".join(f"--n {value}" if key == "n" else f"--set {key}={value}" for key, value in settings.items())
 
 
 def is_file(name: str) -> bool:
@@ -50,7 +58,8 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str =
     for an unknown name, a bad value or a bad file.
     """
     from attnflow._core.plain import close_to, read_json
-    from attnflow.masks.spec import mask_from_dict, named_masks
+    from attnflow.masks.registry import named_masks
+    from attnflow.masks.spec import mask_from_dict
 
     if is_file(name):
         if n is not None or texts:
@@ -60,17 +69,17 @@ def mask_argument(name: str, n: int | None, texts: Sequence[str], command: str =
     settings, catalogue = settings_from(texts), named_masks()
     if name not in catalogue:
         raise BadUsage(f"unknown mask {name!r}{close_to(name, catalogue)} (`attnflow mask list` shows all)")
-    entry, example = catalogue[name], f"for example: attnflow {command} {name} {EXAMPLES[name]}"
+    entry, advice = catalogue[name], f"for example: attnflow {command} {name} {example(name)}"
     has_length = any(parameter.name == "n" for parameter in entry.parameters)
     if n is not None and not has_length:
-        raise BadUsage(f"{entry.signature} has no parameter n; {example}")
+        raise BadUsage(f"{entry.signature} has no parameter n; {advice}")
     if n is not None and "n" in settings:
         raise BadUsage("n is given twice, by --n and by --set n=...: leave one out")
     values = entry.read({**({"n": str(_DEFAULT_N if n is None else n)} if has_length else {}), **settings})
     try:
         entry.require(values)
     except ValueError as error:
-        raise BadUsage(f"{error}; {example}") from None
+        raise BadUsage(f"{error}; {advice}") from None
     return entry.function(**values)
 
 
@@ -119,7 +128,7 @@ def require(name: str) -> None:
         place = resolve(name)
     except FileNotFoundError as error:
         hint = f"; {name} is a mask: see `attnflow report {name}` and `attnflow mask show {name}`"
-        raise BadUsage(f"{error}{hint if name in EXAMPLES else ''}") from error
+        raise BadUsage(f"{error}{hint if is_mask(name) else ''}") from error
     if isinstance(place, str) and is_out_of_reach(place):
         raise BadUsage(f"cannot load {name!r}: found neither here nor in the hub's cache, and HF_HUB_OFFLINE is set")
 
@@ -127,14 +136,15 @@ def require(name: str) -> None:
 def require_model(name: str, with_settings: bool) -> None:
     """Reports a typo in `name` at once; it may be a mask or a model, and only masks take settings."""
     from attnflow._core.plain import close_to
+    from attnflow.masks.registry import named_masks
     from attnflow.models.names import MODELS
 
     if with_settings:
-        raise BadUsage(f"--n and --set apply only to masks; {name!r} is not one{close_to(name, EXAMPLES)}")
+        raise BadUsage(f"--n and --set apply only to masks; {name!r} is not one{close_to(name, named_masks())}")
     try:
         require(name)
     except BadUsage as error:
-        near = close_to(name, [*EXAMPLES, *MODELS]) if "/" not in name else ""
+        near = close_to(name, [*named_masks(), *MODELS]) if "/" not in name else ""
         message = f"found no mask, model, file or folder {name!r}{near}"
         raise BadUsage(message if near else f"{error}; `attnflow mask list` lists the masks") from error
 

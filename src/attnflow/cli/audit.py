@@ -109,7 +109,7 @@ def audit(
         from attnflow import masks
         from attnflow.audit import check, scripts
         from attnflow.audit.measurement import MeasuredOrder, record
-        from attnflow.models.loaded import text_inputs
+        from attnflow.models.subject import Subject
 
         if scripted:
             script = scripts.load(model)
@@ -120,7 +120,7 @@ def audit(
             audited = load(model, tokenizer=ids is None and golden is None, without="give token ids, as in --ids 5,6,7")
             if golden is None:
                 limit = tokens or (64 if save is None else 16)  # measuring takes two passes for each token
-                inputs = text_inputs(audited, token_ids or (sample() if text is None else text), limit)
+                inputs = Subject.of(audited).sample(token_ids or (sample() if text is None else text), limit)
             else:
                 saved = MeasuredOrder.from_dict(golden)
                 saved.require(type(audited.model).__name__, sum(p.numel() for p in audited.model.parameters()))

@@ -19,9 +19,9 @@ from attnflow.cli._arguments import describe, load, require
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, style, working
 
 if TYPE_CHECKING:
-    from attnflow.audit.batch_labels import Mistake
-    from attnflow.audit.batch_rows import RowBatch
-    from attnflow.audit.batches import BatchReport
+    from attnflow.audit.batch.check import BatchReport
+    from attnflow.audit.batch.labels import Mistake
+    from attnflow.audit.batch.rows import RowBatch
 
 _POSITIONS: Final = re.compile(r"\b(positions?) (\d+)(?: to (\d+))?")
 _LONGEST: Final = 1 << 26  # bytes of one line
@@ -64,8 +64,8 @@ def batch(
         loaded = None if model is None else _model(model, words, texts)
         words = loaded.tokenizer if loaded is not None and words is None else words
         from attnflow.audit import check_batch
-        from attnflow.audit.batch_reading import family_of
-        from attnflow.audit.batch_rows import as_batch
+        from attnflow.audit.batch.reading import family_of
+        from attnflow.audit.batch.rows import as_batch
 
         spinner.stage("checking")
         try:

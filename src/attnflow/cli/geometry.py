@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnflow.geometry.attribution import ScoreAttribution
     from attnflow.geometry.published import Summary
     from attnflow.geometry.table import GeometryScores
-    from attnflow.report.attribution import Row
+    from attnflow.report.attribution import HeadRow
 
 
 class _ScoreByDefault(TyperGroup):
@@ -143,21 +143,19 @@ def geometry_why(
     inputs = text_or_ids(text, ids)
     target = None if output is None else output_path(output, FIGURES, "an attribution as a figure")
     with working(f"loading {model}") as spinner:
-        from attnflow.geometry.attribute import attribute, attribute_one
-        from attnflow.models.loaded import text_inputs
+        from attnflow.geometry import reading
+        from attnflow.models.subject import Subject
         from attnflow.report.attribution import attribution_part, row_of
         from attnflow.report.page import Context, build
 
         loaded = load(model, ids is None, "give token ids, as in --ids 5,6,7")
         loaded = loaded._replace(model=loaded.model.float())  # a sum in half precision could not be checked
         if getattr(loaded.model.config, "is_encoder_decoder", False):  # both sides read the text, as in an audit
-            inputs = {name: value[:1] for name, value in text_inputs(loaded, inputs).items()}
+            inputs = {name: value[:1] for name, value in Subject.of(loaded).sample(inputs).items()}
         spinner.stage(f"attributing layer {layer}")
-        if head is None:
-            found = attribute_one(loaded, inputs, layer, query, attention=attention)
-        else:
-            found = attribute(loaded, inputs, layer, head, query, attention=attention)
-        found = replace(found, model=model)
+        with reading(loaded, inputs) as read:
+            one = read.telling_head(layer, query, attention=attention) if head is None else head
+            found = replace(read.explain(layer, one, query, attention=attention), model=model)
         row = row_of(found, None, key, raw)
         if target is not None:
             spinner.stage(f"writing {output}")
@@ -174,7 +172,7 @@ def geometry_why(
     say(screen, _explained(found, row, count) + ("" if output is None else f"\nwritten: {output}"))
 
 
-def _chosen(found: ScoreAttribution, row: Row) -> str:
+def _chosen(found: ScoreAttribution, row: HeadRow) -> str:
     from attnflow.geometry.attribution import telling
     from attnflow.report.attribution import CHOICE, key_name
 
@@ -186,7 +184,7 @@ def _chosen(found: ScoreAttribution, row: Row) -> str:
     return f", which {CHOICE}: {key_name(found, max(others, key=lambda index: row.weights[index]))}"
 
 
-def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
+def _explained(found: ScoreAttribution, row: HeadRow, count: int) -> str:
     """Describes why the query looked at the key: the leading terms, and the keys with the largest weights."""
     from attnflow.report.attribution import key_name, query_name, remark
     from attnflow.report.html import numbers
@@ -208,7 +206,7 @@ def _explained(found: ScoreAttribution, row: Row, count: int) -> str:
     return "\n".join(lines).replace("−", "-")
 
 
-def _terms(found: ScoreAttribution, row: Row, count: int) -> list[str]:
+def _terms(found: ScoreAttribution, row: HeadRow, count: int) -> list[str]:
     """Lists the leading terms and their sums; nothing for a single key, whose centred terms are zero."""
     from attnflow.report.attribution import leading, short
     from attnflow.report.html import numbers

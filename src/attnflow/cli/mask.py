@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from attnflow._core.markup import aligned, percent, plural
-from attnflow.cli._arguments import EXAMPLES, MaskLength, OutputOption, Settings, mask_argument, settings_from
+from attnflow.cli._arguments import MaskLength, OutputOption, Settings, example, mask_argument, settings_from
 from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, show, style, working, write
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def mask_list(json_output: JsonFlag = False) -> None:
 
     Each has its parameters and its relation. q is the query and k the key, both counted from 0.
     """
-    from attnflow.masks.spec import named_masks
+    from attnflow.masks.registry import named_masks
 
     if json_output:
         masks = [
@@ -40,7 +40,7 @@ def mask_list(json_output: JsonFlag = False) -> None:
                 "signature": entry.signature,
                 "relation": entry.summary,
                 "parameters": [asdict(parameter) for parameter in entry.parameters],
-                "example": f"attnflow mask show {entry.name} {EXAMPLES[entry.name]}",
+                "example": f"attnflow mask show {entry.name} {example(entry.name)}",
             }
             for entry in named_masks().values()
         ]
@@ -148,7 +148,7 @@ def mask_merge(
 @app.command("export")
 def mask_export(
     name: _Name,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="flashmask, varlen, magi, flashinfer or te.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="flashmask, varlen or magi.")],
     n: MaskLength = None,
     settings: Settings = None,
     json_output: JsonFlag = False,
@@ -215,7 +215,6 @@ def _short(value: object, limit: int = 100) -> str:
 
 def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
     """Returns pairs, order (None with a reason in `no_order`) and block sparsity, as plain data."""
-    from attnflow.masks.costs import block_sparsity
     from attnflow.report.mask import block_sizes, flow_of
 
     flow, no_order = flow_of(mask)
@@ -237,7 +236,7 @@ def _numbers(mask: Mask, block_size: int | None) -> dict[str, Any]:
         "density": mask.density,
         "order": order,
         "no_order": no_order or None,
-        "blocks": [asdict(block_sparsity(mask, size)) for size in sizes],
+        "blocks": [asdict(mask.block_sparsity(size)) for size in sizes],
     }
 
 

@@ -35,11 +35,10 @@ def report(
 
     For a mask it shows the picture, Hasse diagram, depth, receptive fields and block sparsity; for a task also its
     leaks. For a model it shows the audit, its geometry, its bias, why a head looked at a token, what its feed-forward
-    entries did for a text, and the masks that the model declares with their cost. Exits with 1 if the report contains a
-    leak.
+    entries did for a text, and the masks that the model declares. Exits with 1 if the report contains a leak.
     """
     target = output_path(output, [".html"])
-    is_mask = is_file(subject) or subject in arguments.EXAMPLES
+    is_mask = is_file(subject) or arguments.is_mask(subject)
     if is_mask and text is not None:
         raise BadUsage(f"--text applies only to models; {subject} is a mask")
     if not is_mask:
@@ -48,11 +47,11 @@ def report(
         if is_mask:
             page = _of_mask(subject, n, settings or [], spinner)
         else:
-            from attnflow.models.loaded import text_inputs
+            from attnflow.models.subject import Subject
             from attnflow.report import model_page
 
             loaded = arguments.load(subject)
-            inputs = text_inputs(loaded, arguments.sample() if text is None else text, tokens)
+            inputs = Subject.of(loaded).sample(arguments.sample() if text is None else text, tokens)
             about = {"Model": arguments.describe(subject, loaded)}
             page = model_page(loaded, inputs, title=subject, details=about, progress=spinner)
         page.save(target)

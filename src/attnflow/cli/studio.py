@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from attnflow.cli._arguments import EXAMPLES, MaskLength, Settings, is_file, load, mask_argument, require_model, sample
+from attnflow.cli._arguments import MaskLength, Settings, is_file, is_mask, load, mask_argument, require_model, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, working
 
 _TOKENS: Final = 32  # of the short text for which a model's masks are computed
@@ -40,14 +40,14 @@ def studio(
     """
     from attnflow.studio import serve
 
-    is_mask = is_file(subject) or subject in EXAMPLES
+    drawn = is_file(subject) or is_mask(subject)
     if bias is not None:
-        if is_mask:
+        if drawn:
             raise BadUsage(f"--bias applies only to models; {subject} is a mask or a task")
         if not Path(bias).expanduser().is_dir():
             raise BadUsage(f"--bias takes the folder of a saved bias; the folder {bias} does not exist")
     design = _design(subject, n, settings or [])
-    model = None if is_mask else {"model": subject, "bias": bias}
+    model = None if drawn else {"model": subject, "bias": bias}
 
     def opened(address: str) -> None:
         if json_output:
@@ -69,21 +69,21 @@ def _design(subject: str, n: int | None, settings: list[str]) -> Mapping[str, ob
         if n is not None or settings:
             raise BadUsage(f"--n and --set apply only to masks of the catalogue; leave them out, {subject} is a file")
         return design_of(read_json(subject), subject).to_dict()
-    if subject in EXAMPLES:
+    if is_mask(subject):
         return design_of(mask_argument(subject, n, settings, "studio").to_dict(), subject).to_dict()
     return _of_model(subject, n is not None or bool(settings))
 
 
 def _of_model(name: str, with_settings: bool) -> Mapping[str, object]:
     from attnflow.audit.declared import declared_order
-    from attnflow.models.loaded import text_inputs, token_texts
+    from attnflow.models.subject import Subject
     from attnflow.report.live.design import design_for
 
     require_model(name, with_settings)
     with working(f"reading {name}") as spinner:
         loaded = load(name)
-        inputs = text_inputs(loaded, sample(), _TOKENS)
+        inputs = Subject.of(loaded).sample(sample(), _TOKENS)
         spinner.stage("reading its masks")
         flow = declared_order(loaded, inputs)
-        texts = token_texts(inputs["input_ids"][0].tolist(), loaded.tokenizer)
+        texts = Subject.of(loaded).texts(inputs["input_ids"][0].tolist())
     return design_for(flow, texts).to_dict()

@@ -1,8 +1,8 @@
 """Symmetry and directionality of attention's bilinear form W_q^T W_k."""
 
-from attnflow.geometry.attribute import attribute
 from attnflow.geometry.monitor import monitor
 from attnflow.geometry.pairs import pairs
+from attnflow.geometry.reading import attribute, reading
 from attnflow.geometry.score import score
 from attnflow.geometry.scores import directionality, symmetry
 from attnflow.geometry.training import init_skew_, init_symmetric_, penalty
@@ -15,6 +15,7 @@ __all__ = [
     "monitor",
     "pairs",
     "penalty",
+    "reading",
     "score",
     "symmetry",
 ]

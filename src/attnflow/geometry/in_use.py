@@ -19,8 +19,7 @@ from attnflow.geometry.scores import Mode, from_norms, ratio, summed
 from attnflow.models.attention import AttentionLayer
 from attnflow.models.evaluation import evaluating
 from attnflow.models.families.rows import Composed, Selected
-from attnflow.models.loaded import Loaded, Text, any_inputs, sparing, split
-from attnflow.models.offload import device_of
+from attnflow.models.subject import Loaded, Subject, Text
 from attnflow.models.watching import Call, Watch
 
 _SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
@@ -47,7 +46,7 @@ class InUse:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class LayerTokens:
     """One self-attention layer on the n tokens of one sequence, without pads.
 
     Attributes:
@@ -80,7 +79,7 @@ class Accumulator:
         self._tokens = 0
         self._moments: list[Tensor] = []
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: LayerTokens) -> None:
         """Add one sequence.
 
         Cost: O(heads * head_dim^2 * n) if all tokens meet, and else O(heads * head_dim * n^2) in blocks of scores.
@@ -94,7 +93,7 @@ class Accumulator:
         self._sums += torch.cat(sums, dim=1)
         self._add_moments(seen)
 
-    def _add_moments(self, seen: Seen) -> None:
+    def _add_moments(self, seen: LayerTokens) -> None:
         """Second moments of queries' tokens, covariances of keys' tokens within the sequence; of both, projected."""
         (_, _), (query, key) = seen.summed
         tokens = [seen.query_input.double(), seen.key_input.double()]
@@ -143,10 +142,11 @@ def measure(
     model: nn.Module | Loaded, layers: Sequence[AttentionLayer], inputs: Text, gamma: float, mode: Mode
 ) -> dict[str, list[InUse]]:
     """The geometry in use of every self-attention layer, by its name: all heads together, then each head."""
-    module, tokenizer = split(model)
+    subject = Subject.of(model)
+    module = subject.model
     layers = [layer for layer in layers if layer.kind == "self"]
     sums = {layer.name: Accumulator(layer) for layer in layers}
-    observe(module, layers, any_inputs(module, inputs, tokenizer), lambda layer, seen: sums[layer.name].add(seen))
+    observe(module, layers, subject.read(inputs), lambda layer, seen: sums[layer.name].add(seen))
     silent = [name for name, one in sums.items() if not one.pairs]
     if silent:
         raise ValueError(
@@ -159,13 +159,13 @@ def observe(
     model: nn.Module,
     layers: Sequence[AttentionLayer],
     tensors: Mapping[str, Tensor],
-    see: Callable[[AttentionLayer, Seen], None],
+    see: Callable[[AttentionLayer, LayerTokens], None],
 ) -> None:
     from attnflow.models.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
-    from attnflow.models.sites import find_sites, models_around
+    from attnflow.models.sites import models_around
 
     named = {layer.name: layer for layer in layers}
-    sites = [site for site in find_sites(model) if site.name in named]
+    sites = [site for site in Subject(model).sites if site.name in named]
     missing = sorted(set(named) - {site.name for site in sites})
     if missing:
         raise UnsupportedArchitecture(
@@ -196,18 +196,18 @@ def observe(
     own = {readable_implementation(site.owner.config) for site in sites}
     implementation = own.pop() if len(own) == 1 else "sdpa"
     modules = {path: model.get_submodule(path) for path in dict.fromkeys(uses)}
-    exact = torch.autocast(device_of(model).type, enabled=False)
+    exact = torch.autocast(Subject(model).device.type, enabled=False)
     with evaluating(model), torch.no_grad(), exact, Watch(modules, enter):
         interception = intercept(models_around(sites), by_module, role="pool", implementation=implementation)
         try:
-            model(**tensors, **sparing(model))
+            model(**tensors, **Subject(model).sparing)
         finally:
             interception.remove()
 
 
 def _sequences(
     layer: AttentionLayer, call: Any, tokens: Sequence[Tensor | None], mask: Tensor | None
-) -> Iterator[Seen]:
+) -> Iterator[LayerTokens]:
     query, key = cast(Tensor, call.query), cast(Tensor, call.key)
     batch, heads, size, head_dim = query.shape
     inputs = [None if one is None or one.numel() % (batch * size) else one for one in tokens]
@@ -239,7 +239,7 @@ def _sequences(
             (left, (right - right.mean(1, keepdim=True)).repeat_interleave(heads // len(right), 0))
             for left, right in sides
         )
-        yield Seen(real.nonzero()[:, 0], x, y, pairs, meet)
+        yield LayerTokens(real.nonzero()[:, 0], x, y, pairs, meet)
 
 
 def _allowed(mask: object, size: int) -> Tensor | None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import integer
 from attnflow._core.results import Result
-from attnflow.geometry.in_use import Seen, observe
+from attnflow.geometry.in_use import LayerTokens, observe
 from attnflow.models.attention import AttentionLayer, attention_layers
-from attnflow.models.loaded import Loaded, Text, any_inputs, model_name, split, token_texts
+from attnflow.models.subject import Loaded, Subject, Text
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,8 @@ def pairs(
     >>> torch.allclose(found.symmetric + found.skew, found.scores * found.meet)
     True
     """
-    module, tokenizer = split(model)
+    subject = Subject.of(model)
+    module = subject.model
     layer = integer("layer", layer)
     layers = [one for one in attention_layers(module) if one.kind == "self" and one.tower in (tower or one.tower,)]
     chosen = [one for one in layers if one.layer == layer]
@@ -122,10 +123,10 @@ def pairs(
         have = f"layers {sorted({one.layer for one in layers})} in towers {towers}"
         raise ValueError(f"expected a layer that is there once, got layer {layer} and tower {tower!r}: it has {have}")
     head = None if head is None else integer("head", head, 0, chosen[0].num_heads - 1)
-    tensors = any_inputs(module, inputs, tokenizer)
+    tensors = subject.read(inputs)
     found: list[PairScores] = []
 
-    def see(one: AttentionLayer, seen: Seen) -> None:
+    def see(one: AttentionLayer, seen: LayerTokens) -> None:
         size = len(seen.positions)
         if size < 2:
             raise ValueError("a pair needs two tokens, got one: pass at least 2 tokens")
@@ -136,9 +137,10 @@ def pairs(
             tables.append(score - (score * meet).sum(-1, keepdim=True) / meet.sum(-1, keepdim=True))
         name = "decoder_input_ids" if one.tower == "decoder" and "decoder_input_ids" in tensors else "input_ids"
         ids = tensors[name][0].tolist() if name in tensors else range(int(seen.positions.max()) + 1)
-        texts = token_texts([ids[at] for at in seen.positions.tolist()], tokenizer if name in tensors else None)
+        named = subject if name in tensors else Subject(module)
+        texts = named.texts(ids[at] for at in seen.positions.tolist())
         meet = meet & ~torch.eye(size, dtype=torch.bool)
-        found.append(PairScores(model_name(module), layer, head, tuple(texts), *cast(Any, tables), meet=meet))
+        found.append(PairScores(subject.name, layer, head, tuple(texts), *cast(Any, tables), meet=meet))
 
     observe(module, chosen, tensors, see)
     if len(found) != 1:

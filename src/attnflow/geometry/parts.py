@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.direct import direct_path
+from attnflow.models.reads import direct_path
 
 if TYPE_CHECKING:
-    from attnflow.models.stream import Component, ResidualStream, Seen
+    from attnflow.models.stream import Component, RecordedCall, ResidualStream
 
 _CHECKS = 8  # random directions in which the summands must add up to the stream
 
@@ -30,7 +30,7 @@ class Parts:
     key_constant: dict[int, Tensor]  # [places, head_dim]
 
 
-def parts_of(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, end: int) -> Parts:
+def parts_of(stream: ResidualStream, seen: RecordedCall, heads: Sequence[int], at: int, end: int) -> Parts:
     """Read the queries of heads at one position, and the keys before `end`.
 
     That is done by products of matrices where the model's path to them is plain, otherwise by differentiation. A pass
@@ -41,15 +41,12 @@ def parts_of(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, 
         direct = _direct(stream, seen, heads, at, end)
     if direct is not None:
         return direct
-    stream.complete()
     with stream.still():
         return _differentiated(stream, heads, at, end)
 
 
-def _direct(stream: ResidualStream, seen: Seen, heads: Sequence[int], at: int, end: int) -> Parts | None:
+def _direct(stream: ResidualStream, seen: RecordedCall, heads: Sequence[int], at: int, end: int) -> Parts | None:
     """By products of matrices; None where a side has another path, or where the summands are not the whole stream."""
-    if seen.query is None or seen.key is None:
-        return None
     group = seen.query.shape[1] // seen.key.shape[1]
     queries = [direct_path(seen.query[0, head], slice(at, at + 1), stream.reads) for head in heads]
     keys = {n: direct_path(seen.key[0, n], slice(end), stream.reads) for n in sorted({h // group for h in heads})}
@@ -104,14 +101,11 @@ def _adds_up(summands: Tensor, total: Tensor, kind: torch.dtype) -> bool:
 
 def _differentiated(stream: ResidualStream, heads: Sequence[int], at: int, end: int) -> Parts:
     """Differentiate the held pass, and run it once with every component at zero for the constants."""
-    leaves = [None if c.value is None else c.value.clone().requires_grad_() for c in stream.components]
-    call = stream.query_and_key(leaves)
+    leaves, call, rest = stream.held_pass()
     group = call.query.shape[1] // call.key.shape[1]
     kv = sorted({head // group for head in heads})
     query = [_pulled(call.query[0, head, at], leaves, stream.components, at) for head in heads]
     key = {one: _pulled(call.key[0, one], leaves, stream.components, None) for one in kv}
-    with torch.no_grad():
-        rest = stream.query_and_key([None if leaf is None else torch.zeros_like(leaf) for leaf in leaves])
     used, of_keys = (sorted({c for one in side for c in one}) for side in (query, key.values()))
     if not used or not of_keys:
         raise UnsupportedArchitecture(

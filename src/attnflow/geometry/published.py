@@ -96,7 +96,7 @@ class PublishedScores:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PublishedComparison:
     published: PublishedScores
     ours: Summary | None  # over the full matrices; None if this part was not scored
     reasons: tuple[str, ...]  # the known reasons why the two differ

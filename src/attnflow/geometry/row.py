@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 _ADDED: Final = ("position_bias", "relative_position_bias", "alibi")
 _UNKNOWN: Final = ("head_mask",)
 _CLOSE: Final = 2e-4  # of the largest value, for what attention put out
-_AGAIN: Final = 1e-3  # of the largest score, for passes that may round differently
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class ScoreRow:
     """softmax(cap(product) + added) over the allowed keys and a sink, for one head and query; float64, on the CPU."""
 
     allowed: Tensor  # bool[keys]
@@ -39,7 +38,7 @@ class Row:
         everything = scores if self.sink is None else torch.cat([scores, self.sink[None]])
         return everything.softmax(0)[: len(scores)]
 
-    def until(self, end: int) -> Row:
+    def until(self, end: int) -> ScoreRow:
         """The row without the keys from `end` on, none of which may be allowed."""
         added = {name: values[:end] for name, values in self.added.items()}
         return replace(self, allowed=self.allowed[:end], product=self.product[:end], added=added)
@@ -52,14 +51,15 @@ class Row:
         return 1 - torch.tanh(self.product / self.softcap) ** 2
 
 
-def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Tensor | None = None) -> Row:
+def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Tensor | None = None) -> ScoreRow:
     module, kwargs = call.module, call.kwargs
     strange = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if strange:
         raise UnsupportedArchitecture(f"{type(module).__name__} passes {strange[0]} to attention, which is not read")
     group = call.query.shape[1] // call.key.shape[1]
-    product, scaling = product_of(call, head, query)
     keys = call.key[0, head // group]
+    scaling = call.query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
+    product = scaling * (keys.double().cpu() @ call.query[0, head, query].double().cpu())
     allowed, added = _mask(call, head, query)
     for name in _ADDED:
         if isinstance(kwargs.get(name), Tensor):
@@ -76,26 +76,9 @@ def row_of(call: AttentionCall, output: Tensor, head: int, query: int, bias: Ten
         allowed = allowed & ~_at(call.empty[..., None], head, query, 1).bool()
     if not bool(allowed.any()):
         raise ValueError(f"the mask lets query {query} attend to no key in head {head}: choose another query")
-    row = Row(allowed, product, added, kwargs.get("softcap"), sink, scaling)
+    row = ScoreRow(allowed, product, added, kwargs.get("softcap"), sink, scaling)
     _check(row, call, output, head, query)
     return row
-
-
-def product_of(call: AttentionCall, head: int, query: int) -> tuple[Tensor, float]:
-    """Return scaling * q.k for all keys, [keys] in float64, and the scaling."""
-    keys = call.key[0, head // (call.query.shape[1] // call.key.shape[1])].double().cpu()
-    scaling = call.kwargs.get("scaling")
-    scaling = call.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return scaling * (keys @ call.query[0, head, query].double().cpu()), scaling
-
-
-def check_again(scores: Tensor, before: Tensor) -> None:
-    """Raise `ValueError` if another pass gives other scores than those that were recorded."""
-    if not bool((scores - before).abs().amax() <= _AGAIN * before.abs().amax()):
-        raise ValueError(
-            "the model gives other scores than in the pass of this attribution, so it has changed since: call "
-            "af.geometry.attribute again"
-        )
 
 
 def _mask(call: AttentionCall, head: int, query: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -123,7 +106,7 @@ def _at(table: Tensor, head: int, query: int, keys: int) -> Tensor:
     return row.detach().double().cpu().expand(keys)
 
 
-def _check(row: Row, call: AttentionCall, output: Tensor, head: int, query: int) -> None:
+def _check(row: ScoreRow, call: AttentionCall, output: Tensor, head: int, query: int) -> None:
     """Compare with the output: the row explains it only if nothing else was added to the scores."""
     value = call.value[0, head * call.value.shape[1] // call.query.shape[1]].double().cpu()
     if output.ndim == 3:

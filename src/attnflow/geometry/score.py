@@ -21,7 +21,7 @@ from attnflow.geometry.scores import Mode, check_reading, full_scores, head_scor
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
 from attnflow.models.attention import AttentionLayer, attention_layers, stored_layers
 from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
-from attnflow.models.loaded import Loaded, Text, split
+from attnflow.models.subject import Loaded, Subject, Text
 
 Attention = Literal["self", "cross", "all"]
 Source = nn.Module | Loaded | str | os.PathLike[str]
@@ -146,7 +146,7 @@ def layers_of(
 
 
 @dataclass(frozen=True)
-class Survey(Result):
+class GeometrySurvey(Result):
     """The scores of several models.
 
     Attributes:
@@ -176,7 +176,7 @@ def survey(
     *,
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
-) -> Survey:
+) -> GeometrySurvey:
     """Score each model once, in the given order, with the arguments of `score`.
 
     `progress` runs before each model and after each layer, with the next one's name. A wrong gamma, mode or attention
@@ -205,7 +205,7 @@ def survey(
             unscored[name] = f"unexpected {type(error).__name__}: {error}; ATTNFLOW_TRACEBACK=1 shows where"
         else:
             models.append(replace(scores, model=name))
-    return Survey(tuple(models), unscored)
+    return GeometrySurvey(tuple(models), unscored)
 
 
 def check_attention(attention: str) -> None:
@@ -216,7 +216,7 @@ def check_attention(attention: str) -> None:
 def layers_in_memory(model: nn.Module | Loaded, attention: Attention = "self") -> list[AttentionLayer]:
     """List the layers of one kind of attention of a model in memory, even if wrapped for several devices."""
     check_attention(attention)
-    module, _ = split(model)
+    module = Subject.of(model).model
     if isinstance(module, DataParallel | DistributedDataParallel):
         module = module.module
     if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):

@@ -147,7 +147,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class FormScores:
     """The scores of one matrix, or of the matrix of each head.
 
     Attributes:
@@ -173,7 +173,7 @@ def head_scores(
     num_kv_heads: int,
     gamma: float = 2.0,
     mode: Mode = "excess",
-) -> Scores:
+) -> FormScores:
     """Score every head's M_h = W_q,h^T W_k,g(h), whose sum is the full matrix.
 
     Args:
@@ -185,7 +185,7 @@ def head_scores(
         mode: as in `directionality`.
 
     Returns:
-        `Scores` with tensors of shape [num_heads].
+        `FormScores` with tensors of shape [num_heads].
 
     Raises:
         ValueError: the weights hold NaN or Inf.
@@ -196,7 +196,9 @@ def head_scores(
     query_heads, key_heads = _split(query, key, num_heads, num_kv_heads)
     group = num_heads // num_kv_heads
     each = [_scores(query_heads[h], key_heads[h // group], gamma, mode) for h in range(num_heads)]
-    result = Scores(*(torch.stack([getattr(scores, field.name) for scores in each]) for field in fields(Scores)))
+    result = FormScores(
+        *(torch.stack([getattr(scores, field.name) for scores in each]) for field in fields(FormScores))
+    )
     return _finite(result, query, key)
 
 
@@ -207,7 +209,7 @@ def full_scores(
     num_kv_heads: int,
     gamma: float = 2.0,
     mode: Mode = "excess",
-) -> Scores:
+) -> FormScores:
     """Score all heads together: M = W_q^T W_k = sum of M_h over the heads.
 
     Query heads that share a key head are added up first, since `sum_h W_q,h^T W_k,g = (sum_h W_q,h)^T W_k,g`. Arguments
@@ -293,12 +295,12 @@ def _tiled(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return trace, rows, columns
 
 
-def _scores(query: Tensor, key: Tensor, gamma: float, mode: Mode) -> Scores:
+def _scores(query: Tensor, key: Tensor, gamma: float, mode: Mode) -> FormScores:
     (query, query_scale), (key, key_scale) = unit(query), unit(key)
     small = _WIDTH_PER_ROW * len(query) <= min(query.shape[1], key.shape[1])
     trace, row_squares, column_squares = (_factored if small else _tiled)(query, key)
     rows, columns, total = row_squares.sqrt(), column_squares.sqrt(), row_squares.sum()
-    return Scores(
+    return FormScores(
         symmetry=ratio(trace, total) if query.shape[1] == key.shape[1] else trace,
         directionality=from_norms(rows, columns, gamma, mode),
         norm=(total.sqrt() * query_scale * key_scale).squeeze(),
@@ -314,7 +316,7 @@ def _factored_symmetry(query: Tensor, key: Tensor) -> Tensor:
     return ratio((c * c.mT).sum((-2, -1)), (a * b).sum((-2, -1)))
 
 
-def _finite(scores: Scores, query: Tensor, key: Tensor) -> Scores:
+def _finite(scores: FormScores, query: Tensor, key: Tensor) -> FormScores:
     if bool(scores.norm.isfinite().all()):
         return scores
     for name, weight in (("query", query), ("key", key)):

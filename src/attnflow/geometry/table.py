@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 from attnflow._core.results import Result
 from attnflow.geometry.in_use import InUse
-from attnflow.geometry.published import Comparison, Matrix, Quartiles, Summary, published_of
-from attnflow.geometry.scores import Mode, Scores
+from attnflow.geometry.published import Matrix, PublishedComparison, Quartiles, Summary, published_of
+from attnflow.geometry.scores import FormScores, Mode
 from attnflow.models.families.find import Kind, Place
 
 Bands = dict[str, tuple[float, float]]
@@ -60,7 +60,7 @@ class MatrixScores:
     in_use: InUse | None = None
 
 
-def rows_of(place: Place, scores: Scores, width: int) -> list[MatrixScores]:
+def rows_of(place: Place, scores: FormScores, width: int) -> list[MatrixScores]:
     """Make table rows: one for the full matrix (0-d scores), or one per head."""
     full = scores.norm.ndim == 0
     rows: list[MatrixScores] = []
@@ -160,12 +160,12 @@ class GeometryScores(Result):
         width, count = self.extent(summary)
         return chance_bands(width, self.mode, count) if width and summary.matrix == "all" else None
 
-    def compare(self) -> tuple[Comparison, ...]:
+    def compare(self) -> tuple[PublishedComparison, ...]:
         """Compare each published record of the model with our scores, with reasons if they must differ.
 
         The result is empty if the model is not in the published table (`attnflow.geometry.published`).
         """
-        comparisons: list[Comparison] = []
+        comparisons: list[PublishedComparison] = []
         for record in published_of(self.model):
             candidates = [s for s in self.summaries if s.matrix == "all" and s.kind == record.kind]
             fitting = [s for s in candidates if s.tower == record.tower] or (candidates if not record.tower else [])
@@ -178,7 +178,7 @@ class GeometryScores(Result):
             if (self.gamma, self.mode) != (2.0, "excess"):
                 said = f"{self.gamma:g}, {self.mode}"
                 reasons.append(f"directionality was published with gamma 2 and mode excess, not {said}")
-            comparisons.append(Comparison(record, ours, tuple(reasons)))
+            comparisons.append(PublishedComparison(record, ours, tuple(reasons)))
         return tuple(comparisons)
 
     def rows(self) -> list[dict[str, object]]:

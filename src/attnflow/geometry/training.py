@@ -15,7 +15,7 @@ from attnflow.geometry.score import layers_in_memory
 from attnflow.geometry.scores import full_symmetry, head_symmetry
 from attnflow.models.attention import AttentionLayer
 from attnflow.models.families.rows import Selected
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.subject import Loaded, Subject
 
 Target = Literal["symmetric", "skew"]
 
@@ -51,7 +51,7 @@ def penalty(model: nn.Module | Loaded, target: Target = "symmetric", per_head: b
         raise ValueError(f'target must be "symmetric" or "skew", got {target!r}')
     sign = 1 if target == "symmetric" else -1
     symmetry = head_symmetry if per_head else full_symmetry
-    module, _ = split(model)
+    module = Subject.of(model).model
     parameters = {id(parameter) for parameter in module.parameters()}
     count, layers = _found.get(module, (-1, []))
     if count != len(parameters) or any(id(p) not in parameters for layer in layers for p in layer.parameters.values()):

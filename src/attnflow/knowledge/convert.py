@@ -22,8 +22,9 @@ from attnflow.knowledge.conversion_check import conditions, verify
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
 from attnflow.knowledge.store import Store
 from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, stored, uncovered
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import split
 from attnflow.models.offload import refuse_offloaded
+from attnflow.models.subject import Loaded
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"

@@ -30,7 +30,7 @@ from attnflow.knowledge.base import KnowledgeBase
 from attnflow.knowledge.layered import SharedReader
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.loaded import CACHES
+from attnflow.models.arguments import CACHES
 
 Entries = Float[Tensor, "entries entry_dim"] | EntrySource
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,17 +14,21 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import plural
-from attnflow.masks.flex import MAX_UNROLLED, Blocked, MaskMod, bounds_of, mask_mod_of_bits, mask_mod_of_rows
+from attnflow.masks import flex
+from attnflow.masks.flex import MaskMod
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _NARROW: Final = 8  # intervals of a row up to which keys are not numbered anew
 _SHOWN: Final = 4
 _AnyMask = TypeVar("_AnyMask", bound="Mask | MaskGrid")
 
 
-@dataclass(frozen=True, eq=False, slots=True, repr=False)
-class MaskGrid(Blocked):
+@dataclass(frozen=True, slots=True, repr=False)
+class MaskGrid:
     """A mask for each sequence of a batch, each head, or both; made by `af.masks.batch` and `af.masks.per_head`.
 
     Sequences may differ in length. A shorter one is padded at its end. In `dense()` and for attention kernels a pad
@@ -39,6 +43,9 @@ class MaskGrid(Blocked):
     masks: tuple[tuple[Mask, ...], ...]
     num_queries: int
     num_keys: int
+
+    if not TYPE_CHECKING:
+        __getattr__ = flex.no_attribute
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -81,18 +88,31 @@ class MaskGrid(Blocked):
         if 2 * room + (ranks is not None) == self.num_queries:
             room *= 2  # no kernel can take it for a mask of pairs
         batch, heads = self.shape[:2]
-        parts = [bounds_of(rows, room).T for rows in relations]
+        parts = [flex.bounds_of(rows, room).T for rows in relations]
         if ranks is not None:
             parts = [np.vstack([part, rank.astype(np.int32)]) for part, rank in zip(parts, ranks, strict=True)]
         table = np.ascontiguousarray(np.stack(parts))  # processes send it to one another as it lies in memory
         tensor = torch.from_numpy(table.reshape(batch, heads, *table.shape[1:]))
         return tensor if device is None else tensor.to(device)
 
+    @property
+    def mask_mod(self) -> MaskMod:
+        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices."""
+        return self.mask_mod_on("cpu")
+
     def mask_mod_on(self, device: torch.device | str) -> MaskMod:
         """`mask_mod(b, h, q, k)` on `device`: by the intervals of each query or, where one has over 32, by bits."""
-        if max(rows.width() for rows in self._relations()[0]) <= MAX_UNROLLED:
-            return mask_mod_of_rows(self.row_intervals(device=device), self.num_keys)
-        return mask_mod_of_bits(torch.stack([torch.stack([m.bits() for m in row]) for row in self.padded()]).to(device))
+        if max(rows.width() for rows in self._relations()[0]) <= flex.MAX_UNROLLED:
+            return flex.mask_mod_of_rows(self.row_intervals(device=device), self.num_keys)
+        bits = torch.stack([torch.stack([mask.bits() for mask in row]) for row in self.padded()])
+        return flex.mask_mod_of_bits(bits.to(device))
+
+    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
+        """The masks as torch's `BlockMask`; arguments, errors and cost are those of `Mask.block_mask`."""
+        blocks, table = flex.block_sizes(block_size), self.padded()
+        counts = {id(mask): mask.block_counts(blocks) for row in table for mask in row}
+        stacked = torch.from_numpy(np.stack([[counts[id(mask)] for mask in row] for row in table])).to(device)
+        return flex.block_mask_of_counts(stacked, blocks, self.mask_mod_on(device), table[0][0].shape)
 
     def __getitem__(self, place: tuple[int, int]) -> Mask:
         """The mask of a sequence and a head, without padding: `grid[b, h]`."""
@@ -103,14 +123,6 @@ class MaskGrid(Blocked):
             for name, i, size in (("b", b, batch), ("h", h, heads))
         )
         return self.masks[b][h]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, MaskGrid):
-            return NotImplemented
-        return (self.shape, self.masks) == (other.shape, other.masks)
-
-    def __hash__(self) -> int:
-        return hash((self.shape, self.masks))
 
     def __repr__(self) -> str:
         batch, heads, queries, keys = self.shape

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from attnflow._core.checks import Indices, IntArray, boolean, index_array, integer, preview, size
+from attnflow._core.checks import Indices, IntArray, boolean, divides, index_array, integer, preview, size
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import LARGEST, too_many
+from attnflow.masks.registry import mask, named_masks
 
 
+@mask(n="8")
 def full(n: int, num_keys: int | None = None) -> Mask:
     """Every query attends to every key (BERT, arXiv:1810.04805).
 
@@ -23,6 +25,7 @@ def full(n: int, num_keys: int | None = None) -> Mask:
     return _mask(np.arange(n), 0, num_keys, n, num_keys, "full", n=n, num_keys=num_keys)
 
 
+@mask(n="8")
 def causal(n: int) -> Mask:
     """k <= q (GPT; hasse, eq. 31 and 39).
 
@@ -34,6 +37,7 @@ def causal(n: int) -> Mask:
     return _mask(q, 0, q + 1, n, n, "causal", n=n)
 
 
+@mask(window="4")
 def sliding_window(n: int, window: int, causal: bool = True) -> Mask:
     """Causal: q - window < k <= q, so `window` keys with the query's own (Mistral). Otherwise |q - k| < window.
 
@@ -50,6 +54,7 @@ def sliding_window(n: int, window: int, causal: bool = True) -> Mask:
     return _mask(q, q - reach + 1, last, n, n, "sliding_window", n=n, window=window, causal=causal)
 
 
+@mask(window="3", dilation="2")
 def dilated_window(n: int, window: int, dilation: int, causal: bool = True) -> Mask:
     """q - k is a multiple of `dilation` with 0 <= (q - k) / dilation < window; both directions if not causal.
 
@@ -73,6 +78,7 @@ def dilated_window(n: int, window: int, dilation: int, causal: bool = True) -> M
     return Mask(rows, "dilated_window", parameters, query_rank=rank, key_rank=rank)
 
 
+@mask(prefix="6")
 def prefix_lm(n: int, prefix: int) -> Mask:
     """k < prefix or k <= q: full inside the prefix, causal after it (T5, arXiv:1910.10683, fig. 4).
 
@@ -85,6 +91,7 @@ def prefix_lm(n: int, prefix: int) -> Mask:
     return _mask(q, 0, np.maximum(q + 1, prefix), n, n, "prefix_lm", n=n, prefix=prefix)
 
 
+@mask(lengths="5,3,4")
 def document(lengths: Indices, inner: Literal["causal", "full"] = "causal") -> Mask:
     """Packed sequences: q and k lie in the same document, and k <= q if `inner` is "causal".
 
@@ -116,6 +123,7 @@ def document(lengths: Indices, inner: Literal["causal", "full"] = "causal") -> M
     return _mask(q, np.repeat(ends - sizes, sizes), last, n, n, "document", lengths=tuple(sizes.tolist()), inner=inner)
 
 
+@mask(block="4")
 def block_causal(n: int, block: int) -> Mask:
     """k // block <= q // block: full inside a block, causal between blocks (hasse, sec. 4.2.2).
 
@@ -129,6 +137,7 @@ def block_causal(n: int, block: int) -> Mask:
     return _mask(q, 0, (q // block + 1) * block, n, n, "block_causal", n=n, block=block)
 
 
+@mask(indices="0,8")
 def global_tokens(n: int, indices: Indices) -> Mask:
     """q is global, or k is global, or q == k (Longformer and ETC, arXiv:2004.08483).
 
@@ -145,6 +154,7 @@ def global_tokens(n: int, indices: Indices) -> Mask:
     return Mask(rows, "global_tokens", {"n": n, "indices": tuple(chosen.tolist())}, query_rank=rank, key_rank=rank)
 
 
+@mask(window="3", indices="0")
 def longformer(n: int, window: int, indices: Indices = (0,)) -> Mask:
     """|q - k| < window, or q is global, or k is global (Longformer, arXiv:2004.05150, fig. 2d).
 
@@ -168,6 +178,7 @@ def longformer(n: int, window: int, indices: Indices = (0,)) -> Mask:
     return Mask(rows, "longformer", parameters, query_rank=rank, key_rank=rank)
 
 
+@mask(n="32", block="2")
 def big_bird(
     n: int, block: int = 64, num_global: int = 1, num_window: int = 3, num_random: int = 3, seed: int = 0
 ) -> Mask:
@@ -208,10 +219,11 @@ def big_bird(
     random += np.where(random >= first[row], wide[row], 0)
     parameters = {"n": n, "block": block, "num_global": num_global, "num_window": num_window}
     parts = (block_row, 0, last_global), (block_row, first, last), (row, random, random + 1)
-    rows = blow_up(IntervalRows.of(count, count, *parts), block)
+    rows = IntervalRows.of(count, count, *parts).in_blocks(block)
     return Mask(rows, "big_bird", parameters | {"num_random": num_random, "seed": seed})
 
 
+@mask(sinks="2", window="4")
 def attention_sink(n: int, sinks: int, window: int) -> Mask:
     """k <= q and (k < sinks or q - k < window) (StreamingLLM, arXiv:2309.17453).
 
@@ -226,6 +238,7 @@ def attention_sink(n: int, sinks: int, window: int) -> Mask:
     return Mask(rows, "attention_sink", {"n": n, "sinks": sinks, "window": window})
 
 
+@mask(parents="-1,0,0,1,1,2")
 def tree(parents: Indices) -> Mask:
     """k is q or an ancestor of q: verification of a draft tree (SpecInfer, arXiv:2305.09781; Medusa, 2401.10774).
 
@@ -284,20 +297,11 @@ def _heavy_paths(parent: IntArray) -> tuple[IntArray, IntArray]:
     return head, rank
 
 
-def divides(name: str, n: int, block: int) -> int:
-    """The number of blocks in n; raises if n is not a multiple of the block size."""
-    block = integer("block", block, 1)
-    if n % block:
-        raise ValueError(f"{name} must be a multiple of block = {block}, got {n}; pad to {-(-n // block) * block}")
-    return n // block
-
-
-def blow_up(blocks: IntervalRows, block: int) -> IntervalRows:
-    rows = blocks.take(np.repeat(np.arange(blocks.num_rows), block))
-    return IntervalRows(rows.indptr, rows.starts * np.int32(block), rows.ends * np.int32(block), rows.num_keys * block)
-
-
 def _mask(
     rows: object, starts: object, ends: object, n: int, num_keys: int, name: str, /, **parameters: object
 ) -> Mask:
     return Mask(IntervalRows.build(rows, starts, ends, n, num_keys), name, parameters)
+
+
+if not TYPE_CHECKING:
+    __all__ = list(named_masks(__name__))

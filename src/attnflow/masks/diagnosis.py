@@ -20,7 +20,7 @@ from attnflow._core.plain import read_json
 from attnflow._core.results import Result
 from attnflow.masks import catalogue, export
 from attnflow.masks.build import from_dense
-from attnflow.masks.export.bands import bands_of
+from attnflow.masks.export.varlen import bands_of
 from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 
@@ -74,7 +74,7 @@ class Diagnosis(Result):
 
     def rows(self) -> list[dict[str, object]]:
         """One row for each finding."""
-        return [{"kind": each.kind, "message": each.message, "pairs": str(each.pairs)} for each in self.findings]
+        return [{"kind": f.kind, "message": f.message, "pairs": str(f.pairs)} for f in self.findings]
 
     def __str__(self) -> str:
         count = len(self.findings)
@@ -86,7 +86,7 @@ class Diagnosis(Result):
             ("allowed pairs", f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,}"),
             ("is", self.same_as or "not in the catalogue"),
             ("exports to", ", ".join(self.formats) or "none"),
-            *((each.kind, each.message) for each in self.findings),
+            *((finding.kind, finding.message) for finding in self.findings),
         ]
         return "\n".join([verdict, *(f"{label:<16}{text}" for label, text in lines)])
 
@@ -97,9 +97,9 @@ def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
     """Reads a mask from a file; raises ValueError if the file holds none.
 
     Args:
-        path: a `.json` file as for `Mask.from_json`, or "-" for standard input; or `.npy`, `.pt`, `.safetensors` with
-            one tensor [queries, keys] after at most two leading axes: bools or 0 and 1 (1 allows), or additive floats
-            (0 allows).
+        path: a `.json` file as for `af.masks.from_json`, or "-" for standard input; or `.npy`, `.pt`, `.safetensors`
+            with one tensor [queries, keys] after at most two leading axes: bools or 0 and 1 (1 allows), or additive
+            floats (0 allows).
         masked_true: whether True or 1 forbids instead.
     """
     if str(path) == "-" or Path(path).suffix == ".json":
@@ -246,16 +246,16 @@ def _tensor(path: Path) -> Tensor:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            held: object = load_file(path)
+            content: object = load_file(path)
         else:
             with warnings.catch_warnings():  # of kinds of tensors that are refused below
                 warnings.simplefilter("ignore")
-                held = torch.load(path, map_location="cpu", weights_only=True)
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # each reader has errors of its own for what it cannot read
         raise ValueError(f"cannot read {path}: {str(error).splitlines()[0] if str(error) else error!r}") from error
-    tensors = list(held.values()) if isinstance(held, dict) else [held]
+    tensors = list(content.values()) if isinstance(content, dict) else [content]
     if len(tensors) != 1 or not isinstance(tensors[0], Tensor):
         raise ValueError(f"{path}: expected one tensor, got {len(tensors)} or something else")
     return tensors[0]

@@ -12,8 +12,8 @@ number of queries, so a kernel that reads the tensor as pairs fails. With a mask
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn, no_type_check
 
 import numpy as np
@@ -24,12 +24,11 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows, ragged
-from attnflow.masks.numbering import invert, pieces_of
+from attnflow.masks.numbering import invert
+from attnflow.masks.stretches import pieces_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-    from attnflow.masks import Mask
 
 # torch reads a mask_mod's signature and closure: `no_type_check` keeps run-time type checkers from wrapping it.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -40,56 +39,46 @@ _BLOCKS: Final = 1 << 26  # that are counted: 2.5 GB while it runs, and a millio
 _COVERED: Final = 1 << 22  # keys that are counted at a time where they are numbered anew
 
 
-class Blocked:
-    """FlexAttention forms, shared by masks and the masks of a batch."""
+def no_attribute(value: object, name: str) -> NoReturn:
+    """`__getattr__` of masks: tell code that takes one for a tensor, such as a model's forward, what to do instead."""
+    hint = ": it is not a tensor; put it on a model with af.masks.attach(model, mask), or pass mask.dense()"
+    raise AttributeError(
+        f"{type(value).__name__!r} object has no attribute {name!r}{'' if name.startswith('_') else hint}"
+    )
 
-    if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
-            """Say to code that takes a mask for a tensor, such as a model's forward, what to do instead."""
-            hint = ": it is not a tensor; put it on a model with af.masks.attach(model, mask), or pass mask.dense()"
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}{'' if name.startswith('_') else hint}"
-            )
+@dataclass(frozen=True)
+class BlockSparsity:
+    """The blocks of a mask at one block size, as FlexAttention sees them; made by `mask.block_sparsity`.
 
-    __slots__ = ()
+    Attributes:
+        block: queries and keys per block.
+        full: blocks that allow every pair; they need no mask inside.
+        partial: blocks that allow some pairs.
+        empty: blocks that allow none; a block-sparse kernel skips them.
+        used: allowed pairs as a share of the pairs in full and partial blocks, in [0, 1].
+    """
 
-    @abstractmethod
-    def mask_mod_on(self, device: torch.device | str) -> MaskMod:
-        """`mask_mod(b, h, q, k)` whose captured tensors live on `device`."""
-
-    @abstractmethod
-    def padded(self) -> Sequence[Sequence[Mask]]:
-        """The masks of each sequence, by head, all of one size."""
+    block: int
+    full: int
+    partial: int
+    empty: int
+    used: float
 
     @property
-    def mask_mod(self) -> MaskMod:
-        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices.
+    def total(self) -> int:
+        """Number of blocks."""
+        return self.full + self.partial + self.empty
 
-        It captures tensors, never Python ints: masks of the same number of intervals share one compiled kernel.
-        """
-        return self.mask_mod_on("cpu")
+    @property
+    def computed(self) -> int:
+        """Number of full and partial blocks."""
+        return self.full + self.partial
 
-    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
-        """The mask, or the masks of a batch, as torch's `BlockMask`, identical to that of `create_block_mask`.
-
-        Args:
-            block_size: queries and keys per block; an int or (query block, key block).
-            device: where the block tables and the captured tensors live.
-
-        Raises:
-            ValueError: there are no queries, or no keys.
-
-        Cost: O(rows x intervals + blocks), and a bit a pair where a row has over 32 intervals; n x n is never built.
-        """
-        blocks, table = block_sizes(block_size), self.padded()
-        shape = table[0][0].shape
-        if 0 in shape:
-            raise ValueError(f"a BlockMask needs at least one query and one key, got shape {shape}")
-        once = {id(mask): mask for row in table for mask in row}
-        counts = {key: mask.block_counts(blocks) for key, mask in once.items()}
-        stacked = torch.from_numpy(np.stack([[counts[id(mask)] for mask in row] for row in table])).to(device)
-        return block_mask_of_counts(stacked, blocks, self.mask_mod_on(device), shape)
+    @property
+    def skipped(self) -> float:
+        """Share of the blocks that are empty, in [0, 1]."""
+        return self.empty / self.total if self.total else 0.0
 
 
 def bounds_of(rows: IntervalRows, width: int) -> Int32[np.ndarray, "queries bounds"]:
@@ -149,18 +138,11 @@ def block_mask_of_counts(
     """
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
+    if 0 in shape:
+        raise ValueError(f"a BlockMask needs at least one query and one key, got shape {shape}")
     full = counts == blocks[0] * blocks[1]
     tables = [table for part in ((counts > 0) & ~full, full) for table in _block_rows(part)]
     return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=blocks, mask_mod=mask_mod, seq_lengths=shape)
-
-
-def bytes_of(rows: IntervalRows, rank: IntArray | None, block: int) -> int:
-    """Bytes of a `BlockMask`: its tables, forward and backward, and what its `mask_mod` captures."""
-    height, width = -(-rows.num_rows // block), -(-rows.num_keys // block)
-    tables = 4 * (4 * height * width + 2 * height + 2 * width)
-    if rows.width() > MAX_UNROLLED:
-        return tables + rows.num_rows * -(-rows.num_keys // 8)
-    return tables + 8 * rows.num_rows * max(1, rows.width()) + (0 if rank is None else 4 * rows.num_keys)
 
 
 def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:

@@ -134,20 +134,19 @@ class IntervalRows:
         source = ragged(self.indptr[:-1][rows], length)[1]
         return IntervalRows(offsets(length), self.starts[source], self.ends[source], self.num_keys)
 
+    def in_blocks(self, block: int) -> IntervalRows:
+        """Each row and each key stand for `block` neighbours."""
+        rows = self.take(np.repeat(np.arange(self.num_rows), block))
+        return IntervalRows(
+            rows.indptr, rows.starts * np.int32(block), rows.ends * np.int32(block), rows.num_keys * block
+        )
+
     def with_diagonal(self) -> IntervalRows:
         """Adds to each row its own number; rows must be as many as keys."""
-        starts, ends = self._line()
-        point = np.arange(self.num_rows, dtype=np.int64) * (self.num_keys + 2)
-        slot = np.searchsorted(starts, point, side="right")  # the interval before is the only one that can hold it
-        missing = np.append(ends, -1)[slot - 1] <= point
-        if not missing.any():
+        node = np.arange(self.num_rows)
+        if self.holds(node, node).all():
             return self
-        starts = np.insert(starts, slot[missing], point[missing])
-        ends = np.insert(ends, slot[missing], point[missing] + 1)
-        apart = starts[1:] != ends[:-1]
-        return self._from_line(
-            starts[np.append(True, apart)], ends[np.append(apart, True)], self.num_rows, self.num_keys
-        )
+        return self.union(IntervalRows.build(node, node, node + 1, self.num_rows, self.num_keys))
 
     def union(self, other: IntervalRows) -> IntervalRows:
         starts, ends = (np.concatenate(parts) for parts in zip(self._line(), other._line(), strict=True))
@@ -165,10 +164,8 @@ class IntervalRows:
         """Row by row, the keys not in this."""
         starts, ends = self._line()
         base = np.arange(self.num_rows, dtype=np.int64) * (self.num_keys + 1)
-        gap_starts, gap_ends = (
-            np.sort(np.concatenate([base, ends])),
-            np.sort(np.concatenate([starts, base + self.num_keys])),
-        )
+        gap_starts = np.sort(np.concatenate([base, ends]))
+        gap_ends = np.sort(np.concatenate([starts, base + self.num_keys]))
         keep = gap_starts < gap_ends
         return self._from_line(gap_starts[keep], gap_ends[keep], self.num_rows, self.num_keys)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -16,21 +16,20 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.lazy import renderer
-from attnflow._core.plain import parse_json
 from attnflow.masks import flex
-from attnflow.masks.costs import Priced
-from attnflow.masks.flex import MaskMod
+from attnflow.masks.flex import BlockSparsity, MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
+from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, same_rank
+from attnflow.masks.registry import named_masks
+from attnflow.masks.stretches import pieces_of
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _MAX_TEXT: Final = 200  # characters of a printed mask
 
-# What files above this one give it: the catalogue, and the one function (plain data, name of its place) -> mask.
-CATALOGUE: Final[dict[str, Callable[..., Any]]] = {}
-READERS: Final[list[Callable[[object, str], Any]]] = []
 
-
-class Mask(Priced, flex.Blocked):
+class Mask:
     """An attention mask: `allow[q, k]` is True iff query q attends to key k, so information flows k -> q.
 
     A mask is only a relation: two masks are equal iff they allow the same pairs, whatever their names.
@@ -47,17 +46,7 @@ class Mask(Priced, flex.Blocked):
         num_keys: number of columns.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_cache",
-        "_key_rank",
-        "_query_rank",
-        "_rows",
-        "name",
-        "num_keys",
-        "num_queries",
-        "parameters",
-    )
+    __slots__ = ("__weakref__", "_cache", "_relation", "name", "num_keys", "num_queries", "parameters")
 
     name: str
     parameters: Mapping[str, object]
@@ -80,13 +69,14 @@ class Mask(Priced, flex.Blocked):
             "parameters": MappingProxyType(dict(parameters or {})),
             "num_queries": rows.num_rows,
             "num_keys": rows.num_keys,
-            "_rows": rows,
-            "_query_rank": query_rank,  # _query_rank[q] is the internal row of query q; None is the identity
-            "_key_rank": key_rank,
+            "_relation": Numbered(rows, query_rank, key_rank),
             "_cache": {},
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)
+
+    if not TYPE_CHECKING:
+        __getattr__ = flex.no_attribute
 
     def __setattr__(self, key: str, value: object) -> None:
         raise AttributeError(f"Mask is immutable: cannot set {key!r}; build a new mask instead")
@@ -112,23 +102,21 @@ class Mask(Priced, flex.Blocked):
 
     def row_counts(self) -> IntArray:
         """Number of keys that each query may attend to, int64[num_queries]. Cost: O(intervals)."""
-        counts = self._rows.counts()
-        return counts if self._query_rank is None else counts[self._query_rank]
+        counts = self._relation.rows.counts()
+        return counts if self._relation.query_rank is None else counts[self._relation.query_rank]
 
     def keys(self, query: int) -> IntArray:
         """The keys that `query` may attend to, ascending, int64."""
-        query = checks.integer("query", query, 0, self.num_queries - 1)
-        row = query if self._query_rank is None else int(self._query_rank[query])
-        keys = self._rows.keys_of(row)
-        return keys if self._key_rank is None else np.sort(invert(self._key_rank)[keys])
+        query, rank = checks.integer("query", query, 0, self.num_queries - 1), self._relation.key_rank
+        keys = self._relation.rows.keys_of(self._row(query))
+        return keys if rank is None else np.sort(invert(rank)[keys])
 
     def allows(self, query: int, key: int) -> bool:
         """Whether `query` may attend to `key`."""
         query = checks.integer("query", query, 0, self.num_queries - 1)
         key = checks.integer("key", key, 0, self.num_keys - 1)
-        row = query if self._query_rank is None else int(self._query_rank[query])
-        column = key if self._key_rank is None else int(self._key_rank[key])
-        return any(start <= column < end for start, end in self._rows.row(row))
+        number = key if self._relation.key_rank is None else int(self._relation.key_rank[key])
+        return any(start <= number < end for start, end in self._relation.rows.row(self._row(query)))
 
     def dense(self, device: torch.device | str | None = None) -> Bool[Tensor, "queries keys"]:
         """The relation as a bool tensor [num_queries, num_keys] on `device` (default CPU).
@@ -143,7 +131,7 @@ class Mask(Priced, flex.Blocked):
 
     def dense_chunks(self, chunk: int | None = None) -> Iterator[tuple[int, BoolArray]]:
         """Yield (first query, bool[rows, num_keys]) for consecutive blocks of rows, which takes little memory."""
-        return self._numbered.tables(None if chunk is None else checks.integer("chunk", chunk, 1))
+        return self._relation.tables(None if chunk is None else checks.integer("chunk", chunk, 1))
 
     def intervals(self) -> IntervalRows:
         """The allowed keys of each query as sorted disjoint intervals.
@@ -155,28 +143,26 @@ class Mask(Priced, flex.Blocked):
             ValueError: there are more intervals than fit into memory.
         """
         if "intervals" not in self._cache:
-            self._cache["intervals"] = self._numbered.intervals(repr(self))
+            self._cache["intervals"] = self._relation.intervals(repr(self))
         return cast(IntervalRows, self._cache["intervals"])
 
-    def pieces(self, limit: int | None = None) -> tuple[IntArray, IntArray, IntArray] | None:
+    def pieces(self, limit: int) -> tuple[IntArray, IntArray, IntArray] | None:
         """Disjoint intervals (query, start, end) in no given order; None where relabelling makes more than `limit`."""
-        rows = self.numbered_keys()[0]
-        new_key = None if self._key_rank is None else invert(self._key_rank)
-        if limit is None:
-            limit = max(4 * self.num_queries, self.num_queries * self.num_keys // 64)
-        return pieces_of(rows, new_key, min(limit, RENAMED))
+        rows, rank = self.numbered_keys()
+        return pieces_of(rows, None if rank is None else invert(rank), min(limit, RENAMED))
 
     def numbered_keys(self) -> tuple[IntervalRows, IntArray | None]:
         """(row q for query q, the number that key k goes by in the rows; None where that is k). Cost: O(intervals)."""
-        return self._numbered.in_query_order(), self._key_rank
+        return self._relation.in_query_order(), self._relation.key_rank
 
     def relabelled(self) -> tuple[IntervalRows, IntArray | None]:
         """(rows, rank) with `allow[q, k]` iff `rank[k]` lies in row `rank[q]`: the compact form of a square mask.
 
         `rank` is None for the identity. Falls back to `intervals()` when queries and keys are numbered apart.
         """
-        if same_rank(self._query_rank, self._key_rank):
-            return self._rows, self._query_rank
+        relation = self._relation
+        if same_rank(relation.query_rank, relation.key_rank):
+            return relation.rows, relation.query_rank
         return self.intervals(), None
 
     def __eq__(self, other: object) -> bool:
@@ -199,8 +185,8 @@ class Mask(Priced, flex.Blocked):
         """
         self._check(other, "compare")
         limit = checks.integer("limit", limit, 1)
-        a, b = self._numbered, other._numbered
-        if same_rank(a.query_rank, b.query_rank) and same_rank(a.key_rank, b.key_rank) and a.rows.equals(b.rows):
+        a, b = self._relation, other._relation
+        if a.numbered_as(b) and a.rows.equals(b.rows):
             return []
         pairs: list[tuple[int, int]] = []
         for query in differing(a, b).tolist():
@@ -217,8 +203,8 @@ class Mask(Priced, flex.Blocked):
         return self._combined(other, "|")
 
     def __invert__(self) -> Mask:
-        rows = self._rows.complement()
-        return Mask(rows, f"~{self!r}", query_rank=self._query_rank, key_rank=self._key_rank)
+        relation = self._relation
+        return Mask(relation.rows.complement(), f"~{self!r}", None, relation.query_rank, relation.key_rank)
 
     def permute(self, order: object, keys: object = None) -> Mask:
         """Reorder the positions: new position i is old position `order[i]`.
@@ -231,10 +217,12 @@ class Mask(Priced, flex.Blocked):
             columns = queries
         else:
             columns = np.arange(self.num_keys) if keys is None else checks.permutation("keys", keys, self.num_keys)
-        query_rank = queries if self._query_rank is None else self._query_rank[queries]
-        same = columns is queries and self._query_rank is self._key_rank
-        key_rank = query_rank if same else (columns if self._key_rank is None else self._key_rank[columns])
-        return Mask(self._rows, f"{self!r}.permute(...)", query_rank=query_rank, key_rank=key_rank)
+        before, after = self._relation.query_rank, self._relation.key_rank
+        query_rank = queries if before is None else before[queries]
+        key_rank = columns if after is None else after[columns]
+        if columns is queries and before is after:
+            key_rank = query_rank
+        return Mask(self._relation.rows, f"{self!r}.permute(...)", None, query_rank, key_rank)
 
     def __getitem__(self, index: tuple[slice, slice]) -> Mask:
         """The sub-mask of a slice of queries and a slice of keys (steps of 1), e.g. `mask[4:8, :8]`."""
@@ -247,16 +235,24 @@ class Mask(Priced, flex.Blocked):
         if step != 1 or key_step != 1:
             raise ValueError(f"a mask is sliced with step 1, got {step} and {key_step}; use permute to reorder")
         name = f"{self!r}[{first}:{last}, {left}:{right}]"
-        part = Numbered(self.numbered_keys()[0].take(np.arange(first, max(first, last))), None, self._key_rank)
-        rows = part.intervals(name)
+        rows, rank = self.numbered_keys()
+        rows = Numbered(rows.take(np.arange(first, max(first, last))), None, rank).intervals(name)
         starts, ends = (side.astype(np.int64) - left for side in (rows.starts, rows.ends))
         return Mask(IntervalRows.build(rows.row_index(), starts, ends, rows.num_rows, max(right - left, 0)), name)
 
     def _combined(self, other: Mask, sign: str) -> Mask:
         self._check(other, "combine")
         name = f"({self!r} {sign} {other!r})"
-        result = combined(self._numbered, other._numbered, sign, name)
-        return Mask(result.rows, name, query_rank=result.query_rank, key_rank=result.key_rank)
+        result = combined(self._relation, other._relation, sign, name)
+        return Mask(result.rows, name, None, result.query_rank, result.key_rank)
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """`mask_mod(b, h, q, k) -> bool` for FlexAttention, on the CPU; see `mask_mod_on` for other devices.
+
+        It captures tensors, never Python ints: masks of the same number of intervals share one compiled kernel.
+        """
+        return self.mask_mod_on("cpu")
 
     def mask_mod_on(self, device: torch.device | str) -> MaskMod:
         """`mask_mod(b, h, q, k)` whose captured tensors live on `device`."""
@@ -271,9 +267,37 @@ class Mask(Priced, flex.Blocked):
                 self._cache[key] = flex.mask_mod_of_bounds(bounds, numbers)
         return cast(MaskMod, self._cache[key])
 
+    def block_mask(self, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
+        """The mask as torch's `BlockMask`, identical to that of `create_block_mask`.
+
+        Args:
+            block_size: queries and keys per block; an int or (query block, key block).
+            device: where the block tables and the captured tensors live.
+
+        Raises:
+            ValueError: there are no queries, or no keys.
+
+        Cost: O(rows x intervals + blocks), and a bit a pair where a row has over 32 intervals; n x n is never built.
+        """
+        counts = torch.from_numpy(self.block_counts(block_size))[None, None].to(device)
+        return flex.block_mask_of_counts(counts, flex.block_sizes(block_size), self.mask_mod_on(device), self.shape)
+
     def block_counts(self, block_size: int | tuple[int, int] = 128) -> IntArray:
         """Allowed pairs in each block, int64[query blocks, key blocks]."""
         return flex.block_counts(*self.numbered_keys(), flex.block_sizes(block_size))
+
+    def block_sparsity(self, block_size: int = 128) -> BlockSparsity:
+        """Count full, partial and empty blocks; as in torch, a block that sticks out of the sequence is never full.
+
+        >>> from attnflow import masks
+        >>> masks.block_causal(8, 2).block_sparsity(2)
+        BlockSparsity(block=2, full=10, partial=0, empty=6, used=1.0)
+        """
+        block = checks.integer("block_size", block_size, 1)
+        counts = self.block_counts(block) if 0 not in self.shape else np.zeros(0, np.int64)
+        full, computed = int((counts == block * block).sum()), int((counts > 0).sum())
+        used = self.nnz / (computed * block * block) if computed else 0.0
+        return BlockSparsity(block, full, computed - full, counts.size - computed, used)
 
     def bits(self) -> UInt8[Tensor, "queries bytes"]:
         """The relation with one bit per pair: eight keys per byte, the first in the lowest bit."""
@@ -282,48 +306,31 @@ class Mask(Priced, flex.Blocked):
             bits[start : start + len(part)] = np.packbits(part, axis=1, bitorder="little")
         return torch.from_numpy(bits)
 
-    def padded(self) -> list[list[Mask]]:
-        """The mask as the only one of its batch, which has no padding."""
-        return [[self]]
-
-    @classmethod
-    def from_json(cls, text: str) -> Mask:
-        """Read a mask from JSON: from `mask.to_json`, from a result of `masks.export`, or written by hand.
-
-        The command line reads the same formats from its JSON files.
-
-        Raises:
-            ValueError: the text is not JSON or not a mask; the message names the place.
-
-        >>> Mask.from_json('{"dense": ["10", "11"]}').row_counts().tolist()
-        [1, 2]
-        """
-        return READERS[0](parse_json(text, "the JSON of a mask"), "mask")
-
     def to_dict(self) -> dict[str, object]:
-        """The mask as plain data, in the format of `Mask.from_json` and of the command line's JSON files.
+        """The mask as plain data, in the format of `af.masks.from_json` and of the command line's JSON files.
 
         It is the catalogue name if that rebuilds the mask, and otherwise the row intervals. If the mask has a
         relabelling with many fewer intervals, it is that relabelling with its intervals.
         """
-        maker = CATALOGUE.get(self.name)
-        if maker is not None:
+        entry = named_masks().get(self.name)
+        if entry is not None:
             parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in self.parameters.items()}
             with suppress(TypeError, ValueError):  # a name of one's own may be one of the catalogue's
-                if maker(**parameters) == self:
+                if entry.function(**parameters) == self:
                     return {"name": self.name, "parameters": parameters}
-        numbered = self.pieces(limit=2 * (self.num_queries + len(self._rows.starts))) is None
-        rows = self._rows if numbered else self.intervals()
+        relation = self._relation
+        numbered = self.pieces(limit=2 * (self.num_queries + len(relation.rows.starts))) is None
+        rows = relation.rows if numbered else self.intervals()
         content: dict[str, object] = {
             "intervals": [[list(pair) for pair in rows.row(row)] for row in range(self.num_queries)]
         }
         if self.num_queries != self.num_keys:
             content["num_keys"] = self.num_keys
-        ranks = {"query_rank": self._query_rank, "key_rank": self._key_rank}
+        ranks = {"query_rank": relation.query_rank, "key_rank": relation.key_rank}
         return content | {name: rank.tolist() for name, rank in ranks.items() if numbered and rank is not None}
 
     def to_json(self) -> str:
-        """`to_dict` as JSON; `Mask.from_json` is its inverse.
+        """`to_dict` as JSON; `af.masks.from_json` is its inverse.
 
         >>> from attnflow import masks
         >>> masks.causal(3).to_json()
@@ -343,7 +350,8 @@ class Mask(Priced, flex.Blocked):
         return renderer().notebook(self)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Mask, (self._rows, self.name, dict(self.parameters), self._query_rank, self._key_rank)
+        relation = self._relation
+        return Mask, (relation.rows, self.name, dict(self.parameters), relation.query_rank, relation.key_rank)
 
     def _check(self, other: object, verb: str) -> None:
         if not isinstance(other, Mask):
@@ -351,9 +359,8 @@ class Mask(Priced, flex.Blocked):
         if self.shape != other.shape:
             raise ValueError(f"cannot {verb} masks of different shapes: {self.shape} and {other.shape}")
 
-    @property
-    def _numbered(self) -> Numbered:
-        return Numbered(self._rows, self._query_rank, self._key_rank)
+    def _row(self, query: int) -> int:
+        return query if self._relation.query_rank is None else int(self._relation.query_rank[query])
 
 
 def not_a_mask(value: object) -> TypeError:
@@ -372,8 +379,9 @@ def _how_to_make_one(value: object) -> str:
         return f"make one with {make}from_dense({table})"
     if type(value).__name__ == "BlockMask":  # by name: its module takes 0.3 s to import
         return f"make one with {make}from_block_mask(block_mask)"
-    if callable(value) and getattr(value, "__module__", "") in ("attnflow.masks.catalogue", "attnflow.masks.streams"):
-        return f"call {getattr(value, '__name__', 'it')} with its arguments first"
+    name, module = (getattr(value, key, "") for key in ("__name__", "__module__"))
+    if callable(value) and module.startswith("attnflow.masks.") and name in named_masks():
+        return f"call {name} with its arguments first"
     if callable(value):
         return f"make one with {make}from_mask_mod(function, num_queries)"
     if isinstance(getattr(value, "mask", None), Mask):

@@ -10,47 +10,34 @@ and `key_rank`: query q is row query_rank[q], and key k lies in it where the int
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Final
 
 import torch
 
 from attnflow._core.checks import sizes_up_to
-from attnflow._core.parameters import LARGEST_NAMED, Named, find, named
-from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys
-from attnflow.masks import catalogue, export, streams
+from attnflow._core.parameters import LARGEST_NAMED, find
+from attnflow._core.plain import as_integer, as_list, as_object, kind_of, only_keys, parse_json
+from attnflow.masks import export
 from attnflow.masks.build import from_dense, from_edges, from_intervals
-from attnflow.masks.mask import CATALOGUE, READERS, Mask
+from attnflow.masks.mask import Mask
+from attnflow.masks.registry import named_masks
 
 _FORMS: Final = ("name", "intervals", "dense", "edges", "and", "or", "not", "attnflow")
 _DEEPEST: Final = 100  # expressions that people write have a handful
-_MASKS: Final = (
-    catalogue.attention_sink,
-    catalogue.big_bird,
-    catalogue.block_causal,
-    streams.block_diffusion,
-    streams.block_two_stream,
-    streams.butterfly,
-    catalogue.causal,
-    catalogue.dilated_window,
-    catalogue.document,
-    catalogue.full,
-    catalogue.global_tokens,
-    catalogue.longformer,
-    streams.multi_token_prediction,
-    streams.permutation_lm,
-    catalogue.prefix_lm,
-    catalogue.sliding_window,
-    catalogue.tree,
-)
 
 
-CATALOGUE.update({function.__name__: function for function in _MASKS})
+def from_json(text: str) -> Mask:
+    """Read a mask from JSON: from `mask.to_json`, from a result of `masks.export`, or written by hand.
 
+    The command line reads the same formats from its JSON files.
 
-@cache
-def named_masks() -> Mapping[str, Named[Mask]]:
-    return {function.__name__: named(function) for function in _MASKS}
+    Raises:
+        ValueError: the text is not JSON or not a mask; the message names the place.
+
+    >>> from_json('{"dense": ["10", "11"]}').row_counts().tolist()
+    [1, 2]
+    """
+    return mask_from_dict(parse_json(text, "the JSON of a mask"))
 
 
 def mask_from_dict(spec: object, where: str = "mask", depth: int = 0) -> Mask:
@@ -183,6 +170,3 @@ def _call(where: str, function: Callable[..., Mask], values: Mapping[str, object
             return function(**values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-READERS[:] = [mask_from_dict]

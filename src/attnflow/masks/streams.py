@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from attnflow._core import checks
 from attnflow._core.checks import Indices, boolean, integer
-from attnflow.masks.catalogue import blow_up
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
+from attnflow.masks.registry import mask, named_masks
 
 
+@mask(permutation="2,0,3,1")
 def permutation_lm(permutation: Indices) -> Mask:
     """XLNet's two-stream attention (arXiv:1906.08237, sec. 2.3) as one mask over 2n positions.
 
@@ -34,6 +37,7 @@ def permutation_lm(permutation: Indices) -> Mask:
     return Mask(rows, "permutation_lm", {"permutation": tuple(order.tolist())}, query_rank=rank, key_rank=rank)
 
 
+@mask(num_blocks="4", block="2")
 def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -> Mask:
     """Block two-stream attention (hasse, eq. 45, which is correct): block generation without approximation.
 
@@ -56,13 +60,14 @@ def block_two_stream(num_blocks: int, block: int, predict_first: bool = False) -
     checks.size("the number of positions", (2 * p + predict_first) * block)
     content, ahead = np.arange(p), np.arange(p + predict_first)
     below = ahead if predict_first else ahead + 1  # content blocks that a mask block sees
-    own = p + ahead
+    itself = p + ahead
     size = p + len(ahead)
-    blocks = IntervalRows.of(size, size, (content, 0, content + 1), (own, 0, below), (own, own, own + 1))
+    blocks = IntervalRows.of(size, size, (content, 0, content + 1), (itself, 0, below), (itself, itself, itself + 1))
     parameters = {"num_blocks": num_blocks, "block": block, "predict_first": predict_first}
-    return Mask(blow_up(blocks, block), "block_two_stream", parameters)
+    return Mask(blocks.in_blocks(block), "block_two_stream", parameters)
 
 
+@mask(num_blocks="4", block="2")
 def block_diffusion(num_blocks: int, block: int) -> Mask:
     """Training mask of block diffusion (BD3-LM, arXiv:2503.09573, sec. B.6): noised blocks, then clean blocks.
 
@@ -80,9 +85,10 @@ def block_diffusion(num_blocks: int, block: int) -> Mask:
     blocks = IntervalRows.of(2 * n, 2 * n, (i, 0, i + 1), (n + i, 0, i), (n + i, n + i, n + i + 1))
     rank = np.roll(np.arange(2 * n * block), n * block)
     parameters = {"num_blocks": n, "block": block}
-    return Mask(blow_up(blocks, block), "block_diffusion", parameters, query_rank=rank, key_rank=rank)
+    return Mask(blocks.in_blocks(block), "block_diffusion", parameters, query_rank=rank, key_rank=rank)
 
 
+@mask(n="6")
 def butterfly(n: int) -> Mask:
     """Butterfly attention over 3n - 2 positions: every prediction reads both sides of its token, and nothing leaks.
 
@@ -111,6 +117,7 @@ def butterfly(n: int) -> Mask:
     return Mask(rows, "butterfly", {"n": n}, query_rank=rank, key_rank=rank)
 
 
+@mask(n="6", horizon="3")
 def multi_token_prediction(n: int, horizon: int) -> Mask:
     """Look-ahead mask tokens after every position (MuToR, arXiv:2505.10518; Samragh et al., 2507.11851).
 
@@ -129,3 +136,7 @@ def multi_token_prediction(n: int, horizon: int) -> Mask:
     i = m // max(ahead, 1)
     rows = IntervalRows.of(size, size, (q, 0, q + 1), (n + m, 0, i + 1), (n + m, n + i * ahead, n + m + 1))
     return Mask(rows, "multi_token_prediction", {"n": n, "horizon": horizon})
+
+
+if not TYPE_CHECKING:
+    __all__ = list(named_masks(__name__))

@@ -34,12 +34,11 @@ _PARALLEL: Final = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDP
 
 def check_unwrapped(model: nn.Module, kind: str) -> None:
     """Raise for a model in data parallelism, which trains only the parameters that it found when it was put on."""
-    for module in model.modules():
-        found = _PARALLEL & {base.__name__ for base in type(module).__mro__}
-        if found:
+    for wrapper in (base.__name__ for module in model.modules() for base in type(module).__mro__):
+        if wrapper in _PARALLEL:
             raise ValueError(
-                f"{type(model).__name__} is in {found.pop()} already, which would not average the gradients of "
-                f"a {kind} over processes: attach the {kind} first, then wrap or shard the model"
+                f"{type(model).__name__} is in {wrapper} already, which would not average the gradients of a {kind} "
+                f"over processes: attach the {kind} first, then wrap or shard the model"
             )
 
 
@@ -72,8 +71,8 @@ class Addon:
         Unless `strict`, other weights of the same sizes pass.
         """
         named = f" ({self.base_name})" if self.base_name else ""
-        for name in (name for name in here if name not in ("name", "samples")):
-            if self.base.get(name) != here[name]:
+        for name in here:
+            if name not in ("name", "samples") and self.base.get(name) != here[name]:
                 raise WrongBase(
                     f"the {self.kind} in {self.path.parent} was made for another base model{named}: {name} is "
                     f"{self.base.get(name)} there and {here[name]} here"
@@ -146,13 +145,13 @@ def read_addon(folder: str | os.PathLike[str], kind: str) -> Addon:
         metadata = header["__metadata__"]
         written, about = str(metadata["sha256"]), json.loads(metadata["attnflow"])
         whole = hashlib.sha256(content.replace(written.encode(), _NO_DIGEST.encode(), 1)).hexdigest() == written
-        found = about["kind"], about["version"]
+        stored = about["kind"], about["version"]
         parts = cast("tuple[object, object]", (about["config"], about["base"]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is damaged or not a saved {kind}: its header cannot be read") from error
-    if found != (kind, _VERSION):
+    if stored != (kind, _VERSION):
         raise ValueError(
-            f"{path} holds a {found[0]} of version {found[1]}, expected a {kind} of version {_VERSION}; update attnflow"
+            f"{path} holds a {stored[0]} of version {stored[1]}, not a {kind} of version {_VERSION}; update attnflow"
         )
     if not whole or not all(isinstance(part, Mapping) for part in parts):
         raise ValueError(f"{path} is damaged or was edited: its digest differs from the saved one")
@@ -190,13 +189,8 @@ def identity(config: object, layers: Sequence[nn.Module], without: str, **sizes:
     }
 
 
-def add_tensor(digest: Any, label: str, tensor: Tensor) -> None:
-    digest.update(label.encode())
-    digest.update(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).data)
-
-
 def same_weights(here: object, saved: object) -> bool:
-    """Compare samples of weights with those of a file; False if the file holds something else."""
+    """Compare samples of weights with those of a file, which may hold anything."""
     try:
         ours, theirs = (torch.tensor(cast(Any, sample), dtype=torch.float64, device="cpu") for sample in (here, saved))
     except (TypeError, ValueError, RuntimeError, OverflowError):

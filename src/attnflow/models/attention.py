@@ -110,17 +110,16 @@ def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projection
     from attnflow.models.noise import traces
     from attnflow.models.probe import projections_in
 
-    seen = traces(model, sites)
-    found = {trace: projections_in(trace) for trace in dict.fromkeys(seen.values())}
-    return {name: found[trace] for name, trace in seen.items()}
+    traced = traces(model, sites)
+    read = {trace: projections_in(trace) for trace in dict.fromkeys(traced.values())}
+    return {name: read[trace] for name, trace in traced.items()}
 
 
 def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
     """List the attention modules of a checkpoint, in order; weights are read on demand.
 
     `config` overrides entries of config.json. `BadCheckpoint` where layers lack tensors or head counts are no numbers;
-    `UnsupportedArchitecture` where queries and keys are unknown, do not fit
-    the config, or have an unread quantisation.
+    `UnsupportedArchitecture` where queries and keys are unknown, do not fit the config, or are packed.
     """
     packed = sorted(name for name in weights.packed if is_query_or_key(name))
     if packed:
@@ -135,11 +134,11 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
             shapes, whole = weights.shapes, {**weights.config, **(config or {})}
             if wrong := misstated(whole):
                 raise BadCheckpoint(f"the config of {weights.name} is damaged: {wrong}")
-            try:
-                places = ordered(registered(shapes, whole), shapes, whole)
-            except UnknownHeads:
+            pairs = registered(shapes, whole)
+            if any(isinstance(place, UnknownHeads) for _, place in pairs):
                 whole = _with_defaults(whole)
-                places = ordered(registered(shapes, whole), shapes, whole)
+                pairs = registered(shapes, whole)
+            places = ordered(pairs, shapes, whole)
             if gap := lacking(places, shapes, whole):
                 raise BadCheckpoint(f"{weights.name} is incomplete: {gap}; download or save it again")
     except UnsupportedArchitecture as error:
@@ -194,11 +193,11 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     result = list(pairs)
     if not chosen:
         return result
-    seen = weights_in({site.name: site.module for site in chosen}, traces(model, chosen))
+    probed = weights_in({site.name: site.module for site in chosen}, traces(model, chosen))
     for site in chosen:
         named = [pair for pair in pairs if inside(pair[0].path, site.name)]
         certain = [place for _, place in named if isinstance(place, Place) and not place.discovered]
-        weights = seen[site.name]
+        weights = probed[site.name]
         if isinstance(weights, Unread):
             if certain or (named and not weights.ran):
                 continue  # nothing speaks against what the registry says, be it a guess, which the result says

@@ -107,13 +107,13 @@ def unchanged(model: nn.Module) -> Generator[None]:
             "transform, and take a guard off the model for the transform"
         )
     # looks at models seed generators, and record what all models ask for
-    with ExitStack() as held:
-        held.enter_context(
+    with ExitStack() as stack:
+        stack.enter_context(
             alone_with([*model.modules(), *(m for f in getattr(model, "held", ()) for m in f.modules())])
         )
         compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
         if compiled:  # else FlexAttention, which transformers compiles itself, would form all its scores
-            held.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))  # it is set when it is made
+            stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))  # it is set when it is made
         _gathered_freed(model)
         parts = (
             cast("dict[str, Any]", part)
@@ -155,7 +155,7 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     """
     tensors = [] if dtype is None else [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     saved = [(tensor, tensor.data) for tensor in tensors]
-    held = [(module._parameters, dict(module._parameters)) for module in model.modules()]  # offload replaces them
+    owners = [(module._parameters, dict(module._parameters)) for module in model.modules()]  # offload replaces them
     try:
         for tensor in tensors:
             tensor.data = tensor.data.to(dtype)
@@ -164,7 +164,7 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
     finally:
         for tensor, data in saved:
             tensor.data = data
-        for parameters, before in held:
+        for parameters, before in owners:
             parameters.update(before)
 
 

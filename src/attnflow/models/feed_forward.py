@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final, cast
@@ -120,22 +120,19 @@ class PackedExperts:
 
     def parameters(self, module: nn.Module) -> list[Tensor]:
         stored = (getattr(module, name + end, None) for name in (self.first, self.last) for end in ("", _BIAS))
-        return [one for one in stored if isinstance(one, Tensor)]
+        return [parameter for parameter in stored if isinstance(parameter, Tensor)]
 
     def stored(self, keys: Tensor, values: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return `first`, `last` and the bias of `first` as the module stores them: the views' inverse."""
-        weight, bias = (self._side_by_side(one) for one in (keys, thresholds))
+        weight, bias = self._side_by_side(keys), self._side_by_side(thresholds)
         return (weight.transpose(1, 2), values, bias) if self.transposed else (weight, values.transpose(1, 2), bias)
 
     def weigh(self, module: nn.Module, scores: Sequence[Tensor]) -> Tensor:
         """Compute the neurons' weights [..., n] from each part's scores [..., n] by the module's own functions."""
         if self.joint:
-            return cast("Callable[[Tensor], Tensor]", getattr(module, _JOINT))(
-                torch.stack(list(scores), dim=-1).flatten(-2) if self.interleaved else torch.cat(list(scores), dim=-1)
-            )
-        activation = cast(
-            "Callable[[Tensor], Tensor]", next(getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name))
-        )
+            joined = torch.stack(list(scores), dim=-1).flatten(-2) if self.interleaved else torch.cat(list(scores), -1)
+            return getattr(module, _JOINT)(joined)
+        activation: Any = next(getattr(module, name) for name in _ACTIVATIONS if hasattr(module, name))
         return activation(scores[0]) * scores[1] if self.gated else activation(scores[0])
 
     def _by_part(self, rows: Tensor) -> Tensor:
@@ -198,16 +195,15 @@ def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) ->
         if isinstance(site, FeedForward):
             maps.setdefault(type(model.get_submodule(site.name)), set()).update((*site.first, site.last))
     for path, module in _beside_routers(model):  # built as another, but such that its output has another width
-        own = [(name, _linear(module, name)) for name in sorted(maps.get(type(module), ()))]
-        weights = {f"{path}.{name}.weight": one.weight for name, one in own if one is not None}
-        rest |= {name: cast(Tensor, weight) for name, weight in weights.items() if id(weight) not in covered}
+        for name in sorted(maps.get(type(module), ())):
+            part = _linear(module, name)
+            if part is not None and id(part.weight) not in covered:
+                rest[f"{path}.{name}.weight"] = cast(Tensor, part.weight)
     return rest
 
 
 def stored(module: nn.Module) -> Tensor:
-    weight = module.weight
-    if not isinstance(weight, Tensor):
-        raise UnsupportedArchitecture(f"{type(module).__name__} has no weight")
+    weight = cast(Tensor, module.weight)
     return weight.T if isinstance(module, Conv1D) else weight
 
 
@@ -259,12 +255,12 @@ def _beside(layer: nn.Module, path: str, sites: Sequence[FeedForward | PackedExp
 
 
 def _fits(module: nn.Module, layer: FeedForward) -> bool:
-    maps, out = [_linear(module, path) for path in layer.first], _linear(module, layer.last)
-    if out is None or any(each is None for each in maps):
+    *maps, out = [_linear(module, path) for path in (*layer.first, layer.last)]
+    if out is None:
         return False
     width, neurons = stored(out).shape
     rows = 2 * neurons if layer.fused else neurons
-    return all(each is not None and stored(each).shape == (rows, width) for each in maps)
+    return all(part is not None and stored(part).shape == (rows, width) for part in maps)
 
 
 def _linear(module: nn.Module, path: str) -> nn.Module | None:
@@ -283,7 +279,7 @@ def packed_experts(module: nn.Module, name: str = "") -> PackedExperts | None:
     readings = list(_readings(module, name))
     if readings and any(parameter.is_meta for parameter in module.parameters()):
         return readings[0]
-    return next((one for one in readings if _agrees(module, one)), None)
+    return next((reading for reading in readings if _agrees(module, reading)), None)
 
 
 def by_expert(index: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -305,13 +301,13 @@ def neuron_weights(module: nn.Module, experts: PackedExperts, number: int, hidde
 
 
 def _readings(module: nn.Module, name: str) -> Iterator[PackedExperts]:
-    own = [(key, p) for key, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()]
-    if len(own) != 2 or len({len(p) for _, p in own}) > 1:
+    stored = [(key, p) for key, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()]
+    if len(stored) != 2 or len({len(p) for _, p in stored}) > 1:
         return
     taken = len(inspect.signature(module.forward).parameters)
     if taken == 2:
         return
-    (first, into), (last, out) = own
+    (first, into), (last, out) = stored
     count = len(into)
     for transposed in (False, True):
         rows, width = tuple(into.shape[1:])[:: -1 if transposed else 1]
@@ -346,7 +342,7 @@ def _agrees(module: nn.Module, experts: PackedExperts) -> bool:
                 return False
             if experts.sorted:
                 hidden = drawn(experts.num_experts, 2, experts.width)
-                ours = torch.stack([_written(module, experts, number, one) for number, one in enumerate(hidden)])
+                ours = torch.stack([_written(module, experts, number, tokens) for number, tokens in enumerate(hidden)])
                 return _close(cast(Any, module)(hidden.flatten(0, 1)), ours.flatten(0, 1))
             hidden = drawn(_TOKENS, experts.width)
             ours = torch.zeros_like(hidden)

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast, get_args
 from weakref import WeakSet
 
 import torch
@@ -49,7 +49,6 @@ Output = tuple[Tensor, Tensor | None]
 Kernel = Callable[..., Output]
 
 IMPLEMENTATIONS: Final = ("sdpa", "eager", FLEX)
-ROLES: Final = ("mask", "pool", "bias")
 _STACK: Final = "_attnflow_interceptors"  # of an attention module, so that copies of the model have them
 _CONFIG: Final = "_attn_implementation_internal"  # of a config
 _OURS: Final = "attnflow_"  # the rest of the name is kept: transformers looks for "sdpa" and "flex_attention" in it
@@ -118,6 +117,9 @@ class _Claim:
     thread: int | None = None  # the one whose calls it holds for; None for all
     number: int = field(default_factory=_numbers.__next__)
 
+    def before(self, config: PreTrainedConfig) -> object:
+        return next(name for claimed, name in self.configs if claimed is config)
+
     def __post_init__(self) -> None:
         _claims.add(self)
 
@@ -127,24 +129,25 @@ class _Claim:
 
 
 @dataclass(frozen=True, eq=False)
-class _Stack:
+class _Interceptors:
     entries: tuple[tuple[_Claim, Interceptor], ...]
     kernels: Mapping[str, Kernel]
     chain: tuple[Interceptor, ...] = ()  # those in force, in the order in which they run
     replaces_mask: bool = False
 
-    def without_older_masks(self, first: int) -> _Stack:
-        kept = tuple(entry for entry in self.entries if entry[0].role != "mask" or entry[0].number >= first)
-        return _Stack(kept, self.kernels)
-
-    def of_thread(self) -> _Stack:
-        """The stack for the calls of this thread: without trials of others."""
-        threads = {claim.thread for claim, _ in self.entries} - {None, threading.get_ident()}
-        return _Stack(tuple(e for e in self.entries if e[0].thread not in threads), self.kernels) if threads else self
+    def here(self) -> _Interceptors:
+        """Leave out trials of other threads and, within a trial, the masks that are older than it."""
+        first, threads = _trial.get(), (None, threading.get_ident())
+        kept = tuple(
+            (claim, interceptor)
+            for claim, interceptor in self.entries
+            if claim.thread in threads and (claim.role != "mask" or claim.number >= first)
+        )
+        return self if len(kept) == len(self.entries) else _Interceptors(kept, self.kernels)
 
     def __post_init__(self) -> None:
         newest = {claim.role: interceptor for claim, interceptor in self.entries}
-        object.__setattr__(self, "chain", tuple(newest[role] for role in ROLES if role in newest))
+        object.__setattr__(self, "chain", tuple(newest[role] for role in get_args(Role) if role in newest))
         object.__setattr__(self, "replaces_mask", any(claim.replaces_mask for claim, _ in self.entries))
 
 
@@ -171,12 +174,12 @@ class Interception:
         if not self._modules:
             return []
         names = {id(config): config.__dict__[_CONFIG] for config, _ in self._claim.configs}
-        changed = {id(config) for config, _ in self._claim.configs if names[id(config)] != _name(config)}
+        changed = [id(config) for config, _ in self._claim.configs if names[id(config)] != _name(config)]
         for module in self._modules:
-            stack: _Stack = module.__dict__[_STACK]
+            stack: _Interceptors = module.__dict__[_STACK]
             entries = tuple(entry for entry in stack.entries if entry[0] is not self._claim)
             if entries:
-                setattr(module, _STACK, _Stack(entries, stack.kernels))
+                setattr(module, _STACK, _Interceptors(entries, stack.kernels))
             else:
                 delattr(module, _STACK)
         _claims.discard(self._claim)
@@ -184,7 +187,7 @@ class Interception:
             if not (keep_changes and id(config) in changed):
                 config.__dict__[_CONFIG] = _name(config) if _claims_of(config) else before
         self._modules = []
-        return [str(names[one]) for one in changed]
+        return [str(names[config]) for config in changed]
 
 
 def intercept(
@@ -202,21 +205,21 @@ def intercept(
     """
     configs = {id(owner.config): owner.config for owner in around}
     configs |= {id(m.config): cast(PreTrainedConfig, m.config) for m in interceptors if hasattr(m, "config")}
-    kernels = {module: _kernels(module, implementation or _module_implementation(module)) for module in interceptors}
+    kernels = {module: _kernels(module, implementation) for module in interceptors}
     _register()
     before = [(config, _before(config)) for config in configs.values()]
     claim = _Claim(role, implementation, replaces_mask, before, threading.get_ident() if _trial.get() else None)
     for module, interceptor in interceptors.items():
-        stack = cast("_Stack | None", module.__dict__.get(_STACK))
-        old = stack or _Stack((), {})
-        setattr(module, _STACK, _Stack((*old.entries, (claim, interceptor)), {**old.kernels, **kernels[module]}))
+        stack = cast("_Interceptors | None", module.__dict__.get(_STACK))
+        old = stack or _Interceptors((), {})
+        setattr(module, _STACK, _Interceptors((*old.entries, (claim, interceptor)), {**old.kernels, **kernels[module]}))
     for config, _ in before:  # past the property, which would also set sub-configs
         config.__dict__[_CONFIG] = _name(config)
     return Interception(claim, list(interceptors))
 
 
 def in_force(module: nn.Module, *roles: Role) -> list[Interceptor]:
-    stack = cast("_Stack | None", module.__dict__.get(_STACK))
+    stack = cast("_Interceptors | None", module.__dict__.get(_STACK))
     newest = {} if stack is None else {claim.role: interceptor for claim, interceptor in stack.entries}
     return [newest[role] for role in roles if role in newest]
 
@@ -266,20 +269,18 @@ def kernel(module: nn.Module, implementation: str) -> Kernel:
     return cast(Kernel, ALL_ATTENTION_FUNCTIONS[implementation])
 
 
-def _module_implementation(module: nn.Module) -> str:
-    config = getattr(module, "config", None)
-    return base_implementation(config) if isinstance(config, PreTrainedConfig) else "sdpa"
-
-
-def _kernels(module: nn.Module, implementation: str) -> dict[str, Kernel]:
+def _kernels(module: nn.Module, implementation: str | None) -> dict[str, Kernel]:
     """Return the kernels that a module's call may end in; looked up early, as a compiler cannot."""
+    config = getattr(module, "config", None)
+    current = base_implementation(config) if isinstance(config, PreTrainedConfig) else "sdpa"
+    implementation = implementation or current
     names = (FLEX, "sdpa") if implementation == FLEX else (implementation,)  # sdpa stands in on the CPU
     return {name: kernel(module, name) for name in names}
 
 
 def _name(config: PreTrainedConfig) -> object:
     claims = _claims_of(config)
-    before = str(next(name for one, name in claims[0].configs if one is config) or "sdpa")
+    before = str(claims[0].before(config) or "sdpa")
     chosen = [claim.implementation for claim in claims if claim.implementation is not None]
     base = chosen[-1] if chosen else before.removeprefix(_REPLACED).removeprefix(_OURS)
     replaced = before.startswith(_REPLACED) or any(claim.replaces_mask for claim in claims)
@@ -287,15 +288,12 @@ def _name(config: PreTrainedConfig) -> object:
 
 
 def _before(config: PreTrainedConfig) -> object:
-    claims = _claims_of(config)
-    current = config.__dict__[_CONFIG]
-    if claims and current == _name(config):
-        return next(name for one, name in claims[0].configs if one is config)
-    return current
+    claims, current = _claims_of(config), config.__dict__[_CONFIG]
+    return claims[0].before(config) if claims and current == _name(config) else current
 
 
 def _claims_of(config: PreTrainedConfig) -> list[_Claim]:
-    claims = [claim for claim in _claims if any(one is config for one, _ in claim.configs)]
+    claims = [claim for claim in _claims if any(claimed is config for claimed, _ in claim.configs)]
     return sorted(claims, key=lambda claim: claim.number)
 
 
@@ -342,19 +340,16 @@ def _attention(implementation: str, replaced: bool) -> Kernel:
         attention_mask: AttentionMask = None,
         **kwargs: Any,
     ) -> Output:
-        stack = cast("_Stack | None", getattr(module, _STACK, None))
+        stack = cast("_Interceptors | None", getattr(module, _STACK, None))
         if stack is not None and not torch.compiler.is_compiling():
-            stack = stack.without_older_masks(_trial.get()) if _trial.get() else stack.of_thread()
+            stack = stack.here()
         request = request_of(attention_mask)
         if replaced and request is not None and not (stack is not None and stack.replaces_mask):
             attention_mask = request.own(implementation)
         chosen = {name: kwargs.get(name) for name in _CHOSEN if kwargs.get(name) is not None}
-        narrowed = False
-        if chosen and not isinstance(attention_mask, BlockMask):
-            narrowed, attention_mask = True, _selected(module, query, key, attention_mask, **chosen)
-        call = AttentionCall(
-            module, query, key, value, attention_mask, request, implementation, kwargs, narrowed=narrowed
-        )
+        narrowed = bool(chosen) and not isinstance(attention_mask, BlockMask)
+        mask = _selected(module, query, key, cast(Any, attention_mask), **chosen) if narrowed else attention_mask
+        call = AttentionCall(module, query, key, value, mask, request, implementation, kwargs, narrowed=narrowed)
         return Proceed(() if stack is None else stack.chain, {} if stack is None else stack.kernels)(call)
 
     return attend

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -24,12 +24,13 @@ from transformers import PreTrainedConfig as Config
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from attnflow._core.checks import boolean
+from attnflow._core.checks import boolean, preview
 from attnflow._core.errors import AttnflowError, MissingExtra, UnsupportedArchitecture
 from attnflow._core.files import write_folder
 from attnflow._core.version import warn_of_untried
 from attnflow.models.checkpoints import open_weights
 from attnflow.models.checkpoints.files import (
+    MERGE,
     BadCheckpoint,
     Folder,
     check_sizes,
@@ -38,14 +39,14 @@ from attnflow.models.checkpoints.files import (
     refuse_adapter,
     shards,
 )
-from attnflow.models.loaded import Loaded
-from attnflow.models.missing import missing_tensors
 from attnflow.models.names import REGISTRATIONS, resolve
+from attnflow.models.subject import Loaded
 
 _LOG: Final = logging.getLogger("attnflow.models")
 _Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16", "float64")
 _INDEX: Final = "model.safetensors.index.json"
+_ADAPTER: Final = re.compile(r"(^|\.)(base_model\.model|base_layer|lora_\w+)\.")
 warn_of_untried()
 
 
@@ -211,8 +212,54 @@ def _from_safetensors(folder: str, dtype: torch.dtype | str, partial: bool, gaps
             why = "tensors that are stored in parts, such as the experts of a layer, lack some of these"
         raise BadCheckpoint(f"{folder} holds no model that can be built: {why}") from error
     model, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", made)
-    gaps += missing_tensors(model, report, folder, partial)
+    gaps += _missing_tensors(model, report, folder, partial)
     return model
+
+
+def _missing_tensors(
+    model: PreTrainedModel, report: Mapping[str, Iterable[str]], place: str, partial: bool
+) -> list[str]:
+    """Say which tensors found no counterpart; `BadCheckpoint` unless `partial`, or if only an encoder's pooler lacks.
+
+    Transformers leaves tied weights out of its report, and what a family lists as computed or for training alone.
+    """
+    state, kind = model.state_dict(), type(model).__name__
+    # Integers of a state are counters and positions, which initialisation sets rather than draws.
+    missing = sorted(name for name in report["missing_keys"] if state[name].is_floating_point())
+    extra = sorted(report["unexpected_keys"])
+    if adapters := [name for name in extra if _ADAPTER.search(name)]:
+        raise BadCheckpoint(f"{place} holds an adapter that is not merged ({preview(adapters, 1)}): {MERGE}")
+    if 2 * len(missing) > len(state) or len(extra) > len(state) - len(missing):
+        raise BadCheckpoint(
+            f"{place} holds the weights of another model than its config describes: {len(missing)} of {len(state)} "
+            f"tensors of a {kind} are missing, and {len(extra)} do not belong to it"
+        )
+    if missing:
+        count = f"{len(missing)} of {len(state)} tensors of a {kind}"
+        gap = f"{place} lacks {count}, which transformers draws at random: {preview(missing, 3)}"
+        if model.base_model is model and all("pooler." in name for name in missing):
+            return [f"{gap}; only its pooler_output depends on them"]
+        if not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+            base = type(model.base_model).__name__
+            gap += f'. To load it without its head, set "architectures": ["{base}"] in config.json'
+    elif dropped := _dropped(extra, dict(model.named_modules())):
+        gap = f"{place} holds {len(dropped)} tensors for which its config has no place: {preview(dropped, 3)}"
+    else:
+        return []
+    if not partial:
+        raise BadCheckpoint(f"{gap}. Download or save it again, or pass partial=True")
+    return [gap]
+
+
+def _dropped(extra: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    def matters(name: str) -> bool:
+        owner = modules.get(name.rpartition(".")[0])
+        layers = ((modules.get(name[: part.start()]), int(part[1])) for part in re.finditer(r"\.(\d+)(?=\.)", name))
+        return (owner is not None and next(owner.children(), None) is None) or any(
+            isinstance(module, nn.ModuleList) and number >= len(module) for module, number in layers
+        )
+
+    return [name for name in extra if matters(name)]
 
 
 def _tensors_in(file: Path) -> int:
@@ -257,8 +304,7 @@ def _load_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a GGUF file's model and, on request, its tokenizer, unpacked once into the cache.
 
-    Transformers treats a GGUF model as quantised and refuses to save or train it. We copy the weights to a fresh model
-    in float32, with identical logits, cached under the file's hash and the version of transformers.
+    The cache has it in float32, under the file's hash and the version of transformers.
     """
     key = _key(file)
     model = _cached(
@@ -318,23 +364,16 @@ def _unpack(file: Path, partial: bool, gaps: list[str]) -> PreTrainedModel:
         raise
     except Exception as error:  # a truncated or unknown file fails anywhere in the parser
         raise BadCheckpoint(f"transformers cannot read a model from {file}: {first_line(error)}") from error
-    packed, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", made)
-    gaps += missing_tensors(packed, report, str(file), partial)
-    config = copy.deepcopy(packed.config)
-    config.__dict__.pop("quantization_config", None)
-    config.dtype = torch.float32
-    with torch.random.fork_rng(devices=[]):  # its initial values are drawn, then overwritten
-        model = type(packed)(config)
-    model.load_state_dict(packed.state_dict())
-    model.generation_config = packed.generation_config
+    model, report = cast("tuple[Any, Mapping[str, Iterable[str]]]", made)
+    gaps += _missing_tensors(model, report, str(file), partial)
+    model.hf_quantizer.remove_quantization_config(model)  # its weights are unpacked, and can be trained and saved
     return model
 
 
 def cache_folder() -> Path:
     """Return the cache folder: `$ATTNFLOW_CACHE`, or `attnflow` in `$XDG_CACHE_HOME` (by default `~/.cache`)."""
-    own = os.environ.get("ATTNFLOW_CACHE")
-    if own:
-        return Path(own).expanduser()
+    if chosen := os.environ.get("ATTNFLOW_CACHE"):
+        return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnflow"
 
 

@@ -72,8 +72,7 @@ class MaskRequest:
         """Return the mask that the model would have had without us."""
         key = "own", implementation
         if key not in self.derived:
-            mask = cast(AttentionMask, ALL_MASK_ATTENTION_FUNCTIONS[implementation](**self.arguments))
-            self.derived[key] = mask
+            self.derived[key] = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**self.arguments)
         return self.derived[key]
 
 
@@ -93,38 +92,28 @@ def request_of(mask: object) -> MaskRequest | None:
 
 
 def _request_of_copy(mask: Tensor) -> MaskRequest | None:
-    alive = [
-        one for one in (reference() for reference in tuple(_recent)) if one is not None and one.shape == mask.shape
+    alike = [
+        made
+        for made in (reference() for reference in tuple(_recent))
+        if made is not None and made.shape == mask.shape and made.dtype == mask.dtype
     ]
-    same = [one for one in alive if one.dtype == mask.dtype and torch.equal(one, mask.detach().to(one.device))]
-    requests = [cast(MaskRequest, getattr(one, _REQUEST)) for one in same]
+    same = [made for made in alike if torch.equal(made, mask.detach().to(made.device))]
+    requests = [cast(MaskRequest, getattr(made, _REQUEST)) for made in same]
     places = {(r.first_query, r.first_key, id(r.padding)) for r in requests}
     return requests[-1] if len(places) == 1 else None
 
 
 def on_request(make: Callable[[MaskRequest], AttentionMask]) -> Callable[..., AttentionMask]:
     def function(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        attention_mask: Tensor | None = None,
-        **others: Any,
+        batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, **others: Any
     ) -> AttentionMask:
         if isinstance(q_offset, Tensor):
             # A static cache hands out its live counter, which the first layer moves on before it attends.
             q_offset = q_offset.clone() if torch.compiler.is_compiling() else int(q_offset)
-        arguments = {
-            "batch_size": batch_size,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "attention_mask": attention_mask,
-            **others,
-        }
-        return make(MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, arguments))
+        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+        arguments = {**others, **sizes, "q_offset": q_offset, "kv_offset": kv_offset}
+        padding = others.get("attention_mask")
+        return make(MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, padding, arguments))
 
     return function
 
@@ -155,9 +144,7 @@ def _note(mask: Tensor | BlockMask, request: MaskRequest) -> None:
     if torch.compiler.is_compiling():
         return
     if isinstance(mask, BlockMask):
-        setattr(
-            mask.mask_mod, _REQUEST, ref(request)
-        )  # not owned: what is derived from a request may hold the function
+        setattr(mask.mask_mod, _REQUEST, ref(request))  # what is derived from a request may hold the function
     else:
         request.derived["version"] = _version(mask)
         _recent.append(ref(mask))
@@ -226,9 +213,9 @@ def asking() -> Generator[Asked, None, None]:
 
 def _heard(function: Callable[..., AttentionMask], request: MaskRequest) -> AttentionMask:
     mask, here = function(**request.arguments), get_ident()
-    for thread, asked in tuple(_listeners):
+    for thread, requests in tuple(_listeners):
         if thread == here:
-            asked.made.append((mask, request))
+            requests.made.append((mask, request))
     return mask
 
 
@@ -236,8 +223,7 @@ def pairs_asked(request: MaskRequest) -> Tensor:
     """Return the requested pairs, bool [batch, queries, keys], padding applied, united over heads."""
     with torch.no_grad():
         arguments: dict[str, Any] = {**request.arguments, **NO_SKIPS}
-        mask = sdpa_mask(**arguments)
-    assert mask is not None
+        mask = cast(Tensor, sdpa_mask(**arguments))
     return mask.any(1).cpu()
 
 
@@ -251,19 +237,17 @@ def _same(made: AttentionMask, mask: object) -> bool:
 
 
 def asks_causal(request: MaskRequest) -> bool:
-    pending, seen = [request.arguments.get("mask_function")], set[int]()
+    pending, known = [request.arguments.get("mask_function")], set[int]()
     while pending:
         function = pending.pop()
         if function is causal_mask_function:
             return True
-        if id(function) in seen:
+        if id(function) in known:
             continue
-        seen.add(id(function))
+        known.add(id(function))
         for cell in getattr(function, "__closure__", None) or ():
             content = cell.cell_contents
-            pending += [
-                each for each in (content if isinstance(content, tuple | list) else [content]) if callable(each)
-            ]
+            pending += filter(callable, content if isinstance(content, tuple | list) else [content])
     return False
 
 

@@ -40,11 +40,8 @@ class Packaged:
     def find(self) -> Path | None:
         """Return its path without importing the package; None if that is not installed."""
         spec = find_spec(self.module)
-        for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-            path = Path(folder) / self.inside
-            if path.exists():
-                return path
-        return None
+        folders = (spec and spec.submodule_search_locations) or ()
+        return next((path for folder in folders if (path := Path(folder) / self.inside).exists()), None)
 
     def path(self) -> Path:
         """Return its path; `MissingPackage` if the package is not installed."""
@@ -122,16 +119,16 @@ def resolve(name: str) -> Path | str:
     path = Path(name).expanduser()
     if name.strip() and path.exists():
         return to_read(path)
-    asked = name.removeprefix(_HUB)
-    if asked != name and (_ONE_WORD.fullmatch(asked) or _HUB_ID.fullmatch(asked)):
-        return asked
+    hub_id = name.removeprefix(_HUB)
+    if hub_id != name and (_ONE_WORD.fullmatch(hub_id) or _HUB_ID.fullmatch(hub_id)):
+        return hub_id
     if _HUB_ID.fullmatch(name) and not name.endswith(_FILES):
         return name
-    close = get_close_matches(name.lower(), MODELS, 1)
-    asks = _ONE_WORD.fullmatch(name) is not None and not name.endswith(_FILES)
-    on_hub = f"; a model of the hub is owner/name, or {_HUB}{name}" if asks else ""
-    rest = f": did you mean {close[0]}?" if close else f"{short_names()}{on_hub}"
-    raise FileNotFoundError(f"no file or folder {name!r}{rest}")
+    if close := get_close_matches(name.lower(), MODELS, 1):
+        raise FileNotFoundError(f"no file or folder {name!r}: did you mean {close[0]}?")
+    may_be = _ONE_WORD.fullmatch(name) is not None and not name.endswith(_FILES)
+    on_hub = f"; a model of the hub is owner/name, or {_HUB}{name}" if may_be else ""
+    raise FileNotFoundError(f"no file or folder {name!r}{short_names()}{on_hub}")
 
 
 def is_out_of_reach(hub_id: str) -> bool:

@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Final, cast
 
 import torch
@@ -27,25 +26,27 @@ from attnflow.models.trial import read, trial
 from attnflow.models.watching import Arguments, Call, Watch
 
 TOKENS: Final = 16  # so many numbers by which a component is recognised
-_ALONE: Final = "called alone, it did not run"
-# Shapes of the tokens and of what rotates them that modules take when they are called alone, the usual ones first.
-_TOKENS_LIKE: Final = ((TOKENS, 1), (TOKENS,), (1, TOKENS), (TOKENS, 1, 1))  # the last are images of one patch
+# Shapes of the tokens that modules take when they are called alone, and whether with a rotation: sequences of one
+# token, packed sequences, a batch of these, images of one patch, and sequences with an embedding of positions to add.
+_ALONE: Final = (
+    *((shape, True) for shape in ((TOKENS, 1), (TOKENS,), (1, TOKENS), (TOKENS, 1, 1))),
+    ((TOKENS, 1), False),
+)
+_KEYS: Final = ("key_value_states", "encoder_hidden_states", "key", "value")  # arguments that keys are made of
 _HEADS: Final = ("num_heads", "num_attention_heads")  # what a module may say of its query heads
-_ROTATION_LIKE: Final = ((1, 1), (1, 1, 1), None)  # or none
 
 _Vectors = Float[Tensor, "tokens features"]
 
 
 @dataclass(eq=False)
-class Trace:
-    """The observations of one attention module.
+class NoiseTrace:
+    """The observations of one attention module; `why` explains missing calls.
 
-    `calls` holds queries and keys at the attention interface, [batch, heads, positions, head_dim]. For each submodule,
-    `inputs` are its inputs in each call, `results` its first outputs, and `outputs` the noise that replaced them in all
-    calls. `why` explains missing calls.
+    For each submodule, `inputs` are its inputs in each call, `results` its first outputs, and `outputs` the noise that
+    replaced them in all calls.
     """
 
-    calls: list[tuple[Tensor, Tensor]] = field(default_factory=lambda: list[tuple[Tensor, Tensor]]())
+    calls: list[tuple[Tensor, Tensor]] = field(default_factory=lambda: list[tuple[Tensor, Tensor]]())  # query and key
     arguments: dict[str, _Vectors] = field(default_factory=lambda: dict[str, Tensor]())
     inputs: dict[str, list[_Vectors]] = field(default_factory=lambda: dict[str, list[Tensor]]())
     results: dict[str, _Vectors] = field(default_factory=lambda: dict[str, Tensor]())
@@ -53,12 +54,11 @@ class Trace:
     why: str = "no call of it was seen when the model read one token"
 
     def clear(self) -> None:
-        """Forget everything seen."""
         for part in (self.calls, self.arguments, self.inputs, self.results, self.outputs):
             part.clear()
 
 
-def traces(model: nn.Module, sites: Sequence[Site]) -> dict[str, Trace]:
+def traces(model: nn.Module, sites: Sequence[Site]) -> dict[str, NoiseTrace]:
     """Trace each attention module, by name, and leave the model unchanged.
 
     Costs one forward pass of 16 sequences of one token; modules that it misses are called by themselves. So are copies
@@ -67,100 +67,87 @@ def traces(model: nn.Module, sites: Sequence[Site]) -> dict[str, Trace]:
     if not (without_numbers(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())):
         return _traces(model, sites)
     built = {site.name: (str(site.module), *(p.shape for p in site.module.parameters())) for site in sites}
-    first = {form: site for site in reversed(sites) for form in [built[site.name]]}
-    seen = {form: _traces(model, [_empty(site)], alone=True)[site.name] for form, site in first.items()}
-    return {site.name: seen[built[site.name]] for site in sites}
+    first = {built[site.name]: site for site in reversed(sites)}
+    made = {form: _traces(model, [_empty(site)], alone=True)[site.name] for form, site in first.items()}
+    return {site.name: made[built[site.name]] for site in sites}
 
 
 def _empty(site: Site) -> Site:
     """Copy an attention module whose weights are not here with zeros for weights: noise replaces what they make."""
-    config = site.owner.config
-    own = {
-        id(p): nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device="cpu"), p.requires_grad)
-        for p in site.module.parameters()
-    }
-    own |= {id(buffer): torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu") for buffer in site.module.buffers()}
-    return replace(site, module=copy.deepcopy(site.module, {id(config): config, **own}).eval())
+    zeros: dict[int, object] = {id(site.owner.config): site.owner.config}
+    for tensor in (*site.module.parameters(), *site.module.buffers()):
+        zero = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        trained = isinstance(tensor, nn.Parameter)
+        zeros[id(tensor)] = nn.Parameter(zero, tensor.requires_grad) if trained else zero
+    return replace(site, module=copy.deepcopy(site.module, zeros).eval())
 
 
-def _traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict[str, Trace]:
+def _traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dict[str, NoiseTrace]:
     around = models_around(sites)[0]
-    seen = {site.name: Trace() for site in sites}
-    of = {site.module: seen[site.name] for site in sites}
+    traced = {site.name: NoiseTrace() for site in sites}
+    of = {site.module: traced[site.name] for site in sites}
 
     def watch(call: AttentionCall, proceed: Proceed) -> Output:
         of[call.module].calls.append((call.query, call.key))
-        if proceed.following:  # a bias on the module expects to be asked
+        if proceed.following:  # a bias on the module expects to be called
             proceed(call)
         value = call.value[:, :, -1:].repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
         return value.transpose(1, 2).expand(-1, call.query.shape[2], -1, -1), None
 
     exact = torch.autocast(device_of(sites[0].module).type, enabled=False)
-    with trial(model, dict.fromkeys(sites, watch), role="pool", implementation="sdpa"), _noise(sites, seen), exact:
+    with trial(model, dict.fromkeys(sites, watch), role="pool", implementation="sdpa"), _noise(sites, traced), exact:
         try:
             if not alone:
                 read(around, [ordinary_tokens(around, 1)] * TOKENS)
         except REFUSALS as error:  # one token of text alone is no input of some models
-            for trace in seen.values():
+            for trace in traced.values():
                 trace.why = f"the model did not run on one token ({type(error).__name__}: {refusal(error)})"
         for site in sites:
-            if not seen[site.name].calls:
-                _call_alone(site, seen[site.name])
-    return seen
+            if not traced[site.name].calls:
+                _call_alone(site.module, traced[site.name])
+    return traced
 
 
-def _call_alone(site: Site, trace: Trace) -> None:
-    weight = next((p for p in site.module.parameters() if p.ndim == 2 and p.is_floating_point()), None)
+def _call_alone(module: nn.Module, trace: NoiseTrace) -> None:
+    weight = next((p for p in module.parameters() if p.ndim == 2 and p.is_floating_point()), None)
     if weight is None:
         return
-    why = trace.why
-    part = next((m for m in site.module.modules() if getattr(m, "weight", None) is weight), None)
-    width = weight.shape[0 if hasattr(part, "nf") else 1]
-    heads = next((n for word in _HEADS if isinstance(n := getattr(site.module, word, None), int)), None)
-    for tokens, rotation in product(_TOKENS_LIKE, _ROTATION_LIKE):
+    transposed = any(getattr(part, "weight", None) is weight and hasattr(part, "nf") for part in module.modules())
+    width, why = weight.shape[0 if transposed else 1], trace.why  # Conv1D of transformers is stored (in, out)
+    heads = next((n for word in _HEADS if isinstance(n := getattr(module, word, None), int)), None)
+    for shape, rotated in _ALONE:
         trace.clear()
-        arguments = _arguments(
-            site.module, weight.new_zeros(*tokens, width), None if rotation is None else weight.new_ones(rotation)
-        )
         try:
-            site.module(**arguments)
-        except Exception as error:  # after the attention, too: an output of another shape than the module expects
-            trace.why = f"{why}; {_ALONE} ({type(error).__name__}: {refusal(error)})"
-        if _seen_tokens([query for query, _ in trace.calls], heads) == TOKENS:
+            module(**_arguments(module, weight.new_zeros(*shape, width), rotated))
+        except (*REFUSALS, NameError) as error:  # after the attention, too: its output is of another shape
+            trace.why = f"{why}; called alone, it did not run ({type(error).__name__}: {refusal(error)})"
+        queries = [query for query, _ in trace.calls]
+        split = all(query.ndim == 4 and heads in (None, query.shape[1]) for query in queries)
+        if split and sum(query.shape[0] * query.shape[2] for query in queries) == TOKENS:
             return
     trace.clear()
 
 
-def _seen_tokens(queries: Sequence[Tensor], heads: int | None) -> int:
-    """Count the tokens of queries [batch, heads, positions, head_dim]; 0 for anything else."""
-    if any(query.ndim != 4 or query.shape[1] != (heads or query.shape[1]) for query in queries):
-        return 0
-    return sum(query.shape[0] * query.shape[2] for query in queries)
-
-
-def _arguments(module: nn.Module, tokens: Tensor, rotation: Tensor | None) -> dict[str, object]:
-    """Make a module's arguments: the tokens first, no rotation, sequences of one token."""
+def _arguments(module: nn.Module, tokens: Tensor, rotated: bool) -> dict[str, object]:
+    """Make arguments of the module's signature: the tokens first, no rotation, sequences of one token."""
     made: dict[str, object] = {}
+    cosine = tokens.new_ones(1, 1)
     for name, parameter in inspect.signature(module.forward).parameters.items():
+        required = parameter.default is parameter.empty
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if not made:
-            made[name] = tokens
+        if not made or (name in _KEYS and required):
+            made[name] = tokens.clone()
         elif name == "position_embeddings":
-            made[name] = None if rotation is None else (rotation, torch.zeros_like(rotation))
+            made[name] = (cosine, torch.zeros_like(cosine)) if rotated else None
         elif name.startswith("cu_seq"):
             made[name] = torch.tensor([0, TOKENS], dtype=torch.int32, device=tokens.device)
-        elif (
-            name in ("key_value_states", "encoder_hidden_states", "key", "value")
-            and parameter.default is parameter.empty
-        ):
-            made[name] = tokens.clone()
-        elif parameter.default is parameter.empty:
+        elif required:
             made[name] = None
     return made
 
 
-def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Watch:
+def _noise(sites: Sequence[Site], traced: Mapping[str, NoiseTrace]) -> Watch:
     """Replace what modules read and submodules return by noise; norms and rotations become the identity."""
     generator = torch.Generator().manual_seed(0)
 
@@ -171,7 +158,7 @@ def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Watch:
         site, path = call.name
         if path:
             return None
-        trace, names = seen[site], list(inspect.signature(call.module.forward).parameters)
+        trace, names = traced[site], list(inspect.signature(call.module.forward).parameters)
 
         def replaced(name: str, value: object) -> object:
             if name == "position_embeddings":
@@ -191,19 +178,18 @@ def _noise(sites: Sequence[Site], seen: Mapping[str, Trace]) -> Watch:
         site, path = call.name
         if not path or not isinstance(output, Tensor):
             return None
-        trace, args = seen[site], call.args
+        trace, given = traced[site], call.args[0] if call.args and isinstance(call.args[0], Tensor) else None
         norm = "norm" in f"{path} {type(call.module).__name__}".lower()
-        if norm and args and isinstance(args[0], Tensor) and args[0].shape == output.shape:
-            return args[0]
+        if norm and given is not None and given.shape == output.shape:
+            return given
         result = _vectors(call.module, output)
         if result is None:
             return None
-        again = trace.outputs.get(path)
-        if again is None or again.shape != result.shape:
-            trace.results[path], trace.outputs[path] = result, noise(result)
-            trace.inputs[path] = []
-        read = _vectors(call.module, args[0]) if args and isinstance(args[0], Tensor) else None
-        trace.inputs[path].append(result.new_empty(TOKENS, 0) if read is None else read)
+        before = trace.outputs.get(path)
+        if before is None or before.shape != result.shape:
+            trace.results[path], trace.outputs[path], trace.inputs[path] = result, noise(result), []
+        vectors = None if given is None else _vectors(call.module, given)
+        trace.inputs[path].append(result.new_empty(TOKENS, 0) if vectors is None else vectors)
         return trace.outputs[path].reshape(output.shape)
 
     return Watch(
@@ -227,9 +213,9 @@ def _no_rotation(value: object) -> object:
     At position 0 sines are 0, which tells pairs of (sin, cos) from the usual ones.
     """
     if isinstance(value, Mapping):
-        return {name: _no_rotation(one) for name, one in cast(Mapping[str, object], value).items()}
-    if isinstance(value, tuple) and len(cast(tuple[object, ...], value)) == 2:
-        first, second = cast(tuple[object, object], value)
+        return {name: _no_rotation(pair) for name, pair in cast(Mapping[str, object], value).items()}
+    if isinstance(value, tuple) and len(pair := cast(tuple[object, ...], value)) == 2:
+        first, second = pair
         if isinstance(first, Tensor) and isinstance(second, Tensor) and not first.is_complex():
             swapped = not first.any() and bool(second.any())
             return torch.full_like(first, float(not swapped)), torch.full_like(second, float(swapped))

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from attnflow.models.families.rows import Composed, Piece, Selected, run_of
-from attnflow.models.noise import TOKENS, Trace
+from attnflow.models.families.rows import Composed, Piece, Selected, run_of, same_input
+from attnflow.models.noise import TOKENS, NoiseTrace
 from attnflow.models.offload import parameter_of
 
 OTHER_SEQUENCE: Final = "it attends to another sequence in the same call"
@@ -59,7 +59,7 @@ class Projections:
     hidden_size: int | None  # the width of what the module reads; None if it reads no vectors
 
 
-def projections_in(trace: Trace) -> Projections | str:
+def projections_in(trace: NoiseTrace) -> Projections | str:
     if not trace.calls:
         return trace.why
     query, key = trace.calls[-1]
@@ -91,9 +91,9 @@ def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tens
     parts = nn.functional.normalize(vectors, dim=0).split(_ROWS, dim=1)
     with torch.autocast(vectors.device.type, enabled=False):  # products in bfloat16 would blur the cosines
         best = [(part.T @ normed).abs().max(dim=1) for part in parts]
-    if not min(float(one.values.min()) for one in best) >= _COSINE:  # of NaN, too
+    if not all(bool((part.values >= _COSINE).all()) for part in best):  # of NaN, too
         return None
-    index = torch.cat([one.indices for one in best])
+    index = torch.cat([part.indices for part in best])
     factors = (vectors * pool[:, index]).sum(0) / sizes[index]
     index = index.cpu()
     paths: list[str] = []
@@ -109,11 +109,11 @@ def recognise(vectors: Float[Tensor, "tokens width"], outputs: Mapping[str, Tens
 
 
 class NotLinear(Exception):
-    """Raised if queries or keys are not a linear function of a token."""
+    pass
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class ProbedWeights:
     """One module's queries and keys as weights on the tokens that it reads."""
 
     query_rows: Selected | Composed
@@ -130,19 +130,19 @@ class Unread:
     ran: bool  # whether the module was seen at work; otherwise nothing speaks against what its names suggest
 
 
-def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, Trace]) -> dict[str, Weights | Unread]:
+def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, NoiseTrace]) -> dict[str, ProbedWeights | Unread]:
     """Derive the weights of traced attention modules, by path, in running order.
 
     A module that attends to an earlier one's keys (shared key-value layers) gets that one's key weights.
     """
-    result: dict[str, Weights | Unread] = {}
+    result: dict[str, ProbedWeights | Unread] = {}
     for name, module in modules.items():
-        earlier = {traces[other]: read for other, read in result.items() if isinstance(read, Weights)}
+        earlier = {traces[other]: read for other, read in result.items() if isinstance(read, ProbedWeights)}
         result[name] = _weights(_Reader(module, name, traces[name]), traces[name], earlier)
     return result
 
 
-def _weights(reader: _Reader, trace: Trace, earlier: Mapping[Trace, Weights]) -> Weights | Unread:
+def _weights(reader: _Reader, trace: NoiseTrace, earlier: Mapping[NoiseTrace, ProbedWeights]) -> ProbedWeights | Unread:
     if not trace.calls:
         return Unread(trace.why, ran=False)
     query, key = trace.calls[0]
@@ -155,34 +155,30 @@ def _weights(reader: _Reader, trace: Trace, earlier: Mapping[Trace, Weights]) ->
             ran=True,
         )
     shared = next((read for other, read in earlier.items() if torch.equal(other.calls[0][1].to(key.device), key)), None)
-    try:
-        queries = reader.weight("queries", [q for q, _ in trace.calls])
-        keys = shared.key_rows if shared else reader.weight("keys", [k for _, k in trace.calls])
-    except NotLinear as error:
-        return Unread(str(error), ran=True)
-    return Weights(queries, keys, query.shape[1], key.shape[1])
+    rows: list[Selected | Composed] = []
+    for side, heads in zip(("queries", "keys"), zip(*trace.calls, strict=True), strict=True):
+        try:
+            rows.append(shared.key_rows if shared and side == "keys" else reader.weight(heads))
+        except NotLinear as error:
+            return Unread(f"its {side} {error}", ran=True)
+    return ProbedWeights(rows[0], rows[1], query.shape[1], key.shape[1])
 
 
 class _Reader:
-    def __init__(self, module: nn.Module, name: str, trace: Trace) -> None:
+    def __init__(self, module: nn.Module, name: str, trace: NoiseTrace) -> None:
         self._module, self._name, self._trace = module, name, trace
 
-    def weight(self, side: str, heads: Sequence[Tensor]) -> Selected | Composed:
+    def weight(self, heads: Sequence[Tensor]) -> Selected | Composed:
         """Find the map to the heads, [batch, heads, positions, head_dim], over all calls."""
-        try:
-            return self._weight(heads, heads[0].shape[3])
-        except NotLinear as error:
-            raise NotLinear(f"its {side} {error}") from error
-
-    def _weight(self, heads: Sequence[Tensor], head_dim: int) -> Selected | Composed:
-        parts = [one.transpose(1, 2).flatten(2) for one in heads]  # [batch, positions, width]
+        head_dim = heads[0].shape[3]
+        parts = [part.transpose(1, 2).flatten(2) for part in heads]  # [batch, positions, width]
         tokens = sum(part.shape[0] * part.shape[1] for part in parts)
         if tokens == TOKENS:
             return self._simple(self._map(torch.cat([part.flatten(0, 1) for part in parts]), head_dim))
         if any(part.shape[0] != TOKENS for part in parts):
             raise NotLinear(f"are of {tokens} positions when it reads {TOKENS} tokens")
         maps = [self._simple(self._map(part[:, at], head_dim)) for part in parts for at in range(part.shape[1])]
-        if any(not one.same(maps[0]) for one in maps):
+        if any(not other.same(maps[0]) for other in maps):
             raise NotLinear(f"are made in {len(maps)} ways, such as of other tokens or for several softmaxes")
         return maps[0]
 
@@ -200,8 +196,8 @@ class _Reader:
             place = ((columns.index >= start) & (columns.index < end)).nonzero().flatten()
             index = columns.index[place] - start
             inner = self._linear(path, index, head_dim) or self._through(path, index, head_dim)
-            own = None if factors is None else factors[place]
-            pieces += [_placed(piece, place, own) for piece in inner.pieces]
+            weights = None if factors is None else factors[place]
+            pieces += [_placed(piece, place, weights) for piece in inner.pieces]
             start = end
         return Composed(head_dim, tuple(pieces))
 
@@ -224,7 +220,7 @@ class _Reader:
         if not float((expected - result).norm()) <= _LINEAR * float(result.norm()):
             return None
         inputs = [self._input(read) for read in reads]
-        if any(not _same_input(one, inputs[0]) for one in inputs):
+        if any(not same_input(other, inputs[0]) for other in inputs):
             raise NotLinear(f"come out of {path}, which runs several times, on more than tokens")
         rows = Selected(f"{self._name}.{path}.weight".lstrip("."), head_dim, index, transposed)
         return Composed(head_dim, (Piece(rows, torch.arange(len(index)), None, inputs[0]),))
@@ -232,9 +228,9 @@ class _Reader:
     def _through(self, path: str, index: Tensor, head_dim: int) -> Composed:
         """Follow a submodule that only hands on another's output, such as a wrapper or dropout."""
         part = type(self._module.get_submodule(path)).__name__
-        others = {name: one for name, one in self._trace.outputs.items() if name != path}
+        others = {name: output for name, output in self._trace.outputs.items() if name != path}
         if recognise(self._trace.results[path][:, index], others) is None:
-            raise NotLinear(f"come out of {path} ({part}), which is not a linear map of one token")
+            raise NotLinear(f"come out of {path} ({part}), which is not a linear map of output token")
         return self._map(self._trace.results[path][:, index], head_dim, outer=False)
 
     def _input(self, read: Float[Tensor, "tokens features"]) -> Composed | None:
@@ -259,10 +255,10 @@ class _Reader:
 
 
 def _placed(piece: Piece, place: Tensor, factors: Tensor | None) -> Piece:
-    own = piece.factors
+    product = piece.factors
     if factors is not None:
-        own = factors[piece.place] if own is None else own * factors[piece.place]
-    return Piece(piece.rows, place[piece.place], own, piece.input)
+        product = factors[piece.place] if product is None else product * factors[piece.place]
+    return Piece(piece.rows, place[piece.place], product, piece.input)
 
 
 def _distinct(factors: Tensor, dtype: torch.dtype, outer: bool) -> Tensor | None:
@@ -270,7 +266,3 @@ def _distinct(factors: Tensor, dtype: torch.dtype, outer: bool) -> Tensor | None
     rounding = 1e-5 if torch.finfo(dtype).eps < 1e-6 else 0.03
     common = factors.mean() if outer else torch.ones((), dtype=factors.dtype)
     return None if bool(((factors - common).abs() <= rounding * common.abs()).all()) else factors
-
-
-def _same_input(one: Composed | None, other: Composed | None) -> bool:
-    return one is other if one is None else one.same(other)

@@ -10,15 +10,15 @@ Its queries and keys are then linear in those outputs, as far as automatic diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from attnflow.models.held import HeldNorm, hold, may_be_norm
+from attnflow.models.reads import ModuleCall, Reads, hold, may_be_norm
 from attnflow.models.watching import Arguments, Call, handed_again, hidden_of, mapped, tensors_in, with_hidden
 
 Keep = Callable[[Tensor], object]
@@ -36,31 +36,32 @@ class Component:
     kept: Any = None  # what `keep` made of the value
 
 
-@dataclass(frozen=True, eq=False)
-class ModuleCall:
-    module: nn.Module
-    input: Tensor
-    output: Tensor
+@dataclass(frozen=True)
+class ComponentName:
+    """One summand of the residual stream: its layer, kind and module; `str` gives a title that is unique in a result.
 
+    Attributes:
+        layer: number of the layer that wrote it; None for the input of the first layer.
+        kind: "embedding", "attention", "cross-attention", "feed-forward", or "mixer" (a recurrence or convolution).
+        path: of the module in the model.
+        half: "encoder" for what an encoder wrote, where a decoder attends to it; else "".
+        which: tells apart several of one kind in one layer.
+    """
 
-@dataclass(eq=False)
-class Reads:
-    """What an attention module made its queries and keys of; they are differentiable by the outputs of `matrices`."""
+    layer: int | None
+    kind: str
+    path: str
+    half: str = ""
+    which: str = ""
 
-    matrices: list[ModuleCall] = field(default_factory=lambda: list[ModuleCall]())
-    small: list[ModuleCall] = field(default_factory=lambda: list[ModuleCall]())  # such as norms, of the whole layer
-    _norms: dict[int, HeldNorm | None] = field(default_factory=lambda: dict[int, HeldNorm | None]())
+    @property
+    def place(self) -> str:
+        """The title without the kind, such as "layer 7"; "embedding" has no layer."""
+        return " ".join(filter(None, (self.half, self.kind if self.layer is None else f"layer {self.layer}")))
 
-    def before_norm(self, x: Tensor) -> tuple[Tensor, HeldNorm | None]:
-        """The input of the norm that put out x, and that norm held; x itself if none did."""
-        for number, one in reversed(list(enumerate(self.small))):
-            if one.output is x or (one.output.data_ptr() == x.data_ptr() and one.output.shape == x.shape):
-                if number not in self._norms:
-                    self._norms[number] = hold(one.module, one.input.detach(), one.output.detach())
-                norm = self._norms[number]
-                if norm is not None and norm.gain.numel() == norm.bias.numel() == x.shape[-1]:
-                    return one.input, norm
-        return x, None
+    def __str__(self) -> str:
+        kind = "" if self.layer is None else self.kind
+        return " ".join(filter(None, (self.place, kind, f"({self.which})" if self.which else "")))
 
 
 class Recorder:
@@ -86,14 +87,13 @@ class Recorder:
             module
             for module in modules.values()
             if module in attention
-            or (owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
+            or (_owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
         }
         self._matrices = {module for module in target.modules() if module in self._ends and module not in attention}
-        self._holds = {m for m in modules.values() if any(owns_matrix(part) for part in m.modules())}
+        self._holds = {m for m in modules.values() if any(_owns_matrix(part) for part in m.modules())}
         around = next((layer for layer in self._layers if target in set(layer.modules())), target)
         self._near = {module for module in around.modules() if may_be_norm(module) and module not in self._ends}
         self._begun: dict[int, int] = {}  # how many components there were when a call began
-        self._shapes: dict[str, torch.Size] = {}
         self._marked: dict[str, tuple[Tensor, Tensor]] = {}  # the input of each list's first layer, without and with
         self.components: list[Component] = []  # those outside of the target
         self.reads = Reads()
@@ -101,7 +101,8 @@ class Recorder:
     @property
     def dropped(self) -> bool:
         """Whether values were dropped because the pass is large."""
-        return self._keep is None and any(shape[-2:-1].numel() > self._limit for shape in self._shapes.values())
+        lengths = [hidden.shape[-2:-1].numel() for hidden, _ in self._marked.values()]
+        return self._keep is None and any(length > self._limit for length in lengths)
 
     def enter(self, call: Call) -> Arguments | None:
         if call.module is self._target:
@@ -112,16 +113,14 @@ class Recorder:
             return None
         if prefix in self._marked:
             return handed_again(call, *self._marked[prefix])
-        hidden = hidden_of(call)
-        self._shapes[prefix] = hidden.shape
-        marked = hidden.detach().requires_grad_().clone()
-        self._marked[prefix] = hidden.detach(), marked
+        hidden = hidden_of(call).detach()
+        self._marked[prefix] = hidden, hidden.detach().requires_grad_().clone()
         self._add(str(call.name), -1, hidden, None)
-        return with_hidden(call, marked)
+        return with_hidden(call, self._marked[prefix][1])
 
     def leave(self, call: Call, output: object) -> object:
         path, begun = str(call.name), self._begun.pop(id(call), None)
-        if begun is not None and any(caller.module is self._target for caller in _callers(call)):
+        if begun is not None and _lies_in(call, self._target):
             return self._inside(call, output)
         ends = call.module in self._ends
         ended = mapped(output, lambda t: t.detach()) if ends else output
@@ -134,10 +133,10 @@ class Recorder:
         if not tensors or any(tensor.requires_grad for tensor in tensors):
             return changed
         del self.components[begun:]
-        prefix = max((one for one in self._lists if path.startswith(one)), key=len)
-        shape = self._shapes.get(prefix, torch.Size())
-        main = next((t for t in tensors if t.is_floating_point() and _alike(t.shape, shape)), None)
-        self._add(path, call.number, main, ended)
+        prefix = max((listed for listed in self._lists if path.startswith(listed)), key=len)
+        stream = self._marked[prefix][0].shape if prefix in self._marked else torch.Size()
+        main = next((t for t in tensors if _alike(t.shape, stream)), None)
+        self._add(path, call.number, None if main is None else main.detach(), ended)
         return changed
 
     def _inside(self, call: Call, output: object) -> object:
@@ -148,9 +147,9 @@ class Recorder:
             return begun
         alone = len(call.args) + len(call.kwargs) == 1 and isinstance(call.first, Tensor)
         if alone and call.module in self._near and isinstance(output, Tensor) and output.requires_grad:
-            held = hold(call.module, call.first.detach(), output.detach())
-            if held is not None:
-                linear = held(call.first)
+            norm = hold(call.module, call.first.detach(), output.detach())
+            if norm is not None:
+                linear = norm(call.first)
                 output = output.detach() + (linear - linear.detach())
         if call.module in self._near:
             self._note(self.reads.small, call, output)
@@ -162,17 +161,13 @@ class Recorder:
             calls.append(ModuleCall(call.module, given[0], output))
 
     def _add(self, path: str, number: int, value: Tensor | None, output: object) -> None:
-        value = None if value is None else value.detach()
-        if self._keep is not None:
-            kept = None if value is None else self._keep(value)
-            self.components.append(Component(path, number, None, None, kept))
-        elif self.dropped:
-            self.components.append(Component(path, number, None, None))
-        else:
-            self.components.append(Component(path, number, value, output))
+        kept = None if self._keep is None or value is None else self._keep(value)
+        if self._keep is not None or self.dropped:
+            value = output = None
+        self.components.append(Component(path, number, value, output, kept))
 
 
-def owns_matrix(module: nn.Module) -> bool:
+def _owns_matrix(module: nn.Module) -> bool:
     """Whether a module itself has a table of weights; a parametrization makes one for its owner."""
     if isinstance(module, ParametrizationList):
         return False
@@ -180,11 +175,9 @@ def owns_matrix(module: nn.Module) -> bool:
     return any(isinstance(p, Tensor) and p.ndim >= 2 for p in (*module._parameters.values(), weight))
 
 
-def _callers(call: Call) -> Generator[Call]:
-    one = call.caller
-    while one is not None:
-        yield one
-        one = one.caller
+def _lies_in(call: Call, module: nn.Module) -> bool:
+    caller = call.caller
+    return caller is not None and (caller.module is module or _lies_in(caller, module))
 
 
 def _alike(shape: torch.Size, stream: torch.Size) -> bool:

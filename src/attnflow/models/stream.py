@@ -1,16 +1,16 @@
-"""The residual stream of one forward pass: what each sublayer added, and queries and keys as a function of that.
+"""The recorded pass: what each sublayer added to the stream before one attention, and that attention's call.
 
-`ResidualStream` runs a model up to one attention module. Afterwards it can run the same code again with each sublayer
-replaced by a given output, and with norms held: queries and keys are then an affine function of those outputs, whatever
-lies between them (residual sums, scales, norms after sublayers, rotations, latent projections).
+`ResidualStream` runs a model up to one attention module, and a `Recorder` notes its summands. Afterwards it can run the
+same code again with each sublayer replaced by a given output, and with norms held: queries and keys are then an affine
+function of those outputs, whatever lies between them (residual sums, norms after sublayers, rotations, projections).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import REFUSALS, evaluating, precision, refusal, unchanged
-from attnflow.models.held import HeldNorm, hold, may_be_norm
 from attnflow.models.interception import (
     AttentionCall,
     Output,
@@ -29,7 +28,8 @@ from attnflow.models.interception import (
 )
 from attnflow.models.mixing import moves_between_positions
 from attnflow.models.offload import device_of
-from attnflow.models.recording import LARGE, Component, Keep, Reads, Recorder
+from attnflow.models.reads import HeldNorm, Reads, hold, may_be_norm
+from attnflow.models.recording import LARGE, Component, ComponentName, Keep, Recorder
 from attnflow.models.sites import Site, models_around
 from attnflow.models.watching import (
     Arguments,
@@ -42,18 +42,20 @@ from attnflow.models.watching import (
     with_tensor,
 )
 
+_Norms = dict[tuple[str, int], HeldNorm | None]  # by path and number of a call
+
 
 class _Reached(Exception):
-    """The pass is at the attention module that it was for."""
+    pass
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class RecordedCall:
     call: AttentionCall
     output: Tensor
-    added: Tensor | None = None  # what an attached bias adds to the scores, [batch or 1, heads or 1, queries, keys]
-    query: Tensor | None = None  # that of the call, differentiable by the matrices of `reads`; None in later passes
-    key: Tensor | None = None
+    added: Tensor | None  # what an attached bias adds to the scores, [batch or 1, heads or 1, queries, keys]
+    query: Tensor  # that of the call, differentiable by the matrices of `reads`
+    key: Tensor
 
 
 @dataclass(eq=False)
@@ -70,9 +72,7 @@ class ResidualStream:
     lists: Mapping[str, str]
     components: list[Component] = field(default_factory=lambda: list[Component]())
     reads: Reads = field(default_factory=Reads)
-    large: bool = False  # whether the values of components were dropped; `complete` has them
-    _norms: dict[tuple[str, int], HeldNorm | None] = field(default_factory=lambda: dict[Any, Any]())
-    _scales_known: bool = False  # whether a held pass with the recorded values has been made
+    large: bool = False  # whether the values of components were dropped
 
     @property
     def implementation(self) -> str:
@@ -86,57 +86,65 @@ class ResidualStream:
 
         A model in float64 computes all of itself in float64, its norms and softmax too.
         """
-        with ExitStack() as stack:
-            stack.enter_context(unchanged(self.model))  # threads take turns: what follows must not read another's state
+        exact = torch.float64 if next(self.model.parameters()).dtype == torch.float64 else None
+        with (
+            unchanged(self.model),  # threads take turns: what follows must not read another's state
+            cast(Any, torch.compiler).set_stance("force_eager"),
+            evaluating(self.model),
+            precision(self.model, exact),
+            torch.autocast(device_of(self.model).type, enabled=False),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-            double = torch.float64 if flags[0][0].dtype == torch.float64 else None
-            stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))
-            exact = torch.autocast(device_of(self.model).type, enabled=False)
-            held = (evaluating(self.model), precision(self.model, double), exact)
-            for one in (*held, torch.inference_mode(False), torch.enable_grad()):
-                stack.enter_context(one)
             try:
-                for parameter, _ in flags:
-                    parameter.requires_grad_(False)
+                self.model.requires_grad_(False)
                 yield
             finally:
                 for parameter, flag in flags:
                     parameter.requires_grad_(flag)
 
-    def record(self, keep: Keep | None = None, limit: float = LARGE) -> Seen:
+    def record(self, keep: Keep | None = None, limit: float = LARGE) -> RecordedCall:
         """Run the model up to the site, and keep what its sublayers put out.
 
         `keep` receives each output in place of that, and its results are kept. Without it, a pass of more than `limit`
         tokens keeps none.
         """
-        given = cast("Mapping[str, Tensor]", {n: one for n, one in self.inputs.items() if isinstance(one, Tensor)})
-        copies = {name: one.clone() for name, one in given.items() if one.is_inference()}  # these can be differentiated
+        copies = {  # of tensors that cannot be differentiated
+            name: value.clone()
+            for name, value in self.inputs.items()
+            if isinstance(value, Tensor) and value.is_inference()
+        }
         self.inputs = {**self.inputs, **copies}
         attention = {site.module for site in self.sites}
         recorder = Recorder(self.lists, self._layers(), self._modules(), attention, self.site.module, keep, limit)
+        calls: list[RecordedCall] = []
+
+        def record(call: AttentionCall, proceed: Proceed) -> None:
+            plain = call.replace(**{name: getattr(call, name).detach() for name in ("query", "key", "value")})
+            with torch.no_grad():
+                added = _added_to(plain)  # before the call, which uses up what its hooks have seen
+                calls.append(RecordedCall(plain, proceed(plain)[0], added, call.query, call.key))
+
         with Watch(self._modules(), recorder.enter, recorder.leave):
-            seen = self._reach(recorded=True)
+            self._reach(record)
         self.components, self.reads, self.large = recorder.components, recorder.reads, recorder.dropped
-        return seen
+        return calls[0]
 
-    def complete(self) -> None:
-        """Record once more with all values, if they were dropped."""
-        if all(one.value is None for one in self.components):
-            with self.still():
-                self.record(limit=float("inf"))
+    def held_pass(self) -> tuple[list[Tensor | None], AttentionCall, AttentionCall]:
+        """Return the values of the components, the site's call as an affine function of them, and its call at zero.
 
-    def query_and_key(self, values: Sequence[Tensor | None], *, held: bool = True) -> AttentionCall:
-        """Return the call that the site makes if the components have these values.
-
-        `held` keeps every norm at its scale in a pass with the recorded values, which is made first unless `values`
-        are those, marked for differentiation.
+        Every norm keeps its scale in the pass with the recorded values. Values that were dropped are recorded again.
         """
-        if held and not self._scales_known:
-            self._scales_known = True
-            if not all(value is None or value.requires_grad for value in values):
-                own = [one.value for one in self.components]
-                with torch.enable_grad():
-                    self.query_and_key([None if one is None else one.clone().requires_grad_() for one in own])
+        if all(component.value is None for component in self.components):
+            self.record(limit=float("inf"))
+        leaves = [None if c.value is None else c.value.clone().requires_grad_() for c in self.components]
+        norms: dict[tuple[str, int], HeldNorm | None] = {}
+        call = self._call_with(leaves, norms)
+        with torch.no_grad():
+            return leaves, call, self._call_with([None if x is None else torch.zeros_like(x) for x in leaves], norms)
+
+    def _call_with(self, values: Sequence[Tensor | None], norms: _Norms) -> AttentionCall:
         given = list(zip(self.components, values, strict=True))
         outputs = {
             (c.path, c.number): c.output if v is None else with_tensor(c.output, c.value, v)
@@ -149,43 +157,23 @@ class ResidualStream:
         def leave(call: Call, output: object) -> object:
             return outputs.get((call.name, call.number))  # once more, as hooks of others may have changed it
 
+        calls: list[AttentionCall] = []
         saved = {path: module.__dict__.get("forward") for path, module in modules.items()}
         try:
             for path, module in modules.items():
                 module.forward = _Stub(path, outputs, module.forward)
-            with Watch(modules, leave=leave), self._first(first), self._held() if held else nullcontext():
-                return self._reach().call
+            with Watch(modules, leave=leave), self._first(first), self._held_norms(norms):
+                self._reach(lambda call, _: calls.append(call))
+                return calls[0]
         finally:
             for path, module in modules.items():
                 module.__dict__.pop("forward", None)
                 if (forward := saved[path]) is not None:
                     module.forward = forward
 
-    def recomputed(self, index: int, value: Tensor) -> Seen:
-        """Run the model with another value for one component; everything after it is computed anew."""
-        component = self.components[index]
-        if component.number < 0:
-            with self._first({component.path: value}):
-                return self._reach()
-
-        def leave(call: Call, output: object) -> object:
-            return with_tensor(component.output, component.value, value) if call.number == component.number else None
-
-        with Watch({component.path: self.model.get_submodule(component.path)}, leave=leave):
-            return self._reach()
-
-    def _reach(self, recorded: bool = False) -> Seen:
-        seen: list[Seen] = []
-
+    def _reach(self, see: Callable[[AttentionCall, Proceed], None]) -> None:
         def look(call: AttentionCall, proceed: Proceed) -> Output:
-            if not recorded:
-                seen.append(Seen(call, proceed(call)[0]))
-                raise _Reached
-            plain = call.replace(**{name: getattr(call, name).detach() for name in ("query", "key", "value")})
-            with torch.no_grad():
-                added = added_to(plain)  # before the call, which uses up what its hooks have seen
-                output, _ = proceed(plain)
-            seen.append(Seen(plain, output, added, call.query, call.key))
+            see(call, proceed)
             raise _Reached
 
         around = models_around(self.sites)
@@ -193,7 +181,7 @@ class ResidualStream:
         try:
             self.model(**self.inputs)
         except _Reached:
-            return seen[0]
+            return
         except REFUSALS as error:
             raise UnsupportedArchitecture(
                 f"{type(self.model).__name__} does not run on these inputs ({type(error).__name__}: {refusal(error)})"
@@ -239,55 +227,49 @@ class ResidualStream:
             yield
 
     @contextmanager
-    def _held(self) -> Generator[None]:
+    def _held_norms(self, norms: _Norms) -> Generator[None]:
         def leave(call: Call, output: object) -> Tensor | None:
-            given = (*call.args, *call.kwargs.values())
-            x = given[0] if len(given) == 1 else None
-            if not isinstance(output, Tensor) or not isinstance(x, Tensor) or not (x.requires_grad or known(call)):
+            given, key = (*call.args, *call.kwargs.values()), (str(call.name), call.number)
+            if len(given) != 1 or not isinstance(x := given[0], Tensor) or not isinstance(output, Tensor):
                 return None
-            key = (str(call.name), call.number)
-            if key not in self._norms:
-                self._norms[key] = hold(call.module, x.detach(), output.detach())
-            held = self._norms[key]
-            return None if held is None else held(x)
+            if key not in norms:
+                if not x.requires_grad:
+                    return None
+                norms[key] = hold(call.module, x.detach(), output.detach())
+            norm = norms[key]
+            return None if norm is None else norm(x)
 
-        def known(call: Call) -> bool:
-            return (str(call.name), call.number) in self._norms
-
-        norms = {name: module for name, module in self.model.named_modules() if may_be_norm(module)}
-        with Watch(norms, leave=leave):
+        with Watch({name: m for name, m in self.model.named_modules() if may_be_norm(m)}, leave=leave):
             yield
 
-    def names(self, used: Sequence[int]) -> dict[int, str]:
-        around = {site.module: site.kind for site in self.sites}
-        titles = {n: self._title(self.components[n].path, self.components[n].number, around) for n in used}
-        counts = Counter(titles.values())
-        for n in used:
-            if counts[titles[n]] > 1:
+    def names(self, used: Sequence[int]) -> dict[int, ComponentName]:
+        names = {n: self._name(self.components[n]) for n in used}
+        counts = Counter(str(name) for name in names.values())
+        for n, name in names.items():
+            if counts[str(name)] > 1:
                 component = self.components[n]
                 call = f", call {component.number + 1}" if component.number else ""
-                titles[n] += f" ({component.path.rpartition('.')[2]}{call})"
-        return titles
+                names[n] = replace(name, which=component.path.rpartition(".")[2] + call)
+        return names
 
-    def _title(self, path: str, number: int, around: Mapping[nn.Module, str]) -> str:
-        prefix = max((one for one in self.lists if path.startswith(one)), key=len)
-        label = self.lists[prefix] + " " if self.lists[prefix] else ""
-        if number < 0:
-            return f"{label}embedding"
+    def _name(self, component: Component) -> ComponentName:
+        path = component.path
+        prefix = max((listed for listed in self.lists if path.startswith(listed)), key=len)
+        half = self.lists[prefix]
+        if component.number < 0:
+            return ComponentName(None, "embedding", path, half)
         parts = path[len(prefix) + 1 :].split(".")
-        start = f"{label}layer {parts[0]}"
         for end in range(len(parts), 1, -1):
             module = self.model.get_submodule(".".join([prefix, *parts[:end]]))
-            kinds = {around[one] for one in module.modules() if one in around}
+            kinds = {site.kind for site in self.sites if site.module in set(module.modules())}
             if kinds and not isinstance(module, nn.ModuleList):
-                return f"{start} {'cross-attention' if kinds == {'cross'} else 'attention'}"
-        mixes = any(moves_between_positions(one) for one in self.model.get_submodule(path).modules())
-        return f"{start} {'mixer' if mixes else 'feed-forward'}"
+                kind = "cross-attention" if kinds == {"cross"} else "attention"
+                return ComponentName(int(parts[0]), kind, path, half)
+        mixes = any(map(moves_between_positions, self.model.get_submodule(path).modules()))
+        return ComponentName(int(parts[0]), "mixer" if mixes else "feed-forward", path, half)
 
 
 class _Stub:
-    """Stands in for a sublayer: returns the output given for each call."""
-
     stands_in = True  # for whoever expects that the module attended
 
     def __init__(self, path: str, outputs: Mapping[tuple[str, int], object], forward: Callable[..., Any]) -> None:
@@ -300,9 +282,8 @@ class _Stub:
         return mapped(self._outputs[self._path, number], Tensor.clone)  # hooks of others may write to it
 
 
-def added_to(call: AttentionCall) -> Tensor | None:
-    """What the attached biases add to the scores of a call: their interceptors say so by a function `added`."""
-    found = [getattr(one, "added", None) for one in in_force(call.module, "bias")]
-    with torch.no_grad():
-        parts: list[Tensor] = [part for one in found if one is not None and (part := one(call)) is not None]
+def _added_to(call: AttentionCall) -> Tensor | None:
+    """Add up what the attached biases add to scores: their interceptors tell by a function `added`."""
+    tellers = [getattr(interceptor, "added", None) for interceptor in in_force(call.module, "bias")]
+    parts: list[Tensor] = [part for teller in tellers if teller is not None and (part := teller(call)) is not None]
     return sum(parts[1:], start=parts[0]) if parts else None

@@ -129,7 +129,7 @@ class Watch:
             return None
         call, *inside = self._open[place:]
         # what was opened inside and is still open raised an error that was caught, or is this module's by another name
-        self._open[place:] = [each for each in inside if each.module is module]
+        self._open[place:] = [other for other in inside if other.module is module]
         call.args, call.kwargs = args, kwargs
         changed = None if self._on_leave is None else self._on_leave(call, output)
         call.output = output if changed is None else changed
@@ -149,38 +149,38 @@ def calls_of(modules: Mapping[Any, nn.Module], run: Callable[[], object]) -> lis
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(output, lambda tensor: found.append(tensor) or tensor)
-    return found
+    tensors: list[Tensor] = []
+    mapped(output, lambda tensor: tensors.append(tensor) or tensor)
+    return tensors
 
 
 def mapped(output: object, change: Callable[[Tensor], Tensor]) -> object:
     if isinstance(output, Tensor):
         return change(output) if output.is_floating_point() else output
     if isinstance(output, tuple | list):
-        parts = [mapped(one, change) for one in cast("Sequence[object]", output)]
+        parts = [mapped(part, change) for part in cast("Sequence[object]", output)]
         kind = cast(Any, type(output))
         return kind(*parts) if hasattr(output, "_fields") else kind(parts)
     return output
 
 
 def with_tensor(output: object, old: Tensor | None, new: Tensor) -> object:
-    return mapped(output, lambda tensor: new if old is not None and _same(tensor, old) else tensor)
+    def change(tensor: Tensor) -> Tensor:
+        same = old is not None and tensor.data_ptr() == old.data_ptr() and tensor.shape == old.shape
+        return new if same else tensor
 
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
+    return mapped(output, change)
 
 
 def hidden_of(call: Call) -> Tensor:
     values = (*call.args, *(call.kwargs[n] for n in ("hidden_states", *call.kwargs) if n in call.kwargs))
-    found = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2), None)
-    if found is None:
+    hidden = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= 2), None)
+    if hidden is None:
         raise UnsupportedArchitecture(f"{call.name} is called without a tensor of hidden states")
-    return found
+    return hidden
 
 
-def handed_again(call: Call, old: Tensor, new: Tensor) -> Arguments | None:
+def handed_again(call: Call, old: Tensor, new: Tensor) -> Arguments:
     """Replace arguments beside the stream that hold the embedding once more, as Zamba's layers get it."""
     hidden = hidden_of(call)
 
@@ -188,15 +188,10 @@ def handed_again(call: Call, old: Tensor, new: Tensor) -> Arguments | None:
         same = isinstance(value, Tensor) and value is not hidden and value.shape == old.shape
         return new if same and torch.equal(cast(Tensor, value), old) else value
 
-    args, kwargs = tuple(map(change, call.args)), {name: change(value) for name, value in call.kwargs.items()}
-    return (
-        (args, kwargs)
-        if [*map(id, args), *map(id, kwargs.values())] != [*map(id, call.args), *map(id, call.kwargs.values())]
-        else None
-    )
+    return tuple(map(change, call.args)), {name: change(value) for name, value in call.kwargs.items()}
 
 
 def with_hidden(call: Call, value: Tensor) -> Arguments:
     hidden = hidden_of(call)
-    args = tuple(value if one is hidden else one for one in call.args)
-    return args, {name: value if one is hidden else one for name, one in call.kwargs.items()}
+    args = tuple(value if given is hidden else given for given in call.args)
+    return args, {name: value if given is hidden else given for name, given in call.kwargs.items()}

@@ -97,9 +97,9 @@ def close(rows: IntervalRows) -> Order:
     n = rows.num_rows
     if n == 0:
         return Order(np.arange(0), Reach(rows, 0), np.arange(0), np.zeros((0, 2), np.int64))
-    found = _close_by_intervals(rows) if n > products.LONG and not is_scattered(rows) else None
-    if found is not None:
-        return found
+    order = _close_by_intervals(rows) if n > products.LONG and not is_scattered(rows) else None
+    if order is not None:
+        return order
     class_of, words, covers = dense.close(rows)
     return Order(class_of, Reach(words, len(words)), np.arange(len(words)), covers)
 
@@ -184,9 +184,9 @@ def covers_of_closure(closure: IntervalRows, number: IntArray, first: IntArray) 
     the keys of nodes with many covers take too many intervals.
     """
     count, node = len(first), np.arange(closure.num_rows)
-    own = IntervalRows.build(number, node, node + 1, count, closure.num_keys)
+    itself = IntervalRows.build(number, node, node + 1, count, closure.num_keys)
     every = closure.take(first)
-    strict = every.intersection(own.complement())
+    strict = every.intersection(itself.complement())
     upper, left = np.arange(count), strict
     pairs = [np.zeros((0, 2), dtype=np.int64)]
     for _ in range(_ROUNDS):

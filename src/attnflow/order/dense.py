@@ -116,8 +116,8 @@ def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
     below: list[int] = []
     covers: list[tuple[int, int]] = []
     for upper, direct in enumerate(_direct(rows, class_of)):
-        down = own = 1 << upper
-        rest = direct ^ own
+        down = itself = 1 << upper
+        rest = direct ^ itself
         while rest:
             lower = rest.bit_length() - 1
             covers.append((lower, upper))
@@ -126,7 +126,7 @@ def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
         below.append(down)
         refuse_more(len(covers))
     width = -(-count // 64) * 8
-    raw = b"".join(each.to_bytes(width, "little") for each in below)
+    raw = b"".join(classes.to_bytes(width, "little") for classes in below)
     words = np.frombuffer(raw, dtype="<u8").reshape(count, width // 8)
     return class_of, words, np.array(covers, dtype=np.int64).reshape(-1, 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,7 +136,7 @@ class Flow(Result):
     def from_dict(cls, values: Mapping[str, object]) -> Flow:
         """Rebuild the flow from the masks that `to_dict` wrote; its numbers are computed again."""
         content = cls._content(values)
-        masks = [mask_from_dict(each) for each in as_list(content.get("masks"), "masks")]
+        masks = [mask_from_dict(mask) for mask in as_list(content.get("masks"), "masks")]
         return cls(tuple(masks), None if content.get("num_layers") is None else len(masks))
 
     def rows(self) -> list[dict[str, object]]:
@@ -302,26 +303,19 @@ class Flow(Result):
     ) -> Iterator[tuple[int, Bool[Tensor, "rows n"]]]:
         """`reachability` as (first row, bool [rows, n]) with so many rows each, instead of n x n."""
         layers, step = self._layer_count(layers), checks.integer("rows", rows, 1)
-        reached = None if layers is None else self._power(layers)
-        if reached is None:
+        if layers is None:
             table, number = self._order.table, self._class_of
         else:
-            table, number = reached.table, np.arange(self.size) if self._rank is None else self._rank
+            table = deque(self._powers(layers), maxlen=1).pop().table
+            number = np.arange(self.size) if self._rank is None else self._rank
         for start in range(0, self.size, step):
             yield start, torch.from_numpy(table(number[start : start + step])[:, number])
 
     def growth(self, max_layers: int | None = None) -> Int[Tensor, "layers n"]:
         """The size of every receptive field after l = 0, 1, ... layers, up to the depth or `max_layers`."""
         last = self.depth if max_layers is None else min(self.depth, checks.integer("max_layers", max_layers))
-        if self.num_layers is not None:
-            sizes = [reached.counts() for reached in self._products[: last + 1]]
-        else:
-            reached = self._power(0)
-            sizes = [reached.counts()]
-            for _ in range(last):
-                reached = reached.through(self._layers[0], "the flow of a mask")
-                sizes.append(reached.counts())
-        return torch.from_numpy(np.stack(sizes) if self._rank is None else np.stack(sizes)[:, self._rank])
+        sizes = np.stack([reached.counts() for reached in self._powers(last)])
+        return torch.from_numpy(sizes if self._rank is None else sizes[:, self._rank])
 
     def sparsify(self, window: int | None = None, anchors: int | Sequence[int] | None = None) -> Sparse:
         """Make a sparser mask with the same Hasse diagram, and give its depth (hasse, def. 3.8).
@@ -348,13 +342,14 @@ class Flow(Result):
             mask = Mask(mask.intervals().union(original.intersection(keep)), "sparse")
         return Sparse(mask, analyze(mask).depth)
 
-    def _power(self, layers: int) -> Reach:
+    def _powers(self, layers: int) -> Iterator[Reach]:
+        """Reach after 0, 1, ... layers, up to `layers` or until nothing new flows."""
         if self.num_layers is not None:
-            return self._products[layers]
-        reached = Reach.nothing_moved(self.size)
+            yield from self._products[: layers + 1]
+            return
+        yield (reached := Reach.nothing_moved(self.size))
         for _ in range(min(layers, self.depth)):
-            reached = reached.through(self._layers[0], "the flow of a mask")
-        return reached
+            yield (reached := reached.through(self._layers[0], "the flow of a mask"))
 
     def _stack(self, layers: int) -> list[IntervalRows]:
         # After as many layers as there are positions, nothing new flows.

@@ -137,20 +137,20 @@ class OrderDifference(Result):
 
     def rows(self) -> list[dict[str, object]]:
         """One row for each layer that differs: its number and the numbers of extra and missing pairs."""
-        return [{"layer": each.layer, "extra": each.extra, "missing": each.missing} for each in self.layers]
+        return [{"layer": layer.layer, "extra": layer.extra, "missing": layer.missing} for layer in self.layers]
 
     def __repr__(self) -> str:
         return f"<OrderDifference {self._summary()}>"
 
     def __str__(self) -> str:
         lines = [self._summary()]
-        for each in self.layers[:_SHOWN]:
-            place = "" if each.layer is None else f"layer {each.layer}: "
+        for layer in self.layers[:_SHOWN]:
+            place = "" if layer.layer is None else f"layer {layer.layer}: "
             parts = [
                 f"{plural(count, f'{what} pair')} (query, key): {_list(pairs, count)}"
                 for what, count, pairs in (
-                    ("extra", each.extra, each.extra_pairs),
-                    ("missing", each.missing, each.missing_pairs),
+                    ("extra", layer.extra, layer.extra_pairs),
+                    ("missing", layer.missing, layer.missing_pairs),
                 )
                 if count
             ]
@@ -162,30 +162,19 @@ class OrderDifference(Result):
     def _summary(self) -> str:
         if self.ok:
             return f"the same in {plural(self.compared, 'layer')}"
-        extra, missing = (sum(getattr(each, name) for each in self.layers) for name in ("extra", "missing"))
+        extra, missing = (sum(getattr(layer, name) for layer in self.layers) for name in ("extra", "missing"))
         return f"DIFFERENT in {len(self.layers)} of {plural(self.compared, 'layer')}: {extra} extra, {missing} missing"
 
 
 def difference_of(new: Sequence[Mask], old: Sequence[Mask], stacked: bool) -> OrderDifference:
     layers: list[LayerDifference] = []
-    for number, (one, other) in enumerate(zip(new, old, strict=True)):
-        if one == other:
+    for number, (mask, other) in enumerate(zip(new, old, strict=True)):
+        if mask == other:
             continue
-        extra, missing = one & ~other, other & ~one
-        layers.append(
-            LayerDifference(number if stacked else None, extra.nnz, missing.nnz, _first(extra), _first(missing))
-        )
+        extra, missing, nothing = mask & ~other, other & ~mask, mask & ~mask
+        shown = (tuple(pairs.difference(nothing, limit=_PAIRS)) for pairs in (extra, missing))
+        layers.append(LayerDifference(number if stacked else None, extra.nnz, missing.nnz, *shown))
     return OrderDifference(tuple(layers), len(new))
-
-
-def _first(pairs: Mask) -> tuple[Pair, ...]:
-    first: list[Pair] = []
-    for query, count in enumerate(pairs.row_counts().tolist()):
-        if count:
-            first += [(query, int(key)) for key in pairs.keys(query)[: _PAIRS - len(first)]]
-        if len(first) == _PAIRS:
-            break
-    return tuple(first)
 
 
 def _list(pairs: Sequence[Pair], count: int) -> str:

@@ -112,11 +112,11 @@ def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArra
             ranks.append(relation.query_rank)
     some_rows = next(iter(relations.values())).rows
     numberings = [Numbered(some_rows, rank, rank) for rank in ranks]
-    costs = [sum(each.expected(numbers) for each in relations.values()) for numbers in numberings]
+    costs = [sum(relation.expected(numbers) for relation in relations.values()) for numbers in numberings]
     for index in np.argsort(costs, kind="stable").tolist():
         if costs[index] > 4 * RENAMED:  # the cost is a guess; the limit is kept exactly
             break
-        numbered = {key: each.renumbered(numberings[index], RENAMED) for key, each in relations.items()}
+        numbered = {key: some.renumbered(numberings[index], RENAMED) for key, some in relations.items()}
         rows_of = {key: rows.with_diagonal() for key, rows in numbered.items() if rows is not None}
         if len(rows_of) == len(numbered):
             return [rows_of[id(mask)] for mask in masks], ranks[index]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -15,31 +14,32 @@ import numpy.typing as npt
 from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution, telling
+from attnflow.models.recording import ComponentName
 from attnflow.report import charts, html
-from attnflow.report.charts import INK, SIGNED, SOFT, blank, chart, literal, name_axis
+from attnflow.report.charts import INK, NEGATIVE, POSITIVE, SIGNED, SOFT, blank, chart, literal, name_axis
+from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
-from attnflow.report.page import Context, Part, Section
-from attnflow.report.zoom import BARS, colours, draw_bars, signed
+from attnflow.report.page import Context, PagePart, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = npt.NDArray[np.floating[Any]]
-Picture = Literal["all", "map", "terms", "tokens"]
-Drawn = Callable[[Picture, str, str], html.Html]  # draws a picture of a page, with its name and caption
+AttributionPicture = Literal["all", "map", "terms", "tokens"]
+Drawn = Callable[[AttributionPicture, str, str], html.Html]  # draws a picture of a page, with its name and caption
 
+BARS: Final = 60  # terms that are drawn; the others are summed
 _NAMED: Final = 24  # components up to which a map has a row for each; of more components, a row for each layer
 _KEYS: Final = 48  # tokens in the picture of a row
 _PARTS: Final = 5  # components in the picture of a row, each with a line of its own
 _LISTED: Final = 40  # terms in the table of a page
 _MOST: Final = 0.9  # of the weight of a row: of a key with more, centred terms say little
 _SHADES: Final = 4  # of each colour, in the text of a page
-_LAYER: Final = re.compile(r"^(.*?layer \d+)\b ?(.*)$")
 CHOICE: Final = "has the most weight on a token besides the first and the query"
 
 
 @dataclass(frozen=True)
-class Row:
+class HeadRow:
     """One head's row of an attribution, and the key that is explained.
 
     `terms` are [keys, query components, key components]; `constants` hold their parts, [keys] each; in logits.
@@ -55,7 +55,6 @@ class Row:
 
     @property
     def constant(self) -> Array:
-        """The sum of all constants, [keys]."""
         return np.sum(list(self.constants.values()), axis=0) if self.constants else np.zeros(len(self.scores))
 
     @property
@@ -66,14 +65,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Leading:
-    terms: Sequence[tuple[str, str, float]]
+    terms: Sequence[tuple[ComponentName, ComponentName, float]]
     constants: Mapping[str, float]
     count: int  # of the other terms
     others: float
     total: float
 
 
-def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = None, raw: bool = False) -> Row:
+def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = None, raw: bool = False) -> HeadRow:
     """Returns the row of a head and the position in it of the key to explain.
 
     By default the head is the one with the largest weight on a token other than the first and the query itself, and the
@@ -98,10 +97,10 @@ def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = 
     row = weights[place]
     index = int(row.argmax()) if key is None else result.keys.index(key)
     chosen = {name: values[place] for name, values in zip(constants, parts, strict=True)}
-    return Row(head, index, not raw, terms[place], chosen, scores[place], row)
+    return HeadRow(head, index, not raw, terms[place], chosen, scores[place], row)
 
 
-def leading(result: ScoreAttribution, row: Row, count: int) -> Leading:
+def leading(result: ScoreAttribution, row: HeadRow, count: int) -> Leading:
     checks.integer("count", count, 1)
     table = row.terms[row.index]
     order = np.argsort(-np.abs(table), axis=None, kind="stable")[:count]
@@ -112,7 +111,7 @@ def leading(result: ScoreAttribution, row: Row, count: int) -> Leading:
     return Leading(terms, constants, table.size - len(terms), others, float(row.totals[row.index]))
 
 
-def remark(result: ScoreAttribution, row: Row) -> str:
+def remark(result: ScoreAttribution, row: HeadRow) -> str:
     """Warns of a key with nearly all of the weight, whose centred terms say little; otherwise returns ""."""
     if not row.centred or row.weights[row.index] < _MOST:
         return ""
@@ -124,7 +123,8 @@ def remark(result: ScoreAttribution, row: Row) -> str:
     )
 
 
-def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = None, raw: bool = False) -> Part:
+@describes(ScoreAttribution)
+def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = None, raw: bool = False) -> PagePart:
     row = row_of(result, None, key, raw)
     best = leading(result, row, 10)
     where = _where(result, row)
@@ -138,7 +138,7 @@ def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = 
         ("Terms", grouped(row.terms[row.index].size)),
     ]
 
-    def drawn(picture: Picture, name: str, caption: str) -> html.Html:
+    def drawn(picture: AttributionPicture, name: str, caption: str) -> html.Html:
         at = result.keys[row.index]
         draw = partial(attribution_chart, result, picture=picture, head=row.head, key=at, raw=raw, title=" ")
         return charts.in_page(draw, name, caption)
@@ -146,10 +146,12 @@ def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = 
     caption = "Rows: what was written at the query; columns: at the key. Bars sum rows and columns, and are not cut."
     pairs = Section("pairs", "All pairs of components", drawn("map", "Pairs of components", caption))
     sections = [_terms(result, row, drawn), pairs, _tokens(result, row, drawn)]
-    return Part(f"Why {where} looked there", sections, _reading(result, row, best), numbers, [("Model", result.model)])
+    return PagePart(
+        f"Why {where} looked there", sections, _reading(result, row, best), numbers, [("Model", result.model)]
+    )
 
 
-def _reading(result: ScoreAttribution, row: Row, best: Leading) -> list[Content]:
+def _reading(result: ScoreAttribution, row: HeadRow, best: Leading) -> list[Content]:
     if len(result.keys) == 1 and row.centred:
         return [f"In {_where(result, row)} the query {query_name(result)} has one key. ", remark(result, row)]
     query_side, key_side, value = best.terms[0]
@@ -161,7 +163,7 @@ def _reading(result: ScoreAttribution, row: Row, best: Leading) -> list[Content]
     ]
 
 
-def _terms(result: ScoreAttribution, row: Row, drawn: Drawn) -> Section:
+def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
     lead = (
         f"In {_where(result, row)}, {query_name(result)} looks at {key_name(result, row.index)} with weight "
         f"{row.weights[row.index]:.3f}. The score before the softmax is a sum over pairs: what an earlier attention or "
@@ -181,7 +183,9 @@ def _terms(result: ScoreAttribution, row: Row, drawn: Drawn) -> Section:
     bars = drawn("terms", "Leading terms", caption)
     listed = leading(result, row, _LISTED)
     values = [value for *_, value in listed.terms] + [*listed.constants.values(), listed.others, listed.total]
-    names = [pair[:2] for pair in listed.terms] + [("constant", name) for name in listed.constants]
+    names = [(str(query), str(key)) for query, key, _ in listed.terms] + [
+        ("constant", name) for name in listed.constants
+    ]
     names += [("other terms", grouped(listed.count)), ("sum", "")]
     cells = [(*pair, value) for pair, value in zip(names, html.numbers(values, signed=True), strict=True)]
     table = html.table(["query side", "key side", "logits"], cells, text_columns=2)
@@ -189,7 +193,7 @@ def _terms(result: ScoreAttribution, row: Row, drawn: Drawn) -> Section:
     return Section("why", "Why did this head look there?", html.paragraph(lead, kind="lead") + warning + bars + numbers)
 
 
-def _tokens(result: ScoreAttribution, row: Row, drawn: Drawn) -> Section:
+def _tokens(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
     zero = "the row’s mean" if row.centred else "zero"
     lead = (
         f"Every key of the row, coloured by its score above (blue) or below (red) {zero}. The key that is explained is "
@@ -209,11 +213,12 @@ def _tokens(result: ScoreAttribution, row: Row, drawn: Drawn) -> Section:
     return Section("received", "What each token received", body)
 
 
+@draws(ScoreAttribution)
 @chart
 def attribution_chart(
     result: ScoreAttribution,
     *,
-    picture: Picture = "all",
+    picture: AttributionPicture = "all",
     head: int | None = None,
     key: int | None = None,
     raw: bool = False,
@@ -256,7 +261,7 @@ def attribution_chart(
     return figure
 
 
-def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[str]]) -> None:
+def _draw_map(panel: Any, row: HeadRow, table: Array, sides: tuple[list[str], list[str]]) -> None:
     grid = {"width_ratios": [6, 1], "height_ratios": [1, 6], "wspace": 0.02, "hspace": 0.02}
     (above, corner), (axes, beside) = panel.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=grid)
     corner.set_axis_off()
@@ -266,7 +271,7 @@ def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[s
     axes.spines[["top", "right"]].set_visible(True)
     for axis, names in ((axes.yaxis, sides[0]), (axes.xaxis, sides[1])):
         step = -(-len(names) // 32)
-        axis.set_ticks(range(0, len(names), step), [literal(short(name)) for name in names[::step]])
+        axis.set_ticks(range(0, len(names), step), [literal(name) for name in names[::step]])
     axes.tick_params(labelsize=7, length=2)
     axes.tick_params(axis="x", rotation=90)
     layered = len(table) != row.terms.shape[1]
@@ -285,7 +290,7 @@ def _draw_map(panel: Any, row: Row, table: Array, sides: tuple[list[str], list[s
     panel.suptitle(f"pairs of components, {_quantity(row)}", fontsize=9)
 
 
-def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
+def _draw_terms(panel: Any, row: HeadRow, best: Leading) -> None:
     names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
     names += [f"constant: {name}" for name in best.constants]
     values = [value for *_, value in best.terms] + [*best.constants.values()]
@@ -295,11 +300,33 @@ def _draw_terms(panel: Any, row: Row, best: Leading) -> None:
     names.append("sum of all" if row.centred else "the score")
     values.append(best.total)
     axes = panel.subplots()
-    draw_bars(axes, names, values, len(best.terms))
+    _draw_bars(axes, names, values, len(best.terms))
     axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
 
 
-def _draw_tokens(panel: Any, result: ScoreAttribution, row: Row) -> None:
+def _draw_bars(axes: Any, names: Sequence[str], values: Sequence[float], count: int) -> None:
+    """Bars with their numbers at the right: the first `count`, and after a gap their sums."""
+    places = np.arange(len(values)) + np.where(np.arange(len(values)) >= count, 0.4, 0.0)
+    axes.barh(places, values, color=[*colours(values[:-1]), INK], height=0.7)
+    axes.set_yticks(places, [literal(name) for name in names])
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    beside = {"xycoords": ("axes fraction", "data"), "xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(signed(value), (1, place), fontsize=7.5, **beside)
+    axes.axvline(0, color=SOFT, linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("logits")
+
+
+def colours(values: Iterable[float]) -> list[str]:
+    return [POSITIVE if value >= 0 else NEGATIVE for value in values]
+
+
+def signed(value: float) -> str:
+    return f"{value:+z.3g}".replace("-", "−")
+
+
+def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
     chosen = np.sort(np.argsort(-row.weights, kind="stable")[:_KEYS])
     sums = row.terms.sum(1)[chosen]  # of each component at the key
     order = np.argsort(-(row.weights[chosen] @ np.abs(sums)), kind="stable")[:_PARTS]
@@ -339,9 +366,9 @@ def _collapsed(result: ScoreAttribution, table: Array) -> tuple[Array, tuple[lis
     sides: list[list[str]] = []
     for axis, names in enumerate((result.components, result.key_components)):
         if max(table.shape) <= _NAMED and len(sides) == axis:
-            sides.append(list(names))
+            sides.append([short(name) for name in names])
             continue
-        groups = [match[1] if (match := _LAYER.match(name)) else name for name in names]
+        groups = [name.place.replace("layer ", "") for name in names]
         kept = list(dict.fromkeys(groups))
         member = np.array([[group == one for group in groups] for one in kept], dtype=np.float64)
         table = member @ table if axis == 0 else table @ member.T
@@ -363,16 +390,18 @@ def _scale(table: Array, limit: float) -> str:
     return f"logits (colours end at ±{limit:.3g}, the 99th percentile; {cells} beyond, up to {signed(extreme)})"
 
 
-def _quantity(row: Row) -> str:
+def _quantity(row: HeadRow) -> str:
     return "centred over the row" if row.centred else "raw"
 
 
-def short(name: str) -> str:
-    """Shortens "layer 7 attention" to "attention 7", and "layer 7" to "7"."""
-    return shorten(re.sub(r"\blayer (\d+)\b *(.*)", r"\2 \1", name).strip(), 34)
+def short(name: ComponentName) -> str:
+    """ "attention 7" for layer 7 attention."""
+    which = f"({name.which})" if name.which else ""
+    number = "" if name.layer is None else str(name.layer)
+    return shorten(" ".join(filter(None, (name.half, name.kind, which, number))), 34)
 
 
-def _where(result: ScoreAttribution, row: Row) -> str:
+def _where(result: ScoreAttribution, row: HeadRow) -> str:
     kind = "" if result.attention == "self" else f" of its {result.attention}-attention"
     return f"layer {result.layer}, head {row.head}{kind}"
 

@@ -13,9 +13,11 @@ from attnflow._core.markup import grouped, percent, plural
 from attnflow.audit.report import AuditReport, ModuleResult, Violation
 from attnflow.report import charts, html
 from attnflow.report.charts import INK, blank, chart, literal
+from attnflow.report.displays import describes, draws
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, code, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
+from attnflow.report.tables import table_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +31,8 @@ _LOOKS: Final = {  # colour, hatch for print and for readers who do not tell red
 _ROWS: Final = 48  # runs of layers that a chart shows
 
 
-def audit_part(report: AuditReport, _: Context) -> Part:
+@describes(AuditReport)
+def audit_part(report: AuditReport, _: Context) -> PagePart:
     count, tested = len(report.violations), _tested(report)
     if report.ok:
         reading: list[Content] = [f"No leak found, {tested}."]
@@ -59,7 +62,7 @@ def audit_part(report: AuditReport, _: Context) -> Part:
     ink = "bad-ink" if count else "good-ink" if report.ok else ""
     verdict_ = tag("span", plural(count, "violation") if count else report.verdict, class_=ink)
     sections = [Section("audit", "Audit of the model", body)]
-    return Part("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
+    return PagePart("Audit", sections, reading, [("Audit", verdict_)], failed=bool(report.violations))
 
 
 def _tested(report: AuditReport) -> str:
@@ -67,7 +70,6 @@ def _tested(report: AuditReport) -> str:
 
 
 def _untested(report: AuditReport) -> str:
-    """Returns why an audit without violations is not clean."""
     if not report.forbidden:
         who = "a bidirectional model" if report.order == "bidirectional" else f"the order ({report.order})"
         return f"{who} forbids no pair of these inputs"
@@ -100,6 +102,12 @@ def _violation(violation: Violation) -> list[Content]:
 
 Strip = tuple[str, tuple[str, ...], list[tuple[str, tuple[str | None, ...]]]]
 """The modules of one stack of layers: its name, a column for each module, a named row for layers that are alike."""
+
+
+@draws(AuditReport)
+def audit_figure(report: AuditReport, **options: Any) -> str | Figure:
+    """The watched modules; the audit of a function watches none, and its violations are a table."""
+    return audit_chart(report, **options) if report.modules else table_svg(report, **options)
 
 
 @chart

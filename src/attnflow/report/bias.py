@@ -17,10 +17,11 @@ from attnflow.bias.map import BiasMap, Quantity
 from attnflow.report import charts, html
 from attnflow.report import layered_layout as layout
 from attnflow.report.charts import INK, POSITIVE, SIGNED, blank, chart, heat_map, literal, name_axis, table_size
+from attnflow.report.displays import describes, draws
 from attnflow.report.hasse_svg import bent, box
 from attnflow.report.html import Content, Html, tag
 from attnflow.report.layered_layout import Point
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 from attnflow.report.svg import framed, pair
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ _LABEL: Final = 16  # characters of a token
 _HEIGHT: Final = 40.0
 
 
-def bias_part(bias_map: BiasMap, context: Context) -> Part:
+@describes(BiasMap)
+def bias_part(bias_map: BiasMap, context: Context) -> PagePart:
     sections = [_layers(bias_map)]
     if _strength(bias_map):
         sections += [_maps(bias_map), _weights(bias_map)]
@@ -52,11 +54,12 @@ def bias_part(bias_map: BiasMap, context: Context) -> Part:
         ("Weight moved", percent(_moved(bias_map))),
     ]
     name = bias_map.model
-    return Part(f"Attention bias of {name}", sections, _reading(bias_map), numbers, [("Model", html.code(name))])
+    return PagePart(f"Attention bias of {name}", sections, _reading(bias_map), numbers, [("Model", html.code(name))])
 
 
-def graph_part(graph: BiasGraph, _: Context) -> Part:
-    return Part(f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph", [_graph(graph, "here")])
+@describes(BiasGraph)
+def graph_part(graph: BiasGraph, _: Context) -> PagePart:
+    return PagePart(f"Reasoning graph: {graph.about}" if graph.about else "Reasoning graph", [_graph(graph, "here")])
 
 
 def _layers(bias_map: BiasMap) -> Section:
@@ -173,6 +176,7 @@ def _share(value: float) -> str:
     return "–" if math.isnan(value) else f"{100 * value:.1f} %"
 
 
+@draws(BiasGraph)
 def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
     """Draws a graph as one `<svg>`: a box for each token with an edge, an arrow from key to query.
 
@@ -235,6 +239,7 @@ def _label(edge: Edge, x: float, y: float) -> str:
     return element("g", ground + text, class_="af-label")
 
 
+@draws(BiasMap)
 @chart
 def map_chart(
     bias_map: BiasMap,

@@ -11,8 +11,9 @@ from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.knowledge.reading.results import EntryReport, Example, Near, Removal
 from attnflow.report import charts, html
 from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SERIES, SOFT, blank, chart, heat_map, literal
+from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +22,8 @@ _ROW: Final = 0.22  # inches of a bar
 _CELL: Final = 8  # characters of a token in a cell
 
 
-def entry_part(report: EntryReport, _: Context) -> Part:
+@describes(EntryReport)
+def entry_part(report: EntryReport, _: Context) -> PagePart:
     numbers: list[tuple[str, Content]] = [("Layer", str(report.layer)), ("Norm of its value", f"{report.norm:.3g}")]
     if report.tokens_read:
         share = percent(report.active / report.tokens_read)
@@ -48,7 +50,9 @@ def entry_part(report: EntryReport, _: Context) -> Part:
     sections.append(Section("near", "Near entries", _near(report)))
     source: list[tuple[str, Content]] = [("Model", html.code(report.model)), ("Module", html.code(report.name))]
     reading = [str(report).partition("\n")[0] + "."]
-    return Part(f"Entry {report.entry} of layer {report.layer} of {report.model}", sections, reading, numbers, source)
+    return PagePart(
+        f"Entry {report.entry} of layer {report.layer} of {report.model}", sections, reading, numbers, source
+    )
 
 
 def _texts(examples: Sequence[Example]) -> html.Html:
@@ -81,9 +85,9 @@ def _near(report: EntryReport) -> html.Html:
     return html.paragraph(lead, kind="lead") + html.table(head, rows, text_columns=3)
 
 
+@draws(EntryReport)
 @chart
 def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
-    """Draws the tokens that an entry's value raises and lowers, its near entries, and the texts that make it fire."""
     listed = max(len(report.raised) + len(report.lowered), len(report.near_by_value) + len(report.near_by_key) + 2)
     above, below = 1.1 + _ROW * listed, 1.0 + 0.27 * len(report.examples)
     figure = blank(11.5, above + (below if report.examples else 0))
@@ -98,9 +102,9 @@ def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
     return figure
 
 
+@draws(Removal)
 @chart
 def removal_chart(removal: Removal, *, title: str | None = None) -> Figure:
-    """Draws the probabilities of the next token with an entry and without it."""
     names = [_label(one.token, 16) for one in removal.chances]
     figure = blank(6.5, 1.3 + 0.36 * len(names))
     axes = figure.subplots()

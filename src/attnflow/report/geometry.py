@@ -15,8 +15,9 @@ from attnflow.geometry.published import PublishedScores, Quartiles, Summary, pub
 from attnflow.geometry.table import IGNORED, GeometryScores, MatrixScores, chance_bands
 from attnflow.report import charts, html
 from attnflow.report.charts import SERIES, SOFT, blank, chart, heat_map, literal
+from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +34,8 @@ _MODALITIES: Final = {"language-models": "o", "vision-models": "^", "audio-model
 _BANDS: Final = 4  # different bands of chance that a legend names
 
 
-def scores_part(models: Models, _: Context) -> Part:
-    """Describes the scores of one or several models: in the plane, by layer and by head."""
+@describes(GeometryScores, together=True)
+def scores_part(models: Models, _: Context) -> PagePart:
     sections = [_scores(models), _by_layer(models)]
     if any(one.head != "all" for model in models for one in model):
         sections.append(_by_head(models))
@@ -45,7 +46,7 @@ def scores_part(models: Models, _: Context) -> Part:
         numbers.append(("Directionality", tag("span", _text(summary.directionality.median), where)))
     title = f"Geometry of {models[0].model if len(models) == 1 else plural(len(models), 'model')}"
     source = [("Model", code(model.model)) for model in models]
-    return Part(title, sections, _reading(models), numbers, source)
+    return PagePart(title, sections, _reading(models), numbers, source)
 
 
 def _scores(models: Models) -> Section:
@@ -193,6 +194,7 @@ def _text(value: float) -> str:
     return "none" if math.isnan(value) else f"{value:z.3f}".replace("-", "−")
 
 
+@draws(GeometryScores)
 @chart
 def score_chart(
     scores: GeometryScores, *others: GeometryScores, picture: Picture = "plane", title: str | None = None
@@ -312,7 +314,6 @@ def head_grid(rows: Sequence[MatrixScores], name: str) -> np.ndarray[Any, np.dty
 
 
 def background() -> tuple[PublishedScores, ...]:
-    """Returns the published records of self-attention, except those known to be wrong."""
     return tuple(record for record in published_scores() if not record.fault and record.kind == "self")
 
 
@@ -359,12 +360,10 @@ def has_several(scores: GeometryScores) -> bool:
 
 
 def name_of(scores: GeometryScores, summary: Summary) -> str:
-    """Names the model, and its attention if it has several."""
     return f"{scores.model}: {summary.what}" if has_several(scores) else scores.model
 
 
 def reading_words(reading: tuple[float, str]) -> str:
-    """Says how directionality was read: its mode and gamma."""
     return f"{reading[1]}, gamma {reading[0]:g}"
 
 

@@ -15,6 +15,7 @@ from attnflow._core.markup import columns, element, escape, grouped, number, plu
 from attnflow.order.hasse import Hasse
 from attnflow.report import hasse_summary as summary
 from attnflow.report import layered_layout as layout
+from attnflow.report.displays import draws
 from attnflow.report.hasse_summary import Box, Grouping
 from attnflow.report.layered_layout import Point
 from attnflow.report.svg import MONO, framed, pair
@@ -31,6 +32,7 @@ _LABEL, _FULL = 20, 400  # characters shown in a box, and in its tooltip
 MAX_POINTED: Final = 4096  # positions up to which each one's box is named
 
 
+@draws(Hasse)
 def hasse_svg(
     hasse: Hasse, *, labels: Sequence[str] | None = None, highlight: Sequence[int] = (), max_nodes: int = 60
 ) -> str:
@@ -237,7 +239,6 @@ def box(frame: Frame, text: Words, several: bool = False, hot: bool = False) -> 
 
 
 def _summary(hasse: Hasse, grouping: Grouping) -> list[str]:
-    """Says how a diagram was summarised, if it was."""
     if not grouping.how:
         return []
     shown = plural(len(grouping.boxes), "box", "boxes")

@@ -13,8 +13,9 @@ from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.knowledge.reading.provenance import Fired, Trace
 from attnflow.report import charts, html
 from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
+from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +33,8 @@ _PROMPT: Final = 400  # tokens of a prompt that are shown; of a longer one the l
 _WIDEST: Final = 96  # tokens of a map; of a longer text the last ones
 
 
-def trace_part(trace: Trace, _: Context) -> Part:
+@describes(Trace)
+def trace_part(trace: Trace, _: Context) -> PagePart:
     numbers: list[tuple[Content, Content]] = [
         ("Tokens", tag("span", str(len(trace.tokens)), tag("small", f"{len(trace.positions)} traced"))),
         ("Layers", str(len(trace.layers))),
@@ -52,7 +54,7 @@ def trace_part(trace: Trace, _: Context) -> Part:
         _layers(trace),
     ]
     source = [("Model", html.code(trace.model))]
-    return Part(f"Entries that fired in {trace.model}", sections, _reading(trace), numbers, source)
+    return PagePart(f"Entries that fired in {trace.model}", sections, _reading(trace), numbers, source)
 
 
 def _prompt(trace: Trace) -> Section:
@@ -183,6 +185,7 @@ def _share(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
+@draws(Trace)
 @chart
 def trace_chart(
     trace: Trace,
@@ -234,7 +237,6 @@ def written(trace: Trace) -> Array:
 
 
 def entry_name(one: Fired) -> str:
-    """Names an entry by layer and id, and by head if it is not the first."""
     return f"{one.layer} · {one.entry}" + (f" · head {one.head}" if one.head else "")
 
 

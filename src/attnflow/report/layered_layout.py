@@ -1,4 +1,4 @@
-"""Layered graph placement (Sugiyama, Tagawa, Toda, IEEE SMC 11, 1981): rows by level, few crossings, no overlap."""
+"""Layered graph placement (Sugiyama, Tagawa, Toda, IEEE SMC 11, 1981): rows by level, sorted by barycentres."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+import networkx
+
 Point = tuple[float, float]
 
 _SWEEPS: Final = 24
 _RELAXATIONS: Final = 40
-_STRAIGHTENINGS: Final = 6
+_STRAIGHT: Final = 8.0  # how much more the stretches of a line that passes rows pull than others
 _NODE_GAP: Final = 22.0
 _LINE_GAP: Final = 14.0
 
 
 @dataclass(frozen=True)
-class Placement:
+class LayeredPlacement:
     """Centres of the nodes and routes of the edges; y grows downwards.
 
     A route runs from the top of the lower node to the bottom of the upper one, alternating vertical stretches inside
@@ -55,7 +57,6 @@ class _Rows:
             for a, b in pairwise([lower, *trail, upper]):
                 self.above[a].append(b)
                 self.below[b].append(a)
-        self.spine = _spine(self.num_real, levels, edges)
         self.place = [0] * len(self.row_of)  # within the row
 
     def order(self, rows: Sequence[Sequence[int]]) -> None:
@@ -64,25 +65,14 @@ class _Rows:
             for index, vertex in enumerate(row):
                 self.place[vertex] = index
 
-    def pull(self, lower: int, upper: int) -> float:
-        """Returns how strongly a segment should be vertical (Gansner et al., IEEE TSE 19, 1993)."""
-        dummies = (lower >= self.num_real) + (upper >= self.num_real)
-        return (8.0 if (lower, upper) in self.spine else 1.0, 2.0, 8.0)[dummies]
-
     def gap(self, left: int, right: int) -> float:
         space = _NODE_GAP if left < self.num_real or right < self.num_real else _LINE_GAP
         return (self.widths[left] + self.widths[right]) / 2 + space
 
-    def room(self, vertex: int, x: list[float]) -> tuple[float, float]:
-        row, place = self.rows[self.row_of[vertex]], self.place[vertex]
-        low = x[row[place - 1]] + self.gap(row[place - 1], vertex) if place else -math.inf
-        high = x[row[place + 1]] - self.gap(vertex, row[place + 1]) if place + 1 < len(row) else math.inf
-        return low, max(low, high)  # rounding may leave them a hair apart
-
 
 def place(
     sizes: Sequence[tuple[float, float]], levels: Sequence[int], edges: Sequence[tuple[int, int]], row_gap: float = 40.0
-) -> Placement:
+) -> LayeredPlacement:
     """Places boxes of the given (width, height) on the rows `levels`; edges go from lower to upper.
 
     Cost: O(sweeps x vertices x log), with a vertex for each node and for each row that an edge passes.
@@ -114,7 +104,7 @@ def place(
         route += [(x[upper], bottoms[row]), (x[upper], middle[row] + sizes[upper][1] / 2)]
         routes.append(route)
     centres = [(x[v], middle[levels[v]]) for v in range(len(sizes))]
-    return Placement(centres, routes, right - left, total)
+    return LayeredPlacement(centres, routes, right - left, total)
 
 
 def shelved(
@@ -123,14 +113,16 @@ def shelved(
     edges: Sequence[tuple[int, int]],
     width: float,
     row_gap: float = 40.0,
-) -> Placement:
+) -> LayeredPlacement:
     """Places boxes as `place` does; if that is wider than `width`, the connected parts stand on several shelves."""
     whole = place(sizes, levels, edges, row_gap)
-    parts = _parts(len(sizes), edges)
+    graph = networkx.Graph(edges)
+    graph.add_nodes_from(range(len(sizes)))
+    parts = sorted(map(sorted, networkx.connected_components(graph)))
     if whole.width <= width or len(parts) == 1:
         return whole
     centres, routes = [(0.0, 0.0)] * len(sizes), [list[Point]()] * len(edges)
-    shelves: list[list[tuple[list[int], list[int], Placement]]] = [[]]
+    shelves: list[list[tuple[list[int], list[int], LayeredPlacement]]] = [[]]
     room = width
     for part in parts:
         index = {node: i for i, node in enumerate(part)}
@@ -153,59 +145,21 @@ def shelved(
                 routes[edge] = [(x + left, y + down) for x, y in route]
             left += placed.width + _NODE_GAP
         right, top = max(right, left - _NODE_GAP), top + height + row_gap
-    return Placement(centres, routes, right, top - row_gap)
-
-
-def _parts(size: int, edges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    beside: list[list[int]] = [[] for _ in range(size)]
-    for a, b in edges:
-        beside[a].append(b)
-        beside[b].append(a)
-    parts: list[list[int]] = []
-    seen = [False] * size
-    for start in range(size):
-        part = [] if seen[start] else [start]
-        seen[start] = True
-        for node in part:  # grows while it is walked
-            fresh = [other for other in beside[node] if not seen[other]]
-            for other in fresh:
-                seen[other] = True
-            part += fresh
-        if part:
-            parts.append(sorted(part))
-    return parts
-
-
-def _spine(size: int, levels: Sequence[int], edges: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    height = [0] * size
-    for lower, upper in sorted(edges, key=lambda edge: -levels[edge[1]]):
-        height[lower] = max(height[lower], height[upper] + 1)
-    onward: dict[int, int] = {}
-    back: dict[int, int] = {}
-    for lower, upper in sorted(edges):
-        if lower not in onward or height[upper] > height[onward[lower]]:
-            onward[lower] = upper
-        if upper not in back or levels[lower] > levels[back[upper]]:
-            back[upper] = lower
-    return {(lower, upper) for lower, upper in onward.items() if back[upper] == lower}
+    return LayeredPlacement(centres, routes, right, top - row_gap)
 
 
 def _reduce_crossings(graph: _Rows) -> None:
-    best: list[list[int]] = []
-    fewest = math.inf
-    for start in (_by_index(graph), _by_descent(graph)):  # each is the better one for some diagrams
-        graph.order(start)
-        for sweep in range(_SWEEPS):
-            crossings = _crossings(graph)
-            if crossings < fewest:
-                best, fewest = [list(row) for row in graph.rows], crossings
-            if crossings == 0:
-                break
-            upwards = sweep % 2 == 0
-            for row in graph.rows if upwards else reversed(graph.rows):
-                _sort_row(row, graph.below if upwards else graph.above, graph.place)
-            for row in graph.rows:
-                _swap(row, graph)
+    """Sort rows by the mean places of their neighbours, up and down; the order with fewest crossings stays."""
+    graph.order(_descended(graph))
+    best, fewest = graph.rows, math.inf
+    for sweep in range(_SWEEPS):
+        crossings = _crossings(graph)
+        if crossings < fewest:
+            best, fewest = [list(row) for row in graph.rows], crossings
+        for row in graph.rows if sweep % 2 == 0 else reversed(graph.rows):
+            _sort_row(row, graph.below if sweep % 2 == 0 else graph.above, graph.place)
+        for row in graph.rows:
+            _swap(row, graph)
     graph.order(best)
 
 
@@ -221,15 +175,7 @@ def _swap(row: list[int], graph: _Rows) -> None:
             place[left], place[right] = index + 1, index
 
 
-def _by_index(graph: _Rows) -> list[list[int]]:
-    key = [float(v) for v in range(len(graph.row_of))]
-    for trail in graph.trails:
-        for dummy in trail:
-            key[dummy] = (graph.below[trail[0]][0] + graph.above[trail[-1]][0]) / 2
-    return [sorted(row, key=lambda v: (key[v], v)) for row in graph.rows]
-
-
-def _by_descent(graph: _Rows) -> list[list[int]]:
+def _descended(graph: _Rows) -> list[list[int]]:
     rows: list[dict[int, None]] = [{} for _ in graph.rows]
     stack = [v for row in graph.rows for v in reversed(row) if not graph.above[v]]
     while stack:
@@ -271,45 +217,7 @@ def _coordinates(graph: _Rows) -> list[float]:
     for sweep in range(_RELAXATIONS):
         for row in graph.rows if sweep % 2 == 0 else reversed(graph.rows):
             _settle(graph, row, x)
-    lines = sorted(_lines(graph), key=lambda line: -len(line))
-    straight = {v for line in lines if len(line) > 1 for v in line}
-    for _ in range(_STRAIGHTENINGS):
-        for line in lines:
-            _straighten(graph, line, x)
-        for row in graph.rows:
-            for v in row:
-                if v not in straight and (graph.below[v] or graph.above[v]):
-                    near = [x[u] for u in graph.below[v] + graph.above[v]]
-                    low, high = graph.room(v, x)
-                    x[v] = min(max(sum(near) / len(near), low), high)
     return x
-
-
-def _lines(graph: _Rows) -> list[list[int]]:
-    """Returns the vertex chains to make vertical: dummies of long edges, and runs of spine edges."""
-    onward = {lower: upper for lower, upper in graph.spine if graph.row_of[upper] == graph.row_of[lower] + 1}
-    lines = [trail for trail in graph.trails if trail]
-    for start in set(onward) - set(onward.values()):
-        line = [start]
-        while line[-1] in onward:
-            line.append(onward[line[-1]])
-        lines.append(line)
-    return lines
-
-
-def _straighten(graph: _Rows, line: list[int], x: list[float]) -> None:
-    stretch: list[int] = []
-    low, high = -math.inf, math.inf
-    for v in [*line, -1]:
-        room = graph.room(v, x) if v >= 0 else (math.inf, -math.inf)
-        if max(low, room[0]) > min(high, room[1]):
-            target = min(max(sum(x[u] for u in stretch) / len(stretch), low), high)
-            for u in stretch:
-                x[u] = target
-            stretch, (low, high) = [], room
-        else:
-            low, high = max(low, room[0]), min(high, room[1])
-        stretch.append(v)
 
 
 def _settle(graph: _Rows, row: list[int], x: list[float]) -> None:
@@ -320,7 +228,9 @@ def _settle(graph: _Rows, row: list[int], x: list[float]) -> None:
     for index, v in enumerate(row):
         offset += graph.gap(row[index - 1], v) if index else 0.0
         offsets.append(offset)
-        pull = [(u, graph.pull(u, v)) for u in graph.below[v]] + [(u, graph.pull(v, u)) for u in graph.above[v]]
+        passes = v >= graph.num_real
+        near = [*graph.below[v], *graph.above[v]]
+        pull = [(u, _STRAIGHT if passes and u >= graph.num_real else 1.0) for u in near]
         weight = sum(w for _, w in pull)
         wanted.append((sum(w * x[u] for u, w in pull) / weight if pull else x[v]) - offset)
         weights.append(weight or 0.1)

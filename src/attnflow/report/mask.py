@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from attnflow._core.markup import element, escape, grouped, number, percent, plural, shorten
-from attnflow.masks.costs import block_sparsity
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow, analyze
 from attnflow.report import html, order
+from attnflow.report.displays import describes
 from attnflow.report.hasse_svg import runs
 from attnflow.report.html import Content, Html, code, tag
 from attnflow.report.mask_picture import mask_svg
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 
 _SHOWN: Final = 12  # distinct masks of a stack that are drawn
 _COUNTED: Final = 1 << 26  # blocks that are counted for a picture
@@ -23,7 +23,8 @@ LARGEST_ORDER: Final = 32_768  # positions above which the closure would take gi
 Layers = list[tuple[Mask, list[int]]]  # each distinct mask with the layers (from 1) that use it
 
 
-def mask_part(subject: Mask | Flow, context: Context) -> Part:
+@describes(Mask, Flow)
+def mask_part(subject: Mask | Flow, context: Context) -> PagePart:
     masks = subject.masks if isinstance(subject, Flow) else (subject,)
     flow, missing = (subject, "") if isinstance(subject, Flow) else flow_of(subject)
     layers = _distinct(masks)
@@ -39,11 +40,10 @@ def mask_part(subject: Mask | Flow, context: Context) -> Part:
         html.join(dict.fromkeys(_name(mask) for mask, _ in layers[:4]), ", "),
     )
     title = shorten(repr(masks[0]), 200) if len(masks) == 1 else f"{len(masks)} layers of masks"
-    return Part(title, sections, _reading(masks, layers, flow, missing), _numbers(masks, layers, flow), [source])
+    return PagePart(title, sections, _reading(masks, layers, flow, missing), _numbers(masks, layers, flow), [source])
 
 
 def flow_of(mask: Mask) -> tuple[Flow | None, str]:
-    """Returns the order of a mask, or None with the reason."""
     queries, keys = mask.shape
     if queries != keys:
         return None, f"queries and keys are different sequences ({queries} and {keys}): information does not return"
@@ -185,7 +185,7 @@ def _blocks(masks: Layers) -> Section:
     for mask, title in _titled(masks):
         rows: list[list[Content]] = []
         for size in block_sizes(mask):
-            s = block_sparsity(mask, size)
+            s = mask.block_sparsity(size)
             bar = _share_bar([("full", s.full), ("partial", s.partial), ("empty", s.empty)])
             computed = f"{grouped(s.computed)} of {grouped(s.total)}"
             share = percent(s.computed / s.total)

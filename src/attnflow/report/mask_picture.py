@@ -15,6 +15,7 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.markup import columns, element, escape, grouped, number, percent, plural, shorten, visible
 from attnflow.masks.mask import Mask
+from attnflow.report.displays import draws
 from attnflow.report.svg import MONO, root
 
 _CELLS: Final = 96  # rows and columns of the heat map of a large mask
@@ -74,6 +75,7 @@ def ticks(size: int, most: int = 6) -> list[int]:
     return [*[t for t in range(0, size, step) if t == 0 or size - 1 - t >= 0.6 * step], size - 1]
 
 
+@draws(Mask)
 def mask_svg(mask: Mask, *, labels: Sequence[str] | None = None, size: int = 440) -> str:
     """Draws a mask as one `<svg>`, queries downwards, keys to the right; filled means allowed.
 

@@ -1,4 +1,4 @@
-"""The page about a model: first the verdict of its audit, last the masks that it declares and what they cost."""
+"""The page about a model: first the verdict of its audit, last the masks that it declares."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from torch import Tensor, nn
 
 from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError
-from attnflow._core.markup import grouped, plural
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
-from attnflow.geometry.attribute import attribute_one
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.geometry.table import GeometryScores
-from attnflow.models.attention import AttentionLayer, attention_layers
-from attnflow.models.loaded import Loaded, model_inputs, model_name, split, token_texts
+from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow
 from attnflow.report import html
 from attnflow.report.attribution import CHOICE, attribution_part
@@ -26,10 +23,9 @@ from attnflow.report.bias import bias_part
 from attnflow.report.geometry import scores_part
 from attnflow.report.knowledge import trace_part
 from attnflow.report.mask import mask_part
-from attnflow.report.page import Context, Page, Part, Section, build
+from attnflow.report.page import Context, Page, PagePart, Section, build
 
 _ERRORS: Final = (AttnflowError, ImportError, NotImplementedError, TypeError, ValueError)
-_BACKENDS: Final = {"eager": "eager", "sdpa": "SDPA", "flex": "FlexAttention"}
 
 
 def model_page(
@@ -57,37 +53,44 @@ def model_page(
 
     Cost: an audit of the model, one pass over its queries and keys, and about seven forward passes.
     """
-    module, tokenizer = split(model)
-    name = title or model_name(module)
-    named = model_inputs(module, inputs, tokenizer, 0)
+    subject = Subject.of(model)
+    module = subject.model
+    name = title or subject.name
+    named = subject.read(inputs, ids=True)
     first = {key: value[:1] for key, value in named.items()}
     labels = None
-    if tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
+    if subject.tokenizer is not None:  # an encoder's tokens before the decoder's, as in its order
         rows = [ids[0].tolist() for key, ids in named.items() if key in ("input_ids", "decoder_input_ids")]
-        labels = tuple(text for row in rows for text in token_texts(row, tokenizer))
+        labels = tuple(text for row in rows for text in subject.texts(row))
     context = Context(labels=labels)
     scored: list[GeometryScores] = []
 
-    def scores() -> Part:
+    def scores() -> PagePart:
         scored.append(replace(geometry.score(module), model=name))
         return scores_part(scored, context)
 
-    steps: dict[str, Callable[[], Part]] = {
+    def attribution() -> PagePart:
+        layer = _upper(scored)
+        with geometry.reading(module, first, tokenizer=subject.tokenizer) as reading:
+            explained = reading.explain(layer, reading.telling_head(layer))
+        return _attribution(replace(explained, model=name), context)
+
+    steps: dict[str, Callable[[], PagePart]] = {
         "audit": lambda: audit_part(audit.check(module, named), context),
         "geometry": scores,
-        "bias": lambda: bias_part(replace(bias.capture(module, first, tokenizer=tokenizer), model=name), context),
-        "attribution": lambda: _attribution(
-            replace(attribute_one(module, first, _upper(scored), tokenizer=tokenizer), model=name), context
+        "bias": lambda: bias_part(
+            replace(bias.capture(module, first, tokenizer=subject.tokenizer), model=name), context
         ),
+        "attribution": attribution,
         "knowledge": lambda: trace_part(
-            replace(knowledge.trace(module, first, tokenizer=tokenizer), model=name), context
+            replace(knowledge.trace(module, first, tokenizer=subject.tokenizer), model=name), context
         ),
-        "order": lambda: _order(module, audit.declared_order(module, named), context),
+        "order": lambda: _order(audit.declared_order(module, named), context),
     }
     if not any(layer_biases(module)):
         del steps["bias"]
     details = dict(details or {})
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     problems: dict[str, str] = {}
     for done, (step, find) in enumerate(steps.items()):
         if progress is not None:
@@ -109,61 +112,24 @@ def _upper(scored: Sequence[GeometryScores]) -> int:
     return layers[2 * len(layers) // 3] if layers else -1
 
 
-def _attribution(result: ScoreAttribution, context: Context) -> Part:
+def _attribution(result: ScoreAttribution, context: Context) -> PagePart:
     part = attribution_part(result, context)
     chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
     return replace(part, reading=[*part.reading, chosen]) if telling(result) else part
 
 
-def _missing(problems: Mapping[str, str]) -> Part:
+def _missing(problems: Mapping[str, str]) -> PagePart:
     """Lists what does not work for the model; only a missing audit is bad news."""
     notes = [
         html.note("bad" if step == "audit" else "neutral", html.paragraph(f"{step.capitalize()}: {reason}"))
         for step, reason in problems.items()
     ]
     reading = [f"Not shown: {', '.join(problems)}; the end of the page says why."]
-    return Part("", [Section("problems", "What could not be shown", html.join(notes))], reading)
+    return PagePart("", [Section("problems", "What could not be shown", html.join(notes))], reading)
 
 
-def _order(module: nn.Module, flow: Flow, context: Context) -> Part:
+def _order(flow: Flow, context: Context) -> PagePart:
     part = mask_part(flow, context)
     head, *rest = part.sections
     sections = [replace(head, body=html.paragraph(*part.reading, kind="lead") + head.body), *rest]
-    try:
-        layers = attention_layers(module)
-    except _ERRORS:  # "geometry" names the reason
-        layers = []
-    if layers and flow.size and {(layer.tower, layer.kind) for layer in layers} == {(layers[0].tower, "self")}:
-        sections += _cost(flow, layers, next(module.parameters()))
     return replace(part, sections=sections, reading=(), numbers=())
-
-
-def _cost(flow: Flow, layers: Sequence[AttentionLayer], weight: Tensor) -> list[Section]:
-    """Counts what attention computes in all layers and heads; nothing if the masks are of other layers."""
-    if flow.num_layers is not None and max(layer.layer for layer in layers) >= flow.num_layers:
-        return []
-    costs = [
-        flow.masks[0 if flow.num_layers is None else layer.layer].cost(
-            num_heads=layer.num_heads, head_dim=layer.head_dim, bytes_per_value=weight.element_size()
-        )
-        for layer in layers
-    ]
-    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-    heads = "heads of different numbers or widths"
-    if len(shapes) == 1:
-        (queries, keys, channels) = shapes.pop()
-        shared = "" if keys == queries else f" ({plural(keys, 'key head')})"
-        heads = f"{plural(queries, 'query head')}{shared} of {grouped(channels)} channels"
-    lead = (
-        f"One forward pass of {grouped(flow.size)} tokens in {plural(len(layers), 'layer')} with {heads}, "
-        f"in {str(weight.dtype).removeprefix('torch.')}. Counted are the products with keys and values, without the "
-        "projections. Memory is the peak of one layer, beyond queries, keys, values and output."
-    )
-    rows: list[list[str]] = []
-    for each in zip(*(cost.backends for cost in costs), strict=True):
-        pairs = sum(one.pairs * layer.num_heads for one, layer in zip(each, layers, strict=True))
-        peak = max(one.memory for one in each)
-        memory = f"{peak / 2**20:,.1f} MiB" if peak >= 2**20 else f"{peak / 2**10:,.1f} KiB"
-        rows.append([_BACKENDS[each[0].backend], grouped(pairs), f"{sum(one.flops for one in each) / 1e9:.3g}", memory])
-    table = html.table(["backend", "pairs, all heads", "GFLOP", "memory"], rows)
-    return [Section("cost", "Cost of attention", html.paragraph(lead, kind="lead") + table)]

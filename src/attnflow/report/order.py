@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from attnflow.order.flow import Flow
 from attnflow.order.hasse import Hasse
 from attnflow.report import charts, html
 from attnflow.report.charts import POSITIVE, blank, chart
+from attnflow.report.displays import describes, draws
 from attnflow.report.hasse_svg import hasse_svg, runs
 from attnflow.report.html import Content, Html, code, tag
-from attnflow.report.page import Context, Part, Section
+from attnflow.report.page import Context, PagePart, Section
 from attnflow.tasks.leaks import Leak, LeakReport
 
 if TYPE_CHECKING:
@@ -32,13 +33,13 @@ _DRAWN: Final = 2  # leaks with a diagram of their own
 _LISTED: Final = 24  # rows of a list before the rest is only counted
 
 
-def hasse_part(hasse: Hasse, context: Context) -> Part:
+@describes(Hasse)
+def hasse_part(hasse: Hasse, context: Context) -> PagePart:
     title = f"Hasse diagram of {plural(len(hasse.nodes), 'class', 'classes')}"
-    return Part(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
+    return PagePart(title, [Section("order", "Hasse diagram", diagram(hasse, context.labels))])
 
 
 def order(flow: Flow, labels: Sequence[str] | None) -> Section:
-    """Shows the Hasse diagram and its numbers."""
     lead = (
         "Positions that can read each other form a class. An arrow leads from a class to the next one that reads it "
         "(a cover of the order): information flows upwards, and only upwards."
@@ -108,7 +109,6 @@ def _facts(flow: Flow) -> list[tuple[str, Content]]:
 
 
 def growth_by_layer(flow: Flow) -> Section:
-    """Shows the share of its final receptive field that a position has after each layer."""
     sizes, positions = growth(flow)
     shares = sizes / sizes[-1]
     whole = "every position" if len(positions) == flow.size else f"{len(positions)} evenly spaced positions"
@@ -182,7 +182,15 @@ def _walk(rows: IntervalRows, starts: IntArray) -> IntArray:
         sizes.append(sizes[-1] + np.bincount(walker, minlength=count))
 
 
-def leak_part(report: LeakReport, context: Context) -> Part:
+@draws(Flow)
+def flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str | Figure:
+    if picture not in ("hasse", "growth"):
+        raise ValueError(f'picture must be "hasse" or "growth", got {picture!r}')
+    return hasse_svg(flow.hasse, **options) if picture == "hasse" else growth_chart(flow, **options)
+
+
+@describes(LeakReport)
+def leak_part(report: LeakReport, context: Context) -> PagePart:
     leaks, dead = len(report.leaks), len(report.dead)
     reading = [f"No label can leak: this is proved for all {grouped(report.num_labels)}."]
     if leaks:
@@ -200,7 +208,7 @@ def leak_part(report: LeakReport, context: Context) -> Part:
         ("Dead positions", tag("span", grouped(dead) if dead else "none", class_="bad-ink" if dead else None)),
     ]
     sections = [_leaks(report, context), _idle(report)]
-    return Part("Leaks", sections, reading, numbers, failed=not report.ok)
+    return PagePart("Leaks", sections, reading, numbers, failed=not report.ok)
 
 
 def _leaks(report: LeakReport, context: Context) -> Section:

@@ -1,6 +1,6 @@
 """`Page`: one self-contained HTML document whose security policy allows only its own style and script.
 
-Each result contributes a `Part`: a summary, key numbers and sections.
+Each result contributes a `PagePart`: a summary, key numbers and sections.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """The content of a page about one result.
 
     `numbers` head the page, `source` holds provenance rows, and a part that `failed` comes first.
@@ -94,7 +94,9 @@ class Page:
         return f"Page({self.title!r}: {names}; {len(self.html.encode()) / 1024:.0f} KiB)"
 
 
-def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], problems: Mapping[str, str]) -> Page:
+def build(
+    parts: Sequence[PagePart], title: str | None, details: Mapping[str, str], problems: Mapping[str, str]
+) -> Page:
     heading = title if title is not None else parts[0].title if parts else "Problems"
     ordered = sorted(parts, key=lambda part: not part.failed)  # stable
     sections: list[Section] = []
@@ -119,7 +121,7 @@ def build(parts: Sequence[Part], title: str | None, details: Mapping[str, str], 
     return Page(heading, tuple(sections), _document(heading, ordered, sections, details), ok)
 
 
-def _document(title: str, parts: Sequence[Part], sections: Sequence[Section], details: Mapping[str, str]) -> str:
+def _document(title: str, parts: Sequence[PagePart], sections: Sequence[Section], details: Mapping[str, str]) -> str:
     style, script = _asset("report.css"), _asset("report.js")
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
@@ -140,7 +142,7 @@ def _document(title: str, parts: Sequence[Part], sections: Sequence[Section], de
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
-def _header(title: str, parts: Sequence[Part], sections: Sequence[Section]) -> Html:
+def _header(title: str, parts: Sequence[PagePart], sections: Sequence[Section]) -> Html:
     button = tag("button", "Theme", type="button", data_theme_toggle="", hidden="")
     links = (tag("a", section.title, href=f"#{section.name}") for section in sections)
     numbers = [number for part in parts for number in part.numbers]
@@ -154,7 +156,7 @@ def _header(title: str, parts: Sequence[Part], sections: Sequence[Section]) -> H
     )
 
 
-def _footer(parts: Sequence[Part], details: Mapping[str, str]) -> Html:
+def _footer(parts: Sequence[PagePart], details: Mapping[str, str]) -> Html:
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     rows: list[tuple[str, Content]] = [
         ("Made", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),

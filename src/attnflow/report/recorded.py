@@ -24,6 +24,7 @@ from attnflow.report.charts import (
     name_axis,
     table_size,
 )  # fmt: skip
+from attnflow.report.displays import draws
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.floating[Any]]
 
 
+@draws(Monitor)
 @chart
 def monitor_chart(monitor: Monitor, *, title: str | None = None) -> Figure:
-    """Plots symmetry and directionality over the recorded steps: medians over layers, with their quartiles."""
     steps = list(monitor.history)
     if not steps:
         raise ValueError("the monitor has no record yet: use it in a with block, or call start() or record() first")
@@ -59,6 +60,7 @@ def monitor_chart(monitor: Monitor, *, title: str | None = None) -> Figure:
     return figure
 
 
+@draws(ActivityReport)
 @chart
 def activity_chart(report: ActivityReport, *, title: str | None = None) -> Figure:
     """Draws the shares of entries that are active for a token and that never are, layer by layer from the top."""
@@ -87,8 +89,8 @@ def activity_chart(report: ActivityReport, *, title: str | None = None) -> Figur
     return figure
 
 
+@draws(QueryBias)
 def query_chart(bias: QueryBias, *, title: str | None = None) -> Figure:
-    """Draws the bias of one query: a row for each layer, a column for each key."""
     head = "" if bias.head is None else f", head {bias.head}"
     what = f"bias, row-centred: query {token_label(bias.tokens[bias.query])} at position {bias.query}{head}"
     table = np.array([[np.nan if value is None else value for value in one.bias] for one in bias.layers])
@@ -96,15 +98,15 @@ def query_chart(bias: QueryBias, *, title: str | None = None) -> Figure:
     return _bias_chart(table, tokens, [str(one.layer) for one in bias.layers], "layer", title or what)
 
 
+@draws(LayerQuery)
 def layer_query_chart(layer: LayerQuery, *, title: str | None = None) -> Figure:
-    """Draws the bias of one query in one layer: a column for each key."""
     table = np.array([[np.nan if value is None else value for value in layer.bias]])
     keys = list(map(str, range(len(layer.bias))))
     return _bias_chart(table, keys, [str(layer.layer)], "layer", title or f"bias, row-centred, of {layer.name}")
 
 
+@draws(LayerMap)
 def layer_chart(layer: LayerMap, *, title: str | None = None) -> Figure:
-    """Draws the bias of one layer, mean over the captured heads: a row for each captured query, in order."""
     allowed = layer.allowed.any(dim=0).numpy()
     table = np.where(allowed, layer.bias.float().mean(dim=0).numpy(), np.nan)
     rows, keys = table.shape

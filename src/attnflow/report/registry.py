@@ -4,47 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.handles import Handle
 from attnflow._core.results import Result
 from attnflow.audit.measurement import MeasuredOrder
-from attnflow.audit.report import AuditReport
-from attnflow.bias.graph import BiasGraph
-from attnflow.bias.map import BiasMap, LayerMap, LayerQuery, QueryBias
-from attnflow.geometry.attribution import ComponentZoom, ScoreAttribution
 from attnflow.geometry.monitor import Monitor
-from attnflow.geometry.score import Survey
-from attnflow.geometry.table import GeometryScores
-from attnflow.knowledge.reading.provenance import Trace
-from attnflow.knowledge.reading.results import ActivityReport, EntryReport, Removal
+from attnflow.geometry.score import GeometrySurvey
 from attnflow.masks.batches import MaskGrid
-from attnflow.masks.export.packed import EngineMask, FlashInferMask, Varlen
 from attnflow.masks.export.slices import FlashMask, MagiRanges
+from attnflow.masks.export.varlen import Varlen
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
-from attnflow.order.hasse import Hasse, Sparse
-from attnflow.report import html, svg
-from attnflow.report.attribution import attribution_chart, attribution_part
-from attnflow.report.audit import audit_chart, audit_part
-from attnflow.report.bias import bias_part, graph_part, graph_svg, map_chart
+from attnflow.order.hasse import Sparse
+from attnflow.report import attribution, audit, bias, entry, geometry, html, knowledge, recorded, svg, tasks
 from attnflow.report.charts import in_page, svg_of
-from attnflow.report.entry import entry_chart, entry_part, removal_chart
-from attnflow.report.geometry import score_chart, scores_part
-from attnflow.report.hasse_svg import hasse_svg
-from attnflow.report.knowledge import trace_chart, trace_part
-from attnflow.report.mask import flow_of, mask_part
+from attnflow.report.displays import DISPLAYS, Display, describes, draws, opens
+from attnflow.report.mask import flow_of
 from attnflow.report.mask_picture import mask_svg
-from attnflow.report.order import growth_chart, hasse_part, leak_part
-from attnflow.report.page import Context, Page, Part, Section, build
-from attnflow.report.recorded import activity_chart, layer_chart, layer_query_chart, monitor_chart, query_chart
+from attnflow.report.page import Context, Page, PagePart, Section, build
 from attnflow.report.svg import Svg, standalone
-from attnflow.report.tables import card, gallery, table_svg
-from attnflow.report.tasks import leak_svg, task_svg
-from attnflow.report.zoom import zoom_chart
-from attnflow.tasks.leaks import LeakReport, check
+from attnflow.report.tables import card, cell, gallery, table_svg
+from attnflow.tasks.leaks import check
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
 
@@ -52,17 +35,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _flow_figure(flow: Flow, *, picture: str = "hasse", **options: Any) -> str | Figure:
-    if picture not in ("hasse", "growth"):
-        raise ValueError(f'picture must be "hasse" or "growth", got {picture!r}')
-    return hasse_svg(flow.hasse, **options) if picture == "hasse" else growth_chart(flow, **options)
-
-
-def _table_part(result: Result, _: Context) -> Part:
-    """Shows a result by its picture, if it has one, and as a table; one that judges says how first."""
+@describes(Result)
+def _table_part(result: Result, _: Context) -> PagePart:
     rows, name, ok = result.rows(), type(result).__name__, getattr(result, "ok", None)
     head = list(rows[0]) if rows else []
-    cells = [[_cell(value) for value in row.values()] for row in rows]
+    cells = [[cell(value, _LONGEST) for value in row.values()] for row in rows]
     body = html.table(head, cells, text_columns=len(head)) if rows else html.paragraph("No rows.")
     draw = kind_of(result).figure
     if draw is not None:
@@ -70,89 +47,51 @@ def _table_part(result: Result, _: Context) -> Part:
             body = in_page(lambda: cast("Figure", draw(result)), name) + body
     if ok is not None:
         body = html.note("good" if ok else "bad", html.paragraph(str(result).partition("\n")[0])) + body
-    return Part(name, [Section(name.lower(), name, body)], failed=ok is False)
+    return PagePart(name, [Section(name.lower(), name, body)], failed=ok is False)
 
 
-def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _handle_part(handle: Handle, _: Context) -> Part:
-    """Shows a handle that holds no results: what it changed."""
+@describes(Handle, Monitor)
+def _handle_part(handle: Handle, _: Context) -> PagePart:
     body = html.join([html.paragraph(line) for line in str(handle).splitlines()])
-    return Part(type(handle).__name__, [Section("change", "What was changed", body)])
+    return PagePart(type(handle).__name__, [Section("change", "What was changed", body)])
 
 
-def _audit_figure(report: AuditReport, **options: Any) -> str | Figure:
-    """Draws the watched modules; the audit of a function watches none, and its violations are drawn as a table."""
-    return audit_chart(report, **options) if report.modules else table_svg(report, **options)
-
-
+@draws(MergedTask)
 def _merged_figure(merged: MergedTask, **options: Any) -> str:
-    return task_svg(merged.task, **options)
+    return tasks.task_svg(merged.task, **options)
 
 
-def _survey_figure(survey: Survey, **options: Any) -> Figure:
-    return score_chart(*survey.models, **options)
+@draws(GeometrySurvey)
+def _survey_figure(survey: GeometrySurvey, **options: Any) -> Figure:
+    return geometry.score_chart(*survey.models, **options)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How a result is shown.
-
-    Attributes:
-        part: its part of a page.
-        figure: its picture; None for that of what it `opens` to, or else of its table.
-        together: whether several results share both.
-        opens: what a page shows in its place, such as the order and the proof of a task.
-    """
-
-    part: Callable[[Any, Context], Part] = _table_part
-    figure: Callable[..., str | Figure] | None = None
-    together: bool = False
-    opens: Callable[[Any], Sequence[object]] | None = None
+SHOWN: Final = (attribution, audit, bias, entry, knowledge, recorded)  # which register what they draw
+opens(Mask, to=lambda mask: [flow_of(mask)[0] or mask])
+opens(MaskGrid, to=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row)))
+opens(MeasuredOrder, to=lambda measured: measured.flows)
+opens(Sparse, to=lambda sparse: [sparse.mask])
+opens(Varlen, FlashMask, MagiRanges, to=lambda form: [form.to_mask()])
+opens(Task, to=lambda task: [task.flow, check(task)])
+opens(MergedTask, to=lambda merged: [merged.task])
+opens(GeometrySurvey, to=lambda survey: survey.models)
+opens(Monitor, Handle, to=lambda handle: handle.results())
 
 
-TABLE: Final = Kind()
-EXPORTED: Final = Kind(opens=lambda form: [form.to_mask()])
-KINDS: Final[dict[type, Kind]] = {
-    Mask: Kind(mask_part, mask_svg, opens=lambda mask: [flow_of(mask)[0] or mask]),
-    MaskGrid: Kind(opens=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row))),
-    Flow: Kind(mask_part, _flow_figure),
-    Hasse: Kind(hasse_part, hasse_svg),
-    MeasuredOrder: Kind(opens=lambda measured: measured.flows),
-    Sparse: Kind(opens=lambda sparse: [sparse.mask]),
-    **dict.fromkeys((Varlen, FlashInferMask, EngineMask, FlashMask, MagiRanges), EXPORTED),
-    Task: Kind(figure=task_svg, opens=lambda task: [task.flow, check(task)]),
-    MergedTask: Kind(figure=_merged_figure, opens=lambda merged: [merged.task]),
-    LeakReport: Kind(leak_part, leak_svg),
-    AuditReport: Kind(audit_part, _audit_figure),
-    BiasMap: Kind(bias_part, map_chart),
-    BiasGraph: Kind(graph_part, graph_svg),
-    QueryBias: Kind(figure=query_chart),
-    LayerQuery: Kind(figure=layer_query_chart),
-    LayerMap: Kind(figure=layer_chart),
-    GeometryScores: Kind(scores_part, score_chart, together=True),
-    Survey: Kind(figure=_survey_figure, opens=lambda survey: survey.models),
-    Monitor: Kind(_handle_part, monitor_chart, opens=lambda monitor: monitor.results()),
-    ComponentZoom: Kind(figure=zoom_chart),
-    ScoreAttribution: Kind(attribution_part, attribution_chart),
-    Trace: Kind(trace_part, trace_chart),
-    EntryReport: Kind(entry_part, entry_chart),
-    Removal: Kind(figure=removal_chart),
-    ActivityReport: Kind(figure=activity_chart),
-    Handle: Kind(_handle_part, opens=lambda handle: handle.results()),
-    Result: TABLE,
-}
+_LONGEST: Final = 400  # characters of a cell on a page
 
 
-def kind_of(result: object) -> Kind:
+def kind_of(result: object) -> Display:
     """Returns how a result is shown; raises TypeError, listing what can be shown, if it cannot be."""
     for base in type(result).__mro__:
-        if base in KINDS:
-            return KINDS[base]
-    names = ", ".join(sorted(kind.__name__ for kind in KINDS if kind not in (Handle, Result)))
+        if base in DISPLAYS:
+            return DISPLAYS[base]
+    names = ", ".join(sorted(kind.__name__ for kind in DISPLAYS if kind not in (Handle, Result)))
     raise TypeError(f"expected a result ({names}, any other, or a handle), got {type(result).__name__}")
+
+
+def _part(kind: Display) -> Callable[..., PagePart]:
+    return kind.part or _table_part
 
 
 def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
@@ -178,7 +117,6 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
             ScoreAttribution: `picture`, "all", "map" (pairs of components), "terms" (the `count` largest) or "tokens";
             `head` and `key`, a position, by default those with the largest weights; `raw`, for terms that are not
             centred over the row.
-            ComponentZoom: `raw`, as above.
             Trace: `picture`, "all", "layers" (maps) or "entries" (bars); `position` of the token whose entries are
             shown, -1 for the last one; their `count`.
 
@@ -240,7 +178,7 @@ def page(
     """
     problems = dict(problems or {})
     for result in results:
-        problems |= result.unscored if isinstance(result, Survey) else {}
+        problems |= result.unscored if isinstance(result, GeometrySurvey) else {}
     if not results and not problems:
         raise ValueError("expected at least one result, got none: nothing to show")
     subjects = [subject for result in results for subject in _subjects(result)]
@@ -250,20 +188,20 @@ def page(
         raise ValueError(f"expected a label for each of {size} positions, got {len(labels)}")
     flow = first if isinstance(first, Flow) else None
     context = Context(flow, None if labels is None else tuple(labels))
-    parts: list[Part] = []
-    gathered: set[Kind] = set()
+    parts: list[PagePart] = []
+    gathered: set[Display] = set()
     for subject in subjects:
         if isinstance(subject, Section):
-            parts.append(Part(subject.title, [subject]))
+            parts.append(PagePart(subject.title, [subject]))
             continue
         kind = kind_of(subject)
         if not kind.together:
             other = isinstance(subject, Mask | Flow) and subject is not first
-            parts.append(kind.part(subject, replace(context, labels=None) if other else context))
+            parts.append(_part(kind)(subject, replace(context, labels=None) if other else context))
         elif kind not in gathered:
             gathered.add(kind)
             alike = [one for one in subjects if not isinstance(one, Section) and kind_of(one) is kind]
-            parts.append(kind.part(alike, context))
+            parts.append(_part(kind)(alike, context))
     return build(parts, title, dict(details or {}), problems)
 
 
@@ -275,12 +213,10 @@ def _subjects(result: object) -> list[object]:
 
 
 def encode(result: object, suffix: str) -> bytes:
-    """Encodes a result as .html, .svg, .png or .pdf: the content that `result.save` writes."""
     return page(result).html.encode() if suffix == ".html" else svg.encode(figure(result), suffix)
 
 
 def notebook(result: object) -> str:
-    """Returns the notebook view of a result: its picture, or its part of a page."""
     kind = kind_of(result)
     title = type(result).__name__
     if kind.figure is not None or not isinstance(result, Result):
@@ -290,5 +226,5 @@ def notebook(result: object) -> str:
             return f'<div style="background:#fff;color:#1c2024">{shown}</div>'
         except (MissingExtra, ValueError):  # no matplotlib, or nothing to draw
             pass
-    part = kind.part([result] if kind.together else result, Context())
+    part = _part(kind)([result] if kind.together else result, Context())
     return html.tag("div", html.paragraph(*part.reading), *(section.body for section in part.sections)).markup

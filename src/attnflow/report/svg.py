@@ -63,7 +63,6 @@ def standalone(markup: str) -> Svg:
 
 
 def root(content: str, width: float, height: float, what: str, kind: str = "af-svg", **attributes: object) -> str:
-    """Returns a whole `<svg>` with its accessible title."""
     return element(
         "svg",
         element("title", escape(what)) + content,

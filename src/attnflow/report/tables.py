@@ -37,7 +37,6 @@ def table_svg(result: Result, *, title: str | None = None) -> str:
 
 
 def card(heading: str, rows: Sequence[Mapping[str, object]], lines: Sequence[str] = ()) -> str:
-    """Draws a heading above a table, or above lines of text if there are no rows."""
     if len(rows) == 1 and len(rows[0]) > 3:  # read downwards
         rows = [{"": name.replace("_", " "), "value": value} for name, value in rows[0].items()]
     top = [line for text in heading.splitlines() for line in textwrap.wrap(text, _HEADING)]
@@ -82,24 +81,24 @@ def _table(rows: Sequence[Mapping[str, object]]) -> tuple[str, float, float]:
     x, parts, last = 0.0, list[str](), [*rows[0]][-1]
     for name in rows[0]:
         values = [row[name] for row in rows]
-        cells = [_cell(value, _LAST if name == last else _CELL) for value in values]
+        cells = [cell(value, _LAST if name == last else _CELL) for value in values]
         numeric = all(isinstance(value, int | float | None) and not isinstance(value, bool) for value in values)
         width = _WIDTH * max(columns(text) for text in (name, *cells))
         parts.append(_text(name.replace("_", " "), x + width * numeric, 12, numeric, 0.65))
         sizes = [abs(value) if isinstance(value, int | float) else 0.0 for value in values]
         largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
         bars = numeric and largest and len(rows) > 1 and name not in _NAMES and not name.endswith(("_id", "_index"))
-        for at, (cell, size) in enumerate(zip(cells, sizes, strict=True), 1):
+        for at, (text, size) in enumerate(zip(cells, sizes, strict=True), 1):
             if bars and size:
                 share = min(size / largest, 1.0) if math.isfinite(size) else 1.0
                 box = {"x": x - 4, "y": _LINE * at - 2, "width": (width + 8) * share, "height": _LINE - 3}
                 parts.append(element("rect", **box, fill=_COLOUR, fill_opacity=0.3, class_="af-cell"))
-            parts.append(_text(cell, x + width * numeric, _LINE * at + 12, numeric))
+            parts.append(_text(text, x + width * numeric, _LINE * at + 12, numeric))
         x += width + _GAP
     return "".join(parts), x - _GAP + 4, _LINE * (len(rows) + 1)
 
 
-def _cell(value: object, limit: int) -> str:
+def cell(value: object, limit: int) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):

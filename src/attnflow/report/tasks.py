@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from attnflow._core.markup import columns, element, escape, grouped, plural, shorten
+from attnflow.report.displays import draws
 from attnflow.report.hasse_svg import box, hasse_svg
 from attnflow.report.mask_picture import mask_svg
 from attnflow.report.svg import MONO, framed
@@ -19,6 +20,7 @@ _STRIP: Final = 520.0
 _HOT: Final = "#d1495b"  # as the path in a Hasse diagram
 
 
+@draws(Task)
 def task_svg(task: Task, *, picture: str | None = None, **options: Any) -> str:
     """Draws the mask of a task with a token for each row, its order with the first leak if any, or all its leaks.
 
@@ -40,6 +42,7 @@ def task_svg(task: Task, *, picture: str | None = None, **options: Any) -> str:
     return hasse_svg(task.flow.hasse, **options)
 
 
+@draws(LeakReport)
 def leak_svg(report: LeakReport) -> str:
     """Draws each leak as the path of its label, layer by layer, above a strip of all positions.
 

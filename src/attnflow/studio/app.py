@@ -82,7 +82,7 @@ class Studio:
             *(Route(path, _file((assets / name).read_bytes(), kind)) for path, (name, kind) in _FILES.items()),
             WebSocketRoute("/session", self._session),
         ]
-        return Guard(Starlette(routes=routes), port)
+        return OriginGuard(Starlette(routes=routes), port)
 
     @property
     def idle(self) -> float:
@@ -225,7 +225,6 @@ async def _received(socket: WebSocket) -> str | None:
 
 
 def _parsed(text: str, limit: int) -> dict[str, object] | None:
-    """Returns the JSON object of a message, or None if it is malformed or too long."""
     if len(text.encode()) > limit:
         return None
     try:
@@ -251,7 +250,7 @@ async def _close(socket: WebSocket, code: int, reason: str) -> None:
         await socket.close(code, reason)
 
 
-class Guard:
+class OriginGuard:
     """Refuses requests that are not from this server's own page, and sets its policy on every answer.
 
     The `Host` must be ours, against DNS rebinding; the `Origin` of a socket must be exactly that host's, because pages

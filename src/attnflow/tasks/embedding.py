@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.subject import Loaded, Subject
 from attnflow.tasks.task import Task
 
 NO_ID = -100
@@ -130,7 +130,7 @@ def average_embeddings(model: nn.Module | Loaded) -> AveragedTokens:
     `inputs_embeds`; gradients reach the embedding. Other calls pass unchanged. Call it on the model that you give to
     `Trainer`. It raises `TypeError` if the model has no `get_input_embeddings`.
     """
-    model, _ = split(model)
+    model = Subject.of(model).model
     if not callable(getattr(model, "get_input_embeddings", None)):
         raise TypeError(f"{type(model).__name__} has no get_input_embeddings(); expected a Hugging Face model")
     return AveragedTokens(model)

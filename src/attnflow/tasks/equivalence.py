@@ -17,7 +17,7 @@ import numpy.typing as npt
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.masks.numbering import pieces_of
+from attnflow.masks.stretches import pieces_of
 from attnflow.tasks.layout import Layout
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import as_they_appear

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attnflow._core.checks import IntArray, boolean, index_array, integer, size
+from attnflow._core.checks import IntArray, boolean, divides, index_array, integer, size
 from attnflow._core.checks import permutation as permuted
-from attnflow.masks.catalogue import block_causal, causal, divides, full
+from attnflow.masks.catalogue import block_causal, causal, full
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks.task import Labels, Task

@@ -16,7 +16,7 @@ from attnflow._core.checks import number as finite
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating, precision
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.subject import Loaded, Subject
 from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
@@ -111,7 +111,7 @@ def verify(
         ValueError: `merged` is not of this family, nothing is labelled, a row of a mask allows no key, a token id is
             outside of the vocabulary, or no parameter requires a gradient.
     """
-    model, tasks = split(model)[0], list(family)
+    model, tasks = Subject.of(model).model, list(family)
     gradients = boolean("gradients", gradients)
     tolerance = None if tolerance is None else finite("tolerance", tolerance, 0.0)
     _require_same_family(tasks, merged)

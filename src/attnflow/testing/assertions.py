@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow import audit
-from attnflow.audit.alone import bound, compare_alone
-from attnflow.audit.cutting import rows_of
+from attnflow.audit.batch.alone import bound, compare_alone
+from attnflow.audit.batch.cutting import rows_of
 from attnflow.audit.functions import is_function
 from attnflow.audit.guards import without_loss
 from attnflow.masks.build import computed_pairs
 from attnflow.masks.mask import Mask
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow
 
 _PAIRS: Final = 6  # pairs that a message lists
@@ -55,7 +55,7 @@ def assert_no_leak(
     __tracebackhide__ = True
     call = batch
     if isinstance(batch, Mapping) and not is_function(model):
-        call = without_loss(split(cast("nn.Module | Loaded", model))[0], batch)
+        call = without_loss(Subject.of(cast("nn.Module | Loaded", model)).model, batch)
     report = audit.check(model, call, order, cache=cache, passes=passes)
     if report.violations:
         raise AssertionError(f"information flows against the order\n{report}")
@@ -110,7 +110,7 @@ def assert_packing_equals_alone(
         raise ValueError(
             f"expected at least two samples, got {len(samples)}: one alone has nothing to be compared with"
         )
-    module = split(model)[0]
+    module = Subject.of(model).model
     call, losses, _ = bound(module, collate(list(samples)))
     ids, _ = rows_of(module, call).tokens()
     tokens: list[Tensor] = []

@@ -16,22 +16,23 @@ import attnflow as af
 from attnflow.bias.hf.attach import handle_of
 from attnflow.bias.kind import layer_biases
 from attnflow.models.addons import read_addon, save_addon
+from tests.bias.cases import KINDS, config_of
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tokens
 from tests.models import tiny as family
 
 MORE = ("Gemma", "Phi", "StableLm", "Starcoder2", "MBartDecoder")
 DECODERS = (*CAUSAL, *MORE)
 ENCODERS = tuple(BIDIRECTIONAL)
-EVERY_OTHER_KIND = (
-    af.bias.BilinearConfig(layers="every", share_heads="kv"),
-    af.bias.DotConfig(layers="every", reference="per_head", share_heads=False),
-    af.bias.KeyConfig(layers="every", hidden_dim=8, share_heads=False),
-    af.bias.CumulativeConfig(layers=[1], share_heads=False),
-    af.bias.LowRankConfig(layers="every", rank=3, reference="hidden"),
-    af.bias.DenseConfig(layers="every", max_length=48),
-    af.bias.AlibiConfig(rope="keep", gain=0.0),
-    af.bias.RelativeConfig(layers="every", share_heads=False, num_buckets=8, max_distance=12),
-)
+VARIANTS = {
+    "bilinear": {"share_heads": "kv"},
+    "dot": {"reference": "per_head", "share_heads": False},
+    "key": {"share_heads": False},
+    "cumulative": {"layers": [1], "share_heads": False},
+    "lowrank": {"reference": "hidden"},
+    "relative": {"share_heads": False, "num_buckets": 8, "max_distance": 12},
+}
+SMALL = {"layers": "every", "hidden_dim": 8, "rank": 3, "max_length": 48}
+EVERY_OTHER_KIND = tuple(config_of(kind, **SMALL | VARIANTS.get(kind, {})) for kind in KINDS if kind != "guidance")
 GUIDANCE = (af.bias.GuidanceConfig(layers="every", hidden_dim=8),)
 ROTATED = (af.bias.GuidanceConfig(layers="every", hidden_dim=8, reference="rotated"),)
 BIASES = {"guidance": GUIDANCE, "others": EVERY_OTHER_KIND, "rotated": ROTATED}

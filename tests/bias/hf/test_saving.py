@@ -1,7 +1,8 @@
 """A bias as a folder: round trips, wrong bases, damaged files, and saves that were interrupted."""
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.tensor import distribute_tensor
 
 import attnflow as af
 from attnflow._core.errors import WrongBase
+from attnflow.bias.config import KINDS as REGISTERED
+from attnflow.bias.positions import Alibi
 from tests.bias.cases import KINDS, config_of
 from tests.bias.hf.common import (
     BIASES,
@@ -74,6 +77,37 @@ def test_sums_and_a_module_of_the_users_make_the_round_trip(tmp_path):
     check_round_trip((*BIASES["guidance"], OWN, *BIASES["others"]), tmp_path, custom=[OWN])
     with pytest.raises(ValueError, match=r"custom parts .*pair.*, but custom= has (none|\[\])"):
         af.bias.load(family("Llama"), tmp_path, strict=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteepConfig(af.bias.AlibiConfig):
+    """A user's kind: ALiBi with a field of its own."""
+
+    makes: ClassVar = lambda config, shape: Alibi(replace(config, gain=config.steepness), shape)
+    steepness: float = 3.0
+
+
+STEEP = "tests.bias.hf.test_saving.SteepConfig"
+
+
+def test_a_kind_of_the_users_is_loaded_where_its_class_is_imported(tmp_path, monkeypatch):
+    model, _ = check_round_trip(SteepConfig(steepness=2.0), tmp_path)
+    assert read_addon(tmp_path, "bias").config["bias"][0]["class"] == STEEP
+    monkeypatch.delitem(REGISTERED, "steep")
+    handle_of(model).remove()
+    with pytest.raises(ValueError, match=f"'steep' is not defined here: import its class, '{STEEP}', before loading"):
+        af.bias.load(model, tmp_path)
+
+
+def test_two_kinds_of_one_name_are_refused_at_definition(monkeypatch):
+    monkeypatch.setattr("attnflow.bias.config.KINDS", dict(REGISTERED))
+    with pytest.raises(
+        TypeError, match=r"the kind 'guidance', which is attnflow\.bias\.content\.GuidanceConfig: rename"
+    ):
+        type("Guidance", (af.bias.GuidanceConfig,), {})
+    with pytest.raises(TypeError, match=rf"the kind 'steep', which is {STEEP}"):
+        type("Mine", (af.bias.KeyConfig,), {"kind": "steep"})
+    type("SteepConfig", (af.bias.AlibiConfig,), {"__module__": __name__})  # as a cell of a notebook that runs again
 
 
 def test_a_bias_can_be_saved_over_an_older_one_and_from_another_precision(tmp_path):

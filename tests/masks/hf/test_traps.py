@@ -7,16 +7,12 @@ from transformers import AttentionMaskInterface, DynamicCache, LightGlueConfig, 
 
 import attnflow as af
 from attnflow.models import interception
+from tests.masks.hf.test_gradients import additive
 from tests.models import outputs, tiny, tokens
 
 LENGTH = 8
 LAYOUT = af.masks.block_two_stream(3, 2)
 POSITIONS = torch.tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
-
-
-def additive(mask, dtype=torch.float64):
-    table = torch.zeros(mask.shape, dtype=dtype)
-    return table.masked_fill(~mask.dense(), torch.finfo(dtype).min)[None, None]
 
 
 def test_a_missing_mask_function_does_not_lose_our_mask(monkeypatch):

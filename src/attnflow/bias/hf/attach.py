@@ -17,14 +17,13 @@ from attnflow.bias.attention import BACKENDS
 from attnflow.bias.config import BiasConfig
 from attnflow.bias.content import GuidanceConfig
 from attnflow.bias.hf.forward import biased
-from attnflow.bias.hf.layers import CHILD, Hooks, Layer, layers_of
+from attnflow.bias.hf.layers import CHILD, BiasedLayer, Hooks, layers_of
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.models.addons import check_unwrapped
 from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.offload import device_of
 from attnflow.models.probe import OTHER_SEQUENCE
 from attnflow.models.sites import models_around
+from attnflow.models.subject import Loaded, Subject
 
 Train = Literal["guidance", "all"]
 
@@ -44,7 +43,7 @@ class BiasHandle(Handle):
     """
 
     def __init__(
-        self, model: nn.Module, configs: tuple[BiasConfig, ...], base: Sequence[Layer], interception: Interception
+        self, model: nn.Module, configs: tuple[BiasConfig, ...], base: Sequence[BiasedLayer], interception: Interception
     ) -> None:
         super().__init__(model)
         self.configs, self.base = configs, base
@@ -139,13 +138,13 @@ def attach(
     ...     handle.num_parameters
     289
     """
-    model, _ = split(model)
+    model = Subject.of(model).model
     return attach_to(model, None, (config,) if isinstance(config, BiasConfig) else tuple(config), train, backend)
 
 
 def attach_to(
     model: nn.Module,
-    layers: Sequence[Layer] | None,
+    layers: Sequence[BiasedLayer] | None,
     configs: Sequence[BiasConfig],
     train: Train,
     backend: str,
@@ -198,7 +197,7 @@ def handle_of(model: nn.Module) -> BiasHandle:
     return handles[0]
 
 
-def placed(layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> dict[int, list[BiasConfig]]:
+def placed(layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig]) -> dict[int, list[BiasConfig]]:
     by_layer: dict[int, list[BiasConfig]] = {}
     for config in configs:
         for index in config.layer_indices(len(layers)):
@@ -207,14 +206,16 @@ def placed(layers: Sequence[Layer], configs: Sequence[BiasConfig]) -> dict[int, 
     return dict(sorted(by_layer.items()))
 
 
-def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str) -> list[tuple[Layer, LayerBias]]:
+def _build(
+    layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig], backend: str
+) -> list[tuple[BiasedLayer, LayerBias]]:
     """Everything that attaching adds, without touching the model."""
     by_layer = placed(layers, configs)
     if not by_layer:
         raise UnsupportedArchitecture(
             "every chosen layer attends to the keys of an earlier one: choose other layers=[...]"
         )
-    children: list[tuple[Layer, LayerBias]] = []
+    children: list[tuple[BiasedLayer, LayerBias]] = []
     for index, chosen in by_layer.items():
         layer = layers[index]
         module, parameters = layer.site.module, list(layer.site.module.parameters())
@@ -232,7 +233,7 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
             )
         if remove_rope and "position_embeddings" not in signature(type(module).forward).parameters:
             raise UnsupportedArchitecture(f"{layer.site.name} takes no rotary embedding from outside: use rope='keep'")
-        device = device_of(module)
+        device = Subject(module).device
         devices = {str(device if parameter.is_meta else parameter.device) for parameter in parameters}
         if len(devices) > 1:
             raise ValueError(
@@ -252,6 +253,6 @@ def _build(layers: Sequence[Layer], configs: Sequence[BiasConfig], backend: str)
     return children
 
 
-def _shares_keys(layer: Layer) -> bool:
+def _shares_keys(layer: BiasedLayer) -> bool:
     """Whether it attends to the keys of an earlier layer, which its bias could not read."""
     return bool(getattr(layer.site.module, "is_kv_shared_layer", False))

@@ -15,12 +15,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core import checks
 from attnflow.bias.attention import bias_of, weights_of
-from attnflow.bias.call import Allow, Call
+from attnflow.bias.call import Allow, BiasedCall
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.bias.terms import Dense, Term, wide
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, Text, accepts, model_inputs, model_name, sparing, split, token_texts
+from attnflow.models.subject import Loaded, Subject, Text
 
 Heads = Sequence[int] | Literal["all"] | None
 Queries = int | Sequence[int] | Literal["all"] | None
@@ -75,14 +75,14 @@ def capture(
     >>> capture(model, [5, 6, 7, 8]).values("bias", layer=0).sum(dim=1).abs() < 1e-6
     tensor([True, True, True, True])
     """
-    model, brought = split(model)
-    tokenizer = tokenizer or brought
+    subject = Subject.of(model, tokenizer)
+    model = subject.model
     biases = _chosen(model, layers)
     chosen, prompt = _heads(biases, heads), None
     two = any(isinstance(m, PreTrainedModel) and m.config.is_encoder_decoder for m in model.modules())
     # the input that holds the tokens between which the bias acts
     name = "decoder_input_ids" if two and "decoder" in biases[0][0].split(".") else "input_ids"
-    tensors, last = model_inputs(model, inputs, tokenizer, 0), None
+    tensors, last = subject.read(inputs, ids=True), None
     if len(tensors["input_ids"]) > 1:
         raise ValueError(f"capture takes one sequence, got a batch of {len(tensors['input_ids'])}: pass one row of it")
     with evaluating(model), torch.no_grad():
@@ -92,7 +92,7 @@ def capture(
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
         ids: list[int] = tensors[name][0].tolist()
         rows = _rows(queries, len(ids), prompt)
-        look = partial(_look, model, biases, partial(model, **tensors, **sparing(model)), rows, chosen)
+        look = partial(_look, model, biases, partial(model, **tensors, **subject.sparing), rows, chosen)
         seen, plain = look(), look(without=True) if base else None
     layers_seen = tuple(
         replace(found, weights_base=None if plain is None else plain[number].weights)
@@ -102,15 +102,20 @@ def capture(
     causal = all(not bool(one.allowed[:, i, row + 1 :].any()) for one in layers_seen for i, row in enumerate(rows))
     if last is not None:
         ids.append(int(last[0]))
-    names = token_texts(ids, tokenizer)
+    names = subject.texts(ids)
     produced = () if last is None else tuple(names[row + 1] for row in rows)
     names = names if last is None else names[:-1]
-    return BiasMap(model_name(model), tuple(names), tuple(rows), layers_seen, tuple(chosen or ()), causal, produced)
+    return BiasMap(subject.name, tuple(names), tuple(rows), layers_seen, tuple(chosen or ()), causal, produced)
 
 
 @torch.no_grad()
 def observe(
-    call: Call, terms: int, queries: Sequence[int], heads: Sequence[int] | None = None, layer: int = 0, name: str = ""
+    call: BiasedCall,
+    terms: int,
+    queries: Sequence[int],
+    heads: Sequence[int] | None = None,
+    layer: int = 0,
+    name: str = "",
 ) -> LayerMap:
     """B and the weights for some queries (ascending) of a call on one sequence, on the CPU in float32.
 
@@ -120,7 +125,7 @@ def observe(
     return LayerMap(layer, name, *(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 
 
-def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
+def _blocks(call: BiasedCall, queries: Sequence[int]) -> Iterator[slice]:
     most = max(1, min(_MOST_ROWS, _SCORES // (call.num_heads * call.key.shape[2])))
     cuts = [i for i, (a, b) in enumerate(pairwise(queries), 1) if b != a + 1]
     for start, stop in pairwise([0, *cuts, len(queries)]):
@@ -129,7 +134,7 @@ def _blocks(call: Call, queries: Sequence[int]) -> Iterator[slice]:
             yield slice(queries[first], queries[last] + 1)
 
 
-def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None) -> tuple[Tensor, ...]:
+def _block(call: BiasedCall, terms: int, block: slice, heads: Sequence[int] | None) -> tuple[Tensor, ...]:
     """The tensors of a `LayerMap` for neighbouring queries; B is 0 for forbidden pairs."""
     size = 1, 1, block.stop - block.start, call.key.shape[2]
     rows = call.allow.rows(block)
@@ -154,7 +159,7 @@ def _block(call: Call, terms: int, block: slice, heads: Sequence[int] | None) ->
     return tuple((t if t.dtype == torch.bool else t.float()).cpu() for t in maps)
 
 
-def _tiled(call: Call, terms: tuple[Term, ...], block: slice) -> Tensor | None:
+def _tiled(call: BiasedCall, terms: tuple[Term, ...], block: slice) -> Tensor | None:
     """The sum of terms for neighbouring queries and all keys, [1, 1 or heads, queries, keys], in tiles."""
     if not terms:
         return None
@@ -180,7 +185,7 @@ def _look(
     seen: dict[int, LayerMap] = {}
     before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
 
-    def see(path: str, bias: LayerBias, call: Call) -> None:
+    def see(path: str, bias: LayerBias, call: BiasedCall) -> None:
         number = bias.shape.index
         seen[number] = observe(call, len(bias.kinds) if bias.enabled else 0, rows, heads, number, path)
 
@@ -244,7 +249,7 @@ def _generated(
         if "attention_mask" in longer:
             new = longer["attention_mask"].new_ones(len(ids), ids.shape[1] - 1 - prompt)
             longer["attention_mask"] = mask = torch.cat([longer["attention_mask"], new], dim=1)
-            if not mask.all() and accepts(model, "position_ids"):  # as `generate` counts them in a padded batch
+            if not mask.all() and Subject(model).accepts("position_ids"):  # as `generate` counts them in a padded batch
                 longer["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return longer, prompt, ids[:, -1]
 

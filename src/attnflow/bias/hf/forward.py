@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.bias.attention import bias_of, compute
-from attnflow.bias.call import Allow, Call, make_call
+from attnflow.bias.call import Allow, BiasedCall, make_call
 from attnflow.bias.config import Vectors
 from attnflow.bias.hf.cache import extend, new_slots
 from attnflow.bias.hf.layers import CHILD, Hooks
@@ -113,7 +113,7 @@ def _flat(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def _call(call: AttentionCall, terms: tuple[Term, ...]) -> Call:
+def _call(call: AttentionCall, terms: tuple[Term, ...]) -> BiasedCall:
     kwargs = call.kwargs
     lost = [name for name in _REFUSED if kwargs.get(name) is not None]
     if lost:

@@ -20,14 +20,15 @@ from attnflow.bias.kind import LayerBias
 from attnflow.models.attention import projections
 from attnflow.models.interception import in_force
 from attnflow.models.probe import Columns, Projections
-from attnflow.models.sites import Site, stack_of
+from attnflow.models.sites import Site
+from attnflow.models.subject import Subject
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
 _THREADS: Final = "; if several threads run this compiled model with other handles beside its bias, give each a copy"
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class BiasedLayer:
     site: Site
     shape: LayerShape
     depth: int  # layers of its stack, of whatever kind: as many as a key-value cache has
@@ -36,10 +37,10 @@ class Layer:
     missing: str  # why it cannot
 
 
-def layers_of(model: nn.Module) -> list[Layer]:
-    stack = stack_of(model)
+def layers_of(model: nn.Module) -> list[BiasedLayer]:
+    stack = Subject(model).stack
     seen = projections(model, stack.sites)
-    layers: list[Layer] = []
+    layers: list[BiasedLayer] = []
     for index, site in enumerate(stack.sites):
         config, found = site.owner.config, seen[site.name]
         query, key, missing, hidden_size = None, None, "", getattr(config, "hidden_size", None)
@@ -59,7 +60,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
         if not isinstance(hidden_size, int):
             raise UnsupportedArchitecture(f"{type(config).__name__} does not say its hidden_size")
         layers.append(
-            Layer(site, LayerShape(index, *sizes, hidden_size, causal), len(stack.layers), query, key, missing)
+            BiasedLayer(site, LayerShape(index, *sizes, hidden_size, causal), len(stack.layers), query, key, missing)
         )
     return layers
 

@@ -10,30 +10,14 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow.bias import content, positions
-from attnflow.bias.config import BiasConfig
+from attnflow.bias.config import BiasConfig, config_from_dict
 from attnflow.bias.hf.attach import BiasHandle, Train, attach_to, handle_of, placed
-from attnflow.bias.hf.layers import CHILD, Layer, layers_of
+from attnflow.bias.hf.layers import CHILD, BiasedLayer, layers_of
 from attnflow.bias.kind import CustomConfig, layer_biases
 from attnflow.models.addons import Addon, identity, read_addon, save_addon
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.offload import without_numbers
+from attnflow.models.subject import Loaded, Subject
 
-_CONTENT: Final = (
-    *(content.GuidanceConfig, content.BilinearConfig, content.DotConfig),
-    *(content.KeyConfig, content.CumulativeConfig, content.LowRankConfig),
-)
-_POSITIONS: Final = (positions.DenseConfig, positions.AlibiConfig, positions.RelativeConfig)
-KINDS: Final[Mapping[str, type[BiasConfig]]] = {config.kind: config for config in (*_CONTENT, *_POSITIONS)}
 _SIZES: Final = ("num_heads", "num_kv_heads", "head_dim", "hidden_size")
-
-
-def config_from_dict(values: Mapping[str, object]) -> BiasConfig:
-    """Make a config of any kind from its `to_dict`, except a custom one, which holds code."""
-    kind = str(values.get("kind"))
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
-    return KINDS[kind].from_dict(values)
 
 
 def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
@@ -49,7 +33,7 @@ def save(model: nn.Module | Loaded, folder: str | os.PathLike[str]) -> Path:
         ValueError: the model has no bias, or the bias holds NaN or infinity, has no values yet (meta device), or is
             spread over processes.
     """
-    model, _ = split(model)
+    model = Subject.of(model).model
     handle = handle_of(model)
     config = {"bias": [config.to_dict() for config in handle.configs]}
     return save_addon(folder, "bias", _tensors(model), config, _identity(handle.base))
@@ -69,7 +53,8 @@ def load(
     Args:
         model: the base model, without a bias.
         folder: the folder that `save` wrote.
-        custom: the custom configs among the saved ones, in order, since code is never imported by name.
+        custom: the custom configs among the saved ones, in order, since code is never imported by name. A subclass of
+            a config needs only be imported before.
         train: as in `attach`.
         backend: as in `attach`.
         strict: refuse a base model whose sizes fit but whose weights are not those that the bias was saved with.
@@ -80,41 +65,17 @@ def load(
     Raises:
         FileNotFoundError: the folder has no saved bias.
         WrongBase: the bias was saved with another base model; the message says what differs.
-        ValueError: a file is damaged, has another version, or holds NaN or infinity. The model stays unchanged.
+        ValueError: a file is damaged, has another version, or holds NaN or infinity, or a kind is not imported. The
+            model stays unchanged.
     """
-    model, _ = split(model)
-    if without_numbers(model):
+    model = Subject.of(model).model
+    if Subject(model).without_numbers:
         raise ValueError("the model is on the meta device, where weights cannot be loaded: load its weights first")
     saved = read(folder)
     layers = layers_of(model)
     saved.check_base(_identity(layers), strict)
-    held: list[Mapping[str, Any]] = saved.config["bias"]
-    expected = [one for one in held if one["kind"] == CustomConfig.kind]
-    passed = [config.to_dict() for config in custom]
-    if expected != passed:
-        raise ValueError(
-            f"the saved bias has the custom parts {expected or 'none'}, but custom= has {passed or 'none'}: pass the "
-            "same CustomConfig objects that were attached"
-        )
-    own = iter(custom)
-    configs = [next(own) if one["kind"] == CustomConfig.kind else config_from_dict(one) for one in held]
-    # shapes are compared before memory is taken for them: a file may ask for any width
-    for index, chosen in placed(layers, configs).items():
-        for place, config in enumerate(chosen):
-            if isinstance(config, CustomConfig):  # whose code may compute with what it makes
-                continue
-            try:
-                with torch.device("meta"):
-                    state = config.module(layers[index].shape).state_dict(prefix=f"layers.{index}.kinds.{place}.")
-            except (RuntimeError, OverflowError) as error:  # of a size beyond 64 bits
-                raise ValueError(f"{saved.path} describes a bias of an impossible size: {config}") from error
-            for name, tensor in state.items():
-                found = tuple(saved.tensors[name].shape) if name in saved.tensors else "none"
-                if found != tuple(tensor.shape):
-                    raise ValueError(
-                        f"{saved.path} does not fit its config: {name} has shape {found}, expected "
-                        f"{tuple(tensor.shape)}"
-                    )
+    configs = _configs(saved, custom)
+    _check_sizes(saved, layers, configs)
     attached = attach_to(model, layers, configs, train, backend, loaded=train == "all")
     try:
         saved.fill(_tensors(model))
@@ -124,13 +85,46 @@ def load(
     return attached
 
 
+def _configs(saved: Addon, custom: Sequence[CustomConfig]) -> list[BiasConfig]:
+    described: list[Mapping[str, Any]] = saved.config["bias"]
+    expected = [values for values in described if values["kind"] == CustomConfig.kind]
+    passed = [config.to_dict() for config in custom]
+    if expected != passed:
+        raise ValueError(
+            f"the saved bias has the custom parts {expected or 'none'}, but custom= has {passed or 'none'}: pass the "
+            "same CustomConfig objects that were attached"
+        )
+    rest = iter(custom)
+    return [next(rest) if values["kind"] == CustomConfig.kind else config_from_dict(values) for values in described]
+
+
+def _check_sizes(saved: Addon, layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig]) -> None:
+    """Compare shapes before memory is taken for them: a file may ask for any width."""
+    for index, chosen in placed(layers, configs).items():
+        for place, config in enumerate(chosen):
+            if not config.is_ours() or isinstance(config, CustomConfig):  # whose code may compute with what it makes
+                continue
+            try:
+                with torch.device("meta"):
+                    state = config.module(layers[index].shape).state_dict(prefix=f"layers.{index}.kinds.{place}.")
+            except (RuntimeError, OverflowError) as error:  # of a size beyond 64 bits
+                raise ValueError(f"{saved.path} describes a bias of an impossible size: {config}") from error
+            for name, tensor in state.items():
+                written = tuple(saved.tensors[name].shape) if name in saved.tensors else "none"
+                if written != tuple(tensor.shape):
+                    raise ValueError(
+                        f"{saved.path} does not fit its config: {name} has shape {written}, expected "
+                        f"{tuple(tensor.shape)}"
+                    )
+
+
 def read(folder: str | os.PathLike[str]) -> Addon:
     """The saved bias of a folder, read without its model."""
     saved = read_addon(folder, "bias")
-    held = saved.config.get("bias")
-    if not isinstance(held, list) or not all(
-        isinstance(one, Mapping) and {"kind", "layers"} <= cast("Mapping[str, object]", one).keys()
-        for one in cast("list[object]", held)
+    described = saved.config.get("bias")
+    if not isinstance(described, list) or not all(
+        isinstance(values, Mapping) and {"kind", "layers"} <= cast("Mapping[str, object]", values).keys()
+        for values in cast("list[object]", described)
     ):
         raise ValueError(f"{saved.path} is damaged: its configs cannot be read")
     return saved
@@ -145,6 +139,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _identity(layers: Sequence[Layer]) -> dict[str, object]:
+def _identity(layers: Sequence[BiasedLayer]) -> dict[str, object]:
     sizes = {name: getattr(layers[0].shape, name) for name in _SIZES}
     return identity(layers[0].site.owner.config, [layer.site.module for layer in layers], CHILD, **sizes)

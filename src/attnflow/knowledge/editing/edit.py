@@ -32,9 +32,10 @@ from attnflow.knowledge.editing.edit_targets import (
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import split
 from attnflow.models.names import sample_text
 from attnflow.models.offload import refuse_offloaded
+from attnflow.models.subject import Loaded
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

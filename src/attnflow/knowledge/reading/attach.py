@@ -22,7 +22,8 @@ from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.entry import StoreStats, Vectors, matrix
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.loaded import split
+from attnflow.models.subject import Loaded
 
 
 def attach(

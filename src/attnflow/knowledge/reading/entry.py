@@ -23,8 +23,6 @@ from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
 from attnflow.knowledge.reading.results import Chance, EntryReport, Example, Near, Pushed, Removal
 from attnflow.models.evaluation import evaluating
 from attnflow.models.loaded import (
-    Loaded,
-    Text,
     accepts,
     model_inputs,
     model_name,
@@ -35,6 +33,7 @@ from attnflow.models.loaded import (
     token_texts,
 )
 from attnflow.models.offload import device_of, refuse_offloaded
+from attnflow.models.subject import Loaded, Text
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

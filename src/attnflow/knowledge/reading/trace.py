@@ -21,8 +21,9 @@ from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, d
 from attnflow.knowledge.reading.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, Text, model_inputs, model_name, sequence_texts, sparing, split, token_texts
+from attnflow.models.loaded import model_inputs, model_name, sequence_texts, sparing, split, token_texts
 from attnflow.models.offload import refuse_offloaded
+from attnflow.models.subject import Loaded, Text
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

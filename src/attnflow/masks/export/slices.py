@@ -14,7 +14,7 @@ from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.results import Result
 from attnflow.masks.batches import MaskGrid
-from attnflow.masks.export.bands import NotExpressible, end_to_end, sequences
+from attnflow.masks.export.varlen import NotExpressible, end_to_end, sequences
 from attnflow.masks.intervals import IntervalRows, ragged
 from attnflow.masks.mask import Mask
 
@@ -89,9 +89,9 @@ def flashmask(mask: Mask | MaskGrid) -> FlashMask:
     ([2, 2, 3], True)
     """
     rows = list(mask.padded()) if isinstance(mask, MaskGrid) else [sequences(mask, "flashmask")]
-    found = [[_forbidden(each) for each in row] for row in rows]
-    lower, upper = (np.array([[each[side] for each in row] for row in found]) for side in (0, 1))
-    causal = all(each[2] for row in found for each in row)
+    stretches = [[_forbidden(head) for head in row] for row in rows]
+    lower, upper = (np.array([[head[side] for head in row] for row in stretches]) for side in (0, 1))
+    causal = all(head[2] for row in stretches for head in row)
     whole = bool((lower[..., 1] == mask.num_queries).all())  # the lower stretches go on to the last query
     if causal:
         bounds = lower[..., :1] if whole else lower

@@ -19,8 +19,8 @@ from attnflow.masks.hf.forms import GridForms
 from attnflow.masks.hf.selfcheck import Check, check_stack
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.sites import Site, find_sites, mixers_beside, models_around, one_owner
+from attnflow.models.sites import Site, mixers_beside, models_around, one_owner
+from attnflow.models.subject import Loaded, Subject
 
 AnyMask = Mask | MaskGrid
 OtherMixers = Literal["error", "keep"]
@@ -143,13 +143,13 @@ def attach(
     >>> handle.backend, handle.active
     ('sdpa', False)
     """
-    model, _ = split(model)
+    model = Subject.of(model).model
     crop = boolean("crop", crop)
     options = ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)), ("other_mixers", other_mixers, get_args(OtherMixers))
     for name, value, choices in options:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    sites = find_sites(model)
+    sites = Subject(model).sites
     by_batch = isinstance(mask, str) and mask == "batch" and per_layer is None
     masks = {} if by_batch else _assign(sites, mask, per_layer, layers)
     if by_batch and layers is not None:
@@ -168,7 +168,7 @@ def attach(
     backend = base_implementation(owners[0].config) if backend is None else backend
     for owner in owners:
         check_implementation(owner, backend, origin, "mask of ours")
-    forms = {one: GridForms.of(one) for one in set(masks.values())}  # equal masks share theirs
+    forms = {grid: GridForms.of(grid) for grid in set(masks.values())}  # equal masks share theirs
     if backend != FLEX:
         devices = {parameter.device for site in masked for parameter in site.module.parameters()}
         for form in forms.values():
@@ -195,21 +195,21 @@ def _refuse_mixing(
 
     It also raises if the stack calls none of its attention modules. Returns why a run could not check it, else "".
     """
-    found = ", ".join(beside[:4]) + (f" and {len(beside) - 4} more" if len(beside) > 4 else "")
+    mixers = ", ".join(beside[:4]) + (f" and {len(beside) - 4} more" if len(beside) > 4 else "")
     check = Check() if beside and not keep else check_stack(model, owner, sites)
     if not check.used:
         raise UnsupportedArchitecture(
             f"{type(owner).__name__} calls none of its attention modules when it runs: a mask on them would do nothing"
         )
     if check.moved:
-        found = (
+        mixers = (
             "while every position attends to itself alone, another input at one position moves "
             f"{len(check.moved)} others (af.audit.check names the module)"
         )
-    if found and not keep:
+    if mixers and not keep:
         raise UnsupportedArchitecture(
             f"{type(model).__name__} moves information between positions beside its attention, where no mask rules: "
-            f"{found}; pass other_mixers='keep' to mask its attention alone"
+            f"{mixers}; pass other_mixers='keep' to mask its attention alone"
         )
     return check.unchecked
 
@@ -229,7 +229,7 @@ def _assign(
     for site in sites:
         by_part.setdefault("cross" if site.kind == "cross" else site.part, []).append(site)
     masks: dict[nn.Module, AnyMask] = {}
-    for part, one in _by_part(sites, value).items():
+    for part, chosen in _by_part(sites, value).items():
         here = by_part.get(part, [])
         if not here:
             raise UnsupportedArchitecture(f"the model has no {part or 'self'}-attention on the attention interface")
@@ -239,7 +239,7 @@ def _assign(
             if not numbers or len(set(numbers)) < len(numbers):
                 raise ValueError(f"layers must name at least one attention layer, each once, got {numbers}")
             here = [here[layer] for layer in numbers]
-        values = [one] * len(here) if per_layer is None else _one_each(one, here)
+        values = [chosen] * len(here) if per_layer is None else _by_layer(chosen, here)
         masks |= {site.module: _checked(value, part) for site, value in zip(here, values, strict=True)}
     return masks
 
@@ -263,7 +263,7 @@ def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
     return parts
 
 
-def _one_each(values: object, sites: Sequence[Site]) -> list[object]:
+def _by_layer(values: object, sites: Sequence[Site]) -> list[object]:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"per_layer takes a list of masks, one for each attention layer, got {type(values).__name__}")
     masks = list(cast(Sequence[object], values))

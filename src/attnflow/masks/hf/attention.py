@@ -70,13 +70,12 @@ class Positions:
         return dense_form(rows[0] if len(rows) == 1 else torch.cat(rows), may_be_empty, implementation, dtype)
 
     def _sequence(self, number: int) -> Positions:
-        one = copy.copy(self)
-        part = slice(number, number + 1)
-        one._shape = 1, *self._shape[1:]
-        one.padding, one.left = (None if each is None else each[part] for each in (self.padding, self.left))
-        one._lefts = None if self._lefts is None else self._lefts[part]
-        one._ends = None if self._ends is None else self._ends[part]
-        return one
+        alone, part = copy.copy(self), slice(number, number + 1)
+        alone._shape = 1, *self._shape[1:]
+        for name in ("padding", "left", "_lefts", "_ends"):
+            whole = getattr(self, name)
+            setattr(alone, name, None if whole is None else whole[part])
+        return alone
 
     def _span(self, cross: bool) -> Span:
         _, queries, keys = self._shape
@@ -189,9 +188,9 @@ class Positions:
             fits = (~real | (key < mask.num_keys)).all()
             torch._assert_async(fits, "the sequence is longer than its mask")  # pyright: ignore[reportPrivateImportUsage]
         table = forms.dense(rows, columns, device)
-        seen, sees = real & (key >= 0) & (key < columns), (query >= 0) & (query < rows)
+        inside, below = real & (key >= 0) & (key < columns), (query >= 0) & (query < rows)
         query, key = query.clamp(0, rows - 1), key.clamp(0, columns - 1)
-        return (table[query[:, :, None], key[:, None, :]] & sees[:, :, None] & seen[:, None, :])[:, None]
+        return (table[query[:, :, None], key[:, None, :]] & below[:, :, None] & inside[:, None, :])[:, None]
 
 
 def _real_ends(padding: Tensor) -> tuple[int, ...]:
@@ -227,10 +226,10 @@ class MaskedAttention:
 
     def _check(self, call: AttentionCall) -> None:
         """Raises unless there is a mask for each sequence and head of the call."""
-        for own, size, what in zip(self.forms.shape, call.query.shape, ("sequences", "heads"), strict=False):
-            if own not in (1, size):
+        for masked, size, what in zip(self.forms.shape, call.query.shape, ("sequences", "heads"), strict=False):
+            if masked not in (1, size):
                 raise ValueError(
-                    f"{self.name} attends with {size} {what}, but its masks are for {own}: {self.forms.mask!r}"
+                    f"{self.name} attends with {size} {what}, but its masks are for {masked}: {self.forms.mask!r}"
                     + (" (a mask for each head of the queries, where keys have fewer)" if what == "heads" else "")
                 )
 

@@ -51,10 +51,7 @@ class MaskForms:
 
     @cached_property
     def pieces(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(query, first key, last key + 1) of disjoint intervals of the mask, unordered."""
-        pieces = self.mask.pieces()
-        if pieces is not None:
-            return pieces
+        """(query, first key, last key + 1) of the intervals of the mask."""
         rows = self.mask.intervals()
         return rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
 
@@ -116,8 +113,8 @@ class GridForms:
     def of(cls, mask: Mask | MaskGrid) -> GridForms:
         """The forms of a mask or grid; equal masks share theirs."""
         rows = ((mask,),) if isinstance(mask, Mask) else mask.masks
-        forms = {one: MaskForms(one) for row in rows for one in row}
-        return cls(mask, tuple(tuple(forms[one] for one in row) for row in rows))
+        forms = {head: MaskForms(head) for row in rows for head in row}
+        return cls(mask, tuple(tuple(forms[head] for head in row) for row in rows))
 
     def __reduce__(self) -> tuple[object, ...]:
         return GridForms, (self.mask, self.parts)
@@ -138,8 +135,8 @@ class GridForms:
         made = self._blocks.pop(key, None)  # other threads may make and drop the same
         if made is None:
             rows = tuple(tuple(form.placed(span) for form in row) for row in self.parts)
-            one = rows[0][0] if self.shape == (1, 1) else MaskGrid(rows, span.num_queries, span.num_keys)
-            made = one.block_mask(device=device)
+            placed = rows[0][0] if self.shape == (1, 1) else MaskGrid(rows, span.num_queries, span.num_keys)
+            made = placed.block_mask(device=device)
         self._blocks[key] = made
         while len(self._blocks) > _MAX_BLOCK_MASKS:
             self._blocks.popitem(last=False)
@@ -161,5 +158,5 @@ class GridForms:
         for row, real, shift in zip(forms, keys, left, strict=True):
             columns = IntervalRows.from_bool(real[None]).take(np.zeros(span.num_queries, np.int64))
             placed = (form.placed(span, 0 if key_only else shift, shift).intervals() for form in row)
-            rows.append(tuple(Mask(each.intersection(columns)) for each in placed))
+            rows.append(tuple(Mask(head.intersection(columns)) for head in placed))
         return MaskGrid(tuple(rows), span.num_queries, span.num_keys).block_mask(device=device)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnflow.models.interception import AttentionCall, Output, Proceed
-from attnflow.models.loaded import ordinary_tokens, takes
-from attnflow.models.offload import device_of, without_numbers
 from attnflow.models.sites import Site
+from attnflow.models.subject import Subject
 from attnflow.models.trial import DoesNotRun, read, trial
 
 _LENGTH: Final = 4
@@ -52,7 +51,7 @@ def check_stack(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site])
 
 
 def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
-    if without_numbers(owner):
+    if Subject(owner).without_numbers:
         return Check(unchecked="its weights are not loaded")
     text = owner.main_input_name == "input_ids"
     entry = None if text else _entry(model, owner, sites[0])
@@ -69,7 +68,7 @@ def _run(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Che
     try:
         with trial(model, dict.fromkeys(sites, alone), role="mask"):
             if entry is None:
-                token, other = ordinary_tokens(owner, 2)
+                token, other = Subject(owner).ordinary_tokens(2)
                 ids = [[token] * _LENGTH, [token] * _LENGTH]
                 ids[1][_CHANGED] = other
                 output = read(owner, ids, return_dict=True)
@@ -95,10 +94,10 @@ def _entry(model: nn.Module, owner: PreTrainedModel, site: Site) -> Callable[[],
     inside = around[next((i for i, part in enumerate(around) if part is owner), 0) :]
     width = getattr(owner.config, "hidden_size", None)
     for part, name in product(inside, _VECTORS):
-        if isinstance(width, int) and takes(part.forward, name):
+        if isinstance(width, int) and name in Subject(part).parameters:
             vectors = torch.randn(1, _LENGTH, width, generator=torch.Generator().manual_seed(0)).repeat(2, 1, 1)
             vectors[1, _CHANGED] *= -1
-            return partial(part, **{name: vectors.to(device_of(part), owner.dtype)})
+            return partial(part, **{name: vectors.to(Subject(part).device, owner.dtype)})
     return None
 
 

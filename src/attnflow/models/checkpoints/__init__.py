@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from torch import Tensor, nn
 
@@ -99,7 +99,6 @@ def _from_folder(folder: Folder, only: str | None = None) -> Weights:
 def _module_weights(model: nn.Module) -> Weights:
     """Open the parameters of a torch module; shared ones appear once."""
     config = config_of(model)
-    name = config.get("_name_or_path")
     parameters, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
@@ -111,7 +110,7 @@ def _module_weights(model: nn.Module) -> Weights:
         return as_float(parameter if rows is None else parameter[slice(*rows)])
 
     return Weights(
-        name if isinstance(name, str) and name else type(model).__name__,
+        str(config.get("_name_or_path") or type(model).__name__),
         config,
         {name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozenset(name for name, parameter in parameters.items() if not parameter.is_floating_point()),
@@ -122,8 +121,7 @@ def _module_weights(model: nn.Module) -> Weights:
 
 def config_of(model: nn.Module) -> Mapping[str, object]:
     """Return a model's config as in config.json; empty if it has none."""
-    config = getattr(model, "config", None)
-    as_dict = getattr(config, "to_dict", None)
-    if callable(as_dict):
-        return cast(Mapping[str, object], as_dict())
-    return cast(Mapping[str, object], config) if isinstance(config, Mapping) else {}
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
+    return config if isinstance(config, Mapping) else {}

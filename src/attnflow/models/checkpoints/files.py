@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ SAFETENSORS: Final = ".safetensors"
 GGUF: Final = ".gguf"
 _LARGEST_JSON: Final = 100_000_000
 _MOST_LAYERS: Final = 2048  # that are made without asking whether there are weights for them: a second or two
-
-
+_COUNT: Final = re.compile(r"(layer|depth|expert)(?!.*_size$)")  # a size is a width, as of a shared expert
+_NUMBERS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 MERGE: Final = "merge it with PEFT (merge_and_unload) and save the model that results"
 
 
@@ -65,8 +66,8 @@ def model_files(folder: Folder, suffix: str) -> list[str]:
     if (index := index_of(folder, suffix)) is not None:
         return sorted(set(shards(folder, index).values()))
     there = _files(folder, suffix)
-    if (usual := f"model{SAFETENSORS}") in there:
-        return [usual]
+    if f"model{SAFETENSORS}" in there:
+        return [f"model{SAFETENSORS}"]
     if len(there) > 1:
         raise BadCheckpoint(
             f"{folder.name} holds {len(there)} {suffix} files and no index ({', '.join(there[:3])}); pass one of them"
@@ -76,11 +77,10 @@ def model_files(folder: Folder, suffix: str) -> list[str]:
 
 def index_of(folder: Folder, suffix: str) -> str | None:
     """Return the file that says in which shard each tensor is; None if the model is one file."""
-    indices = [name for name in folder.sizes if name.endswith(f"{suffix}.index.json")]
-    preferred = f"model{suffix}.index.json"
-    if not indices or _files(folder, suffix) == [f"model{SAFETENSORS}"]:
+    if _files(folder, suffix) == [f"model{SAFETENSORS}"]:
         return None
-    return preferred if preferred in indices else indices[0]
+    indices = [name for name in folder.sizes if name.endswith(f"{suffix}.index.json")]
+    return max(indices, key=lambda name: name == f"model{suffix}.index.json", default=None)
 
 
 def _files(folder: Folder, suffix: str) -> list[str]:
@@ -112,10 +112,11 @@ def read_json(folder: Folder, file: str) -> Mapping[str, object]:
 
 def shards(folder: Folder, index: str) -> Mapping[str, str]:
     """Return the file of each tensor that an index names; all must exist."""
-    names = read_json(folder, index).get("weight_map")
-    if not isinstance(names, dict):
+    stated = read_json(folder, index).get("weight_map")
+    if not isinstance(stated, dict):
         raise BadCheckpoint(f"{folder.name}/{index} has no weight_map")
-    files = sorted({str(name) for name in cast(dict[str, object], names).values()})
+    names = {tensor: str(name) for tensor, name in cast(dict[str, object], stated).items()}
+    files = sorted(set(names.values()))
     outside = [name for name in files if "/" in name or "\\" in name or name in ("", ".", "..")]
     if outside:
         raise BadCheckpoint(f"{folder.name}/{index} names a file outside of its folder: {outside[0]!r:.80}")
@@ -124,7 +125,7 @@ def shards(folder: Folder, index: str) -> Mapping[str, str]:
         raise BadCheckpoint(
             f"{folder.name} lacks {len(missing)} of {len(files)} shards ({', '.join(missing[:3])}); download it again"
         )
-    return {tensor: str(name) for tensor, name in cast(dict[str, object], names).items()}
+    return names
 
 
 def check_sizes(name: str, config: Mapping[str, object], tensors: int) -> None:
@@ -138,9 +139,7 @@ def _sizes(config: Mapping[Any, object]) -> Iterator[tuple[str, int]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(cast(Mapping[Any, object], value))
-        elif isinstance(name, str) and any(word in name for word in ("layer", "depth", "expert")):
-            if name.endswith("_size"):  # a width, as of the shared expert of Nemotron-H
-                continue
+        elif isinstance(name, str) and _COUNT.search(name):
             if isinstance(value, int):
                 yield name, value
             elif isinstance(value, list | tuple):
@@ -161,25 +160,22 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300]
 
 
-_NUMBERS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-
-
 def safetensors_weights(folder: Folder, files: Sequence[str], config: Mapping[str, object]) -> Weights:
     """Open a model stored as safetensors; 8-bit floats are multiplied by their scales when read."""
     shapes: dict[str, tuple[int, ...]] = {}
     stored: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and its dtype
     for name in files:
-        with _opened(folder.path / name) as held:
-            for tensor in held.keys():  # noqa: SIM118
-                piece = held.get_slice(tensor)
+        with _opened(folder.path / name) as file:
+            for tensor in file.keys():  # noqa: SIM118
+                piece = file.get_slice(tensor)
                 shapes[tensor], stored[tensor] = tuple(piece.get_shape()), (folder.path / name, piece.get_dtype())
 
     def plain(tensor: str, rows: tuple[int, int] | None) -> Tensor:
         path, dtype = stored[tensor]
         if dtype not in _NUMBERS:
             raise BadCheckpoint(f"{path} holds {dtype} where numbers are expected")
-        with _opened(path) as held:  # anew: the pages of a map would stay in memory and count as this process's
-            value = held.get_tensor(tensor) if rows is None else held.get_slice(tensor)[slice(*rows)]
+        with _opened(path) as file:  # anew: the pages of a map would stay in memory and count as this process's
+            value = file.get_tensor(tensor) if rows is None else file.get_slice(tensor)[slice(*rows)]
             return as_float(value.clone())
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
@@ -197,8 +193,8 @@ def safetensors_weights(folder: Folder, files: Sequence[str], config: Mapping[st
 @contextmanager
 def _opened(path: Path) -> Generator[Any]:
     try:
-        with cast(Any, safe_open(path, "pt")) as held:
-            yield held
+        with cast(Any, safe_open(path, "pt")) as file:
+            yield file
     except SafetensorError as error:
         raise BadCheckpoint(f"{path} is not a safetensors file, or is truncated or damaged: {error}") from error
 
@@ -211,8 +207,10 @@ def _scaled(value: Tensor, scale: Tensor, config: Mapping[str, object]) -> Tenso
         raise BadCheckpoint(f"scales of shape {list(scale.shape)} for 8-bit weights of shape {list(value.shape)}")
     if scale.shape == (value.shape[0], 1):
         return value * scale
-    said = config.get("quantization_config")
-    blocks: Any = cast(Mapping[str, Any], said).get("weight_block_size") if isinstance(said, Mapping) else None
+    quantized = config.get("quantization_config")
+    blocks: Any = (
+        cast("Mapping[str, Any]", quantized).get("weight_block_size") if isinstance(quantized, Mapping) else None
+    )
     blocks = blocks or (128, 128)
     two = isinstance(blocks, list | tuple) and len(cast(Sequence[object], blocks)) == 2
     if not two or any(type(size) is not int or size <= 0 for size in blocks):

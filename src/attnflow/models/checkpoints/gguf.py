@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 _MOST_PARTS: Final = 10_000_000  # of a header; the largest vocabularies take a quarter of them
-# Converters for these reorder the rows of each head from halves to pairs, since llama.cpp rotates neighbours.
-_PERMUTED: Final = frozenset({"llama"})
+_PERMUTED: Final = "llama"  # its converter reorders the rows of each head: llama.cpp rotates neighbours
 _WORDS: Final = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
@@ -28,11 +27,7 @@ _WORDS: Final = {
 
 
 def gguf_weights(folder: Folder, files: Sequence[str], _: Mapping[str, object]) -> Weights:
-    """Open a model in a GGUF file, which brings its own config.
-
-    llama.cpp's converter reorders the rows within each query and key head of the llama architecture; we restore the
-    order (scores are the same either way).
-    """
+    """Open a model in a GGUF file, which brings its own config; rows that its converter reordered are put back."""
     try:
         from gguf import quants
     except ImportError as error:
@@ -50,13 +45,14 @@ def gguf_weights(folder: Folder, files: Sequence[str], _: Mapping[str, object]) 
         return None if field is None else field.contents()
 
     architecture = str(stated("general.architecture") or "")
-    named = {word: stated(f"{architecture}.{key}") for word, key in _WORDS.items()}
     config: dict[str, object] = {"model_type": "gguf", "architecture": architecture}
-    config |= {word: value for word, value in named.items() if value is not None}
+    for word, key in _WORDS.items():
+        if (value := stated(f"{architecture}.{key}")) is not None:
+            config[word] = value
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
         stored = tensors[tensor]
-        heads = _permuted_heads(tensor, shapes[tensor][0], config) if architecture in _PERMUTED else 0
+        heads = _permuted_heads(tensor, shapes[tensor][0], config) if architecture == _PERMUTED else 0
         data = stored.data if rows is None or heads else stored.data[slice(*rows)]
         try:
             plain = quants.dequantize(data, stored.tensor_type)

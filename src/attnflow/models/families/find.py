@@ -39,6 +39,7 @@ _TOWERS: Final = {
     "audio": re.compile(r"(?:^|\.)audio_(?:model|tower|encoder)(?:\.|$)"),
     "text": re.compile(r"(?:^|\.)(?:text|language)_(?:model|encoder|decoder)(?:\.|$)"),
 }
+_SIDES: Final = {"encoder": "encoder", "enc": "encoder", "decoder": "decoder", "dec": "decoder"}
 # Small networks between two towers, with settings of their own, are no layers of either; and recurrent layers, which
 # have queries and keys, too, are no attention.
 _OTHER: Final = re.compile(r"resampler|perceiver|connector|projector|pooler|adapter|linear_attn")
@@ -94,8 +95,7 @@ class Stem:
     @property
     def side(self) -> str:
         """Return "encoder" or "decoder" if the path says so, else an empty string."""
-        words = {"encoder": "encoder", "enc": "encoder", "decoder": "decoder", "dec": "decoder"}
-        return next((words[part] for part in self.path.split(".") if part in words), "")
+        return next((_SIDES[part] for part in self.path.split(".") if part in _SIDES), "")
 
 
 def inside(name: str, path: str) -> bool:
@@ -257,28 +257,23 @@ def ordered(pairs: Pairs, shapes: Shapes, config: Config) -> tuple[Place, ...]:
 
     `UnsupportedArchitecture` for unknown attention, shapes that do not fit the config, or no attention at all.
     """
-    known: list[tuple[Stem, Place]] = []
-    for stem, place in pairs:
-        if isinstance(place, UnsupportedArchitecture):
-            raise place
-        known.append((stem, place))
+    if unknown := next((place for _, place in pairs if isinstance(place, UnsupportedArchitecture)), None):
+        raise unknown
+    known = cast("list[tuple[Stem, Place]]", pairs)
     if not known:
         near = sorted(
             {re.sub(r"\d+", "*", name) for name in shapes if re.search(r"att|query|qkv", name, re.IGNORECASE)}
         )
-        seen = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
+        names = f"names with attention in them: {preview(near, 6)}" if near else "no name speaks of attention"
         if any(name.endswith((".qweight", ".quant_state", ".SCB")) for name in shapes):
-            seen = "its weights are quantised in a format that is not read; GGUF is"
+            names = "its weights are quantised in a format that is not read; GGUF is"
         raise UnsupportedArchitecture(
-            f"no queries and keys that are known (model type {config.get('model_type')!r}; {seen})"
+            f"no queries and keys that are known (model type {config.get('model_type')!r}; {names})"
         )
-    sides: dict[str, set[str]] = {}
-    for stem, _ in known:
-        sides.setdefault(stem.tower, set()).add(stem.side)
 
     def label(stem: Stem) -> str:
-        several = len(sides[stem.tower]) > 1
-        return " ".join(part for part in (stem.tower, stem.side if several else "") if part)
+        several = len({other.side for other, _ in known if other.tower == stem.tower}) > 1
+        return f"{stem.tower} {stem.side if several else ''}".strip()
 
     single = len({label(stem) for stem, _ in known}) == 1
     named = [(stem, replace(place, tower="" if single else label(stem))) for stem, place in known]
@@ -298,11 +293,10 @@ def lacking(places: Sequence[Place], shapes: Shapes, config: Config) -> str | No
     Layers may differ, as in hybrids, so that a module of attention counts only where tensors of it are left.
     """
     modules: dict[str, dict[str, set[str]]] = {}  # of each pattern of paths: its paths, with their tensors
+    lists: dict[str, set[int]] = {}
     for name in shapes:
         path, _, leaf = name.removesuffix(".weight").rpartition(".")
         modules.setdefault(re.sub(r"\b\d+\b", "*", path), {}).setdefault(path, set()).add(leaf)
-    lists: dict[str, set[int]] = {}
-    for name in shapes:
         for part in re.finditer(r"(?:^|\.)(\d+)(?=\.)", name):
             lists.setdefault(name[: part.start()], set()).add(int(part[1]))
     deepest: dict[int, tuple[int, str, list[int]]] = {}
@@ -314,12 +308,12 @@ def lacking(places: Sequence[Place], shapes: Shapes, config: Config) -> str | No
         if torn:
             return f"{torn[0]} has {preview(sorted(kin[torn[0]]), 3)} without the queries or keys beside them"
         numbers = list(re.finditer(r"(?:^|\.)(\d+)(?=\.|$)", place.name))
-        if len(numbers) == 1 and (held := lists.get(prefix := place.name[: numbers[0].start()])):
-            if gone := sorted(set(range(max(held))) - held):
-                return f"there is nothing of {prefix}.{gone[0]}, but of {prefix}.{max(held)}"
+        if len(numbers) == 1 and (there := lists.get(prefix := place.name[: numbers[0].start()])):
+            if gone := sorted(set(range(max(there))) - there):
+                return f"there is nothing of {prefix}.{gone[0]}, but of {prefix}.{max(there)}"
             part = _config_of(config, Stem(place.name, "", ""))
             depths = Stated(part, "").values(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 0)
-            deepest[id(part)] = max(deepest.get(id(part), (0, "", [])), (len(held), prefix, depths))
+            deepest[id(part)] = max(deepest.get(id(part), (0, "", [])), (len(there), prefix, depths))
     short = next(((n, path, depths) for n, path, depths in deepest.values() if depths and n < depths[0]), None)
     return None if short is None else f"{short[1]} has {short[0]} layers, and the config asks for {short[2][0]}"
 

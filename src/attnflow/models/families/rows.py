@@ -104,13 +104,14 @@ class Composed:
     def same(self, other: object) -> bool:
         if not isinstance(other, Composed) or len(self.pieces) != len(other.pieces):
             return False
-        pairs = zip(self.pieces, other.pieces, strict=True)
         return all(
-            a.rows.same(b.rows)
-            and torch.equal(a.place, b.place)
-            and (a.input is b.input if a.input is None else a.input.same(b.input))
-            for a, b in pairs
+            a.rows.same(b.rows) and torch.equal(a.place, b.place) and same_input(a.input, b.input)
+            for a, b in zip(self.pieces, other.pieces, strict=True)
         )
+
+
+def same_input(first: Composed | None, second: Composed | None) -> bool:
+    return second is None if first is None else first.same(second)
 
 
 def latent(
@@ -124,9 +125,9 @@ def latent(
     inner = torch.arange(rank, device="cpu")
     source = Composed(1, (Piece(Selected(down, 1, inner), inner, None, None),))
     places = torch.arange(heads * head_dim, device="cpu").view(heads, head_dim)
-    own = len(index) // heads
-    pieces = [Piece(Selected(up, head_dim, index), places[:, :own].flatten(), None, source)]
+    width = len(index) // heads
+    pieces = [Piece(Selected(up, head_dim, index), places[:, :width].flatten(), None, source)]
     if shared is not None:
         rows = Selected(down, head_dim, shared.repeat(heads))
-        pieces.append(Piece(rows, places[:, own:].flatten(), None, None))
+        pieces.append(Piece(rows, places[:, width:].flatten(), None, None))
     return Composed(head_dim, tuple(pieces))

@@ -164,8 +164,8 @@ class Stated:
 
     def __init__(self, config: Mapping[str, object], side: str) -> None:
         self._config = config
-        own = (f"{side}_attention_heads", f"num_{side}_attention_heads") if side else ()
-        self.query_words = (*own, *_QUERY)
+        sided = (f"{side}_attention_heads", f"num_{side}_attention_heads") if side else ()
+        self.query_words = (*sided, *_QUERY)
 
     def separate(self, name: str, stage: int, rows: int, key_rows: int, width: int | None = None) -> Heads:
         """Count the heads of separate projections with so many rows; `UnsupportedArchitecture` if they do not fit.
@@ -218,9 +218,9 @@ class Stated:
         return heads[0]
 
 
-def _disagrees(name: str, got: str, said: str) -> UnsupportedArchitecture:
+def _disagrees(name: str, got: str, stated: str) -> UnsupportedArchitecture:
     return UnsupportedArchitecture(
-        f"{name} has {got}, where the config says {said}: the layout of this model is not known, and a guess would "
+        f"{name} has {got}, where the config says {stated}: the layout of this model is not known, and a guess would "
         "give wrong scores"
     )
 

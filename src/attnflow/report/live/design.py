@@ -42,7 +42,7 @@ class Stroke(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
+class MaskLayer:
     """The mask of one layer, or of all: `spec` with `strokes` painted on it in order; `base` describes `spec`."""
 
     spec: Spec
@@ -51,7 +51,7 @@ class Layer:
     base: str = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, spec: object, strokes: Iterable[Stroke] = (), where: str = "mask") -> Layer:
+    def of(cls, spec: object, strokes: Iterable[Stroke] = (), where: str = "mask") -> MaskLayer:
         """Builds a layer from plain data; raises ValueError unless it is a square mask of allowed length."""
         mask = mask_from_dict(spec, where)
         if mask.num_queries != mask.num_keys:
@@ -60,7 +60,7 @@ class Layer:
             raise ValueError(f"{where}: expected 1 to {MAX_POSITIONS:,} positions, got {mask.num_queries:,}")
         return cls(dict(cast(Spec, spec)), (), mask, repr(mask)).painted(strokes)
 
-    def painted(self, strokes: Iterable[Stroke]) -> Layer:
+    def painted(self, strokes: Iterable[Stroke]) -> MaskLayer:
         """Allows or forbids these rectangles on top of the mask. Cost: O(intervals)."""
         added = tuple(strokes)
         if len(self.strokes) + len(added) > _MAX_STROKES:
@@ -93,10 +93,10 @@ class Layer:
         return {"mask": dict(self.spec), **({"strokes": strokes} if strokes else {})}
 
     @classmethod
-    def from_dict(cls, values: object, where: str) -> Layer:
+    def from_dict(cls, values: object, where: str) -> MaskLayer:
         content = as_object(values, where)
         only_keys(content, where, ("mask",), ("strokes",))
-        plain = Layer.of(content["mask"], where=f"{where}.mask")
+        plain = MaskLayer.of(content["mask"], where=f"{where}.mask")
         strokes = as_list(content.get("strokes", []), f"{where}.strokes")
         return plain.painted(
             stroke_of(each, plain.mask.num_queries, f"{where}.strokes[{i}]") for i, each in enumerate(strokes)
@@ -111,7 +111,7 @@ class Design:
     `tokens` has texts for the first positions.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[MaskLayer, ...]
     stacked: bool = False
     tokens: tuple[str, ...] = ()
     sources: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
@@ -151,7 +151,6 @@ class Design:
 
     @property
     def texts(self) -> list[str] | None:
-        """Returns a text for each position, or None without tokens."""
         return [*self.tokens, *[""] * (self.size - len(self.tokens))] if self.tokens else None
 
     @property
@@ -160,8 +159,7 @@ class Design:
         kinds = [kind for kind in ("next", "own") if len(self.labels) == self.size - (kind == "next")]
         return next((kind for kind in kinds if labels_of(kind, self.size) == self.labels), None)
 
-    def with_layer(self, number: int, layer: Layer) -> tuple[Design, list[str]]:
-        """Replaces a layer's mask; returns the design and notices of what no longer fits."""
+    def with_layer(self, number: int, layer: MaskLayer) -> tuple[Design, list[str]]:
         if layer.mask.num_queries == self.size:
             layers = tuple(layer if i == number else each for i, each in enumerate(self.layers))
             return replace(self, layers=layers), []
@@ -200,7 +198,7 @@ class Design:
         stacked = content.get("stacked", False)
         if not 1 <= len(specs) <= (MAX_LAYERS if stacked is True else 1):
             raise ValueError(f"{where}.layers: expected one, or of a stack 1 to {MAX_LAYERS}, got {len(specs)}")
-        layers = tuple(Layer.from_dict(spec, f"{where}.layers[{i}]") for i, spec in enumerate(specs))
+        layers = tuple(MaskLayer.from_dict(spec, f"{where}.layers[{i}]") for i, spec in enumerate(specs))
         size = layers[0].mask.num_queries
         if any(layer.mask.num_queries != size for layer in layers):
             raise ValueError(f"{where}.layers: expected masks of one size, got {[x.mask.num_queries for x in layers]}")
@@ -214,7 +212,6 @@ class Design:
 
     @classmethod
     def of_task(cls, task: Task) -> Design:
-        """Converts a task and its data-token labels; raises ValueError if it is too large for a design."""
         if task.size > MAX_POSITIONS or len(task.masks) > MAX_LAYERS:
             raise ValueError(
                 f"expected at most {MAX_POSITIONS:,} positions and {MAX_LAYERS} layers, got {task.size:,} and "

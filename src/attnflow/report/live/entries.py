@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy.typing as npt
+from torch import Tensor
 
 from attnflow._core.markup import token_label
 from attnflow.models import sample_text
 from attnflow.report.audit import LISTED
 from attnflow.report.knowledge import entry_name
-from attnflow.report.live.numbers import number, numbers
 from attnflow.report.live.operations import Reply
 
 if TYPE_CHECKING:
@@ -86,7 +89,6 @@ def fires(found: EntryReport) -> Reply:
 
 
 def removed(found: Removal) -> Reply:
-    """Describes what the model says next with an entry and without it."""
     return {
         "entry": found.entry,
         "position": found.position,
@@ -122,3 +124,15 @@ def _weights(found: EntryReport, trace: Trace) -> list[float | None]:
     one = trace.layer(found.layer)
     mine = (one.ids == found.entry) & (one.heads == found.head)
     return [number(weight) for weight in (one.weights * mine).sum(dim=1).tolist()]
+
+
+def table(values: Tensor | npt.NDArray[Any]) -> list[list[float | None]]:
+    return [[number(value) for value in row] for row in values.tolist()]
+
+
+def numbers(**values: float | None) -> dict[str, float | None]:
+    return {name: number(value) for name, value in values.items()}
+
+
+def number(value: float | None) -> float | None:
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

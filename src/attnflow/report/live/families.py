@@ -11,7 +11,7 @@ from attnflow._core.parameters import Named, find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text
 from attnflow.masks.build import from_edges
 from attnflow.report.hasse_svg import diagram
-from attnflow.report.live.design import Design, Layer
+from attnflow.report.live.design import Design, MaskLayer
 from attnflow.report.live.operations import Message, Reply, typed
 from attnflow.report.live.tiles import tile
 from attnflow.tasks.derivation import derive, named_families, with_mask
@@ -116,7 +116,7 @@ def _design(task: Task, cells: Sequence[Mapping[str, Any]]) -> Design:
     labels = [(each.position, each.data_index) for each in task.labels if each.data_index is not None]
     inside = tuple(dict.fromkeys(pair for pair in labels if pair[1] < task.size))
     tokens = tuple(str(cell["short"]) for cell in cells)
-    return Design((Layer.of(task.mask.to_dict()),), tokens=tokens, sources=sources, labels=inside)
+    return Design((MaskLayer.of(task.mask.to_dict()),), tokens=tokens, sources=sources, labels=inside)
 
 
 def _words(text: str) -> list[str]:
@@ -164,7 +164,6 @@ def _pairs(values: object, size: int) -> list[tuple[int, int]]:
 
 
 def _cell(token: Token, words: Sequence[str]) -> dict[str, Any]:
-    """Describes an input: its position id, and what it is made of."""
     made = sorted(token.provenance)
     named = [words[index] for index in made]
     kind = "data" if made == [token.position] else "mean" if made else "mask"
@@ -195,7 +194,6 @@ def _merged_cells(merged: MergedTask, words: Sequence[str]) -> list[dict[str, An
 
 
 def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -> list[Reply]:
-    """Describes each subtask: its cells with their merged nodes and positions, its labels and its mask."""
     rows: list[Reply] = []
     for number, task in enumerate(tasks):
         at = merged.positions[number]
@@ -207,7 +205,6 @@ def _subtasks(tasks: Iterable[Task], merged: MergedTask, words: Sequence[str]) -
 
 
 def _nodes(task: Task, merged: MergedTask, report: LeakReport) -> list[Reply]:
-    """Describes each merged node: its positions, origins, what it reads and predicts, and its leaks."""
     members: list[list[list[int]]] = [[] for _ in range(merged.num_nodes)]
     for number, places in enumerate(merged.positions):
         for position, node in enumerate(merged.node[places].tolist()):

@@ -9,28 +9,29 @@ from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
-from torch import nn
 
 from attnflow import audit, bias, geometry, knowledge
-from attnflow._core.errors import AttnflowError, UnsupportedArchitecture
-from attnflow._core.markup import token_label
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.markup import percent, token_label
 from attnflow._core.plain import as_integer, as_text
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.published import Summary
 from attnflow.geometry.table import IGNORED, GeometryScores
 from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.reading.entry import removal
 from attnflow.knowledge.reading.provenance import Trace
 from attnflow.models import load_model
-from attnflow.models.attention import attention_layers
-from attnflow.models.loaded import Loaded, text_inputs, token_texts
+from attnflow.models.recording import ComponentName
+from attnflow.models.subject import Loaded, Subject
+from attnflow.report.attribution import Array, key_name, query_name, remark, row_of
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
 from attnflow.report.geometry import SCORES, chance_bands, head_grid, reading_words, rows_of
 from attnflow.report.knowledge import ABLATED, active_shares, written
-from attnflow.report.live import entries, why
-from attnflow.report.live.numbers import number, numbers, table
+from attnflow.report.live import entries
+from attnflow.report.live.entries import number, numbers, table
 from attnflow.report.live.operations import Message, Reply
 from attnflow.report.live.session import answered
 
@@ -38,6 +39,7 @@ MAX_CHARACTERS: Final = 4000
 MAX_TOKENS: Final = 64
 _SAMPLE: Final = 160  # characters of the text to begin with
 _IDS: Final = "5 6 7 8 9 10 11 12"  # in its place for a model without a tokenizer
+_TERMS: Final = 12  # of a score, listed
 _RESULTS: Final = 4  # that are kept, so that another layer or token of them is shown at once
 
 
@@ -64,7 +66,7 @@ class ModelSession:
         self._map = lru_cache(_RESULTS)(bias.capture)
         self._trace = lru_cache(_RESULTS)(knowledge.trace)
         self._report = lru_cache(_RESULTS)(knowledge.entry)
-        self._attribute = lru_cache(_RESULTS)(geometry.attribute)
+        self._reading = lru_cache(1)(geometry.reading)  # its pass is large
         self._with_entries: Loaded | None = None  # the model, converted once
         self._questions: Mapping[str, Callable[[Loaded, Message, Progress], Reply]] = {
             "model": self._about,
@@ -79,7 +81,6 @@ class ModelSession:
         }
 
     def handle(self, message: Message, progress: Progress) -> Reply:
-        """Replies to one message, with its `id`, and reports progress; errors become replies."""
         return answered(message, lambda: self._answer(message, progress))
 
     def _answer(self, message: Message, progress: Progress) -> Reply:
@@ -96,7 +97,6 @@ class ModelSession:
             "model": self._name,
             "kind": type(model).__name__,
             "parameters": sum(each.numel() for each in model.parameters()),
-            "attention": _attention(model),
             "layers": getattr(model.config, "num_hidden_layers", None),
             "heads": getattr(model.config, "num_attention_heads", None),
             "key_heads": getattr(model.config, "num_key_value_heads", None),
@@ -110,7 +110,7 @@ class ModelSession:
 
     def _audited(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
         ids = _ids(loaded, message)
-        report = audit.check(loaded, text_inputs(loaded, ids), progress=progress)
+        report = audit.check(loaded, Subject.of(loaded).sample(ids), progress=progress)
         return {
             "verdict": report.verdict,
             "total": len(report.violations),
@@ -123,7 +123,7 @@ class ModelSession:
                 for stack, names, rows in strips_of(report.modules)
             ],
             "watched": len(report.modules),
-            "tokens": [token_label(text) for text in token_texts(ids, loaded.tokenizer)],
+            "tokens": [token_label(text) for text in Subject.of(loaded).texts(ids)],
             "facts": effort(report),
             "notes": report.notes,
         }
@@ -184,7 +184,6 @@ class ModelSession:
         return entries.fires(knowledge.entry(model, one, texts=texts, progress=progress, **place))
 
     def _without(self, loaded: Loaded, message: Message, progress: Progress) -> Reply:
-        """Returns the next token after a position, with an entry and without it."""
         model, one, place = self._place(loaded, message, progress)
         position = as_integer(message.get("position", -1), "position")
         return entries.removed(removal(model, one, _ids(loaded, message), position=position, **place))
@@ -194,8 +193,8 @@ class ModelSession:
         query, key = (_optional(message, name) for name in ("query", "key"))
         ids = _ids(loaded, message)
         progress(0, 0, "a forward pass, and the components of the residual stream")
-        found = self._attribute(loaded, ids, layer, query=-1 if query is None else query)
-        return why.explained(found, head, key, token_texts(ids, loaded.tokenizer))
+        found = self._reading(loaded, ids).explain(layer, query=-1 if query is None else query)
+        return explained(found, head, key, Subject.of(loaded).texts(ids))
 
     def _opened(self, loaded: Loaded, progress: Progress) -> Loaded:
         if self._with_entries is None:
@@ -224,7 +223,6 @@ def _optional(message: Message, name: str) -> int | None:
 
 
 def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
-    """Loads the model, without a tokenizer if it has none, and attaches its bias."""
     progress(0, 0, f"reading {name}")
     try:
         loaded = load_model(name)
@@ -238,19 +236,6 @@ def _load(name: str, folder: str | None, progress: Progress) -> Loaded:
     return loaded
 
 
-def _attention(model: nn.Module) -> Reply | None:
-    """Counts the layers and heads of a model's self-attention; None unless its layers are alike."""
-    try:
-        layers = attention_layers(model)
-    except (AttnflowError, ValueError):  # which the view of geometry explains
-        return None
-    shapes = {(each.tower, each.kind, each.num_heads, each.head_dim) for each in layers}
-    if len(shapes) != 1:
-        return None
-    [(_, _, heads, head_dim)] = shapes
-    return {"num_layers": len(layers), "num_heads": heads, "head_dim": head_dim}
-
-
 def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:
     text = as_text(message.get("text"), "text")
     if len(text) > MAX_CHARACTERS:
@@ -259,7 +244,7 @@ def _ids(loaded: Loaded, message: Message) -> tuple[int, ...]:
     if loaded.tokenizer is None and not all(word.isdecimal() and len(word) < 10 for word in words):
         raise ValueError("this model has no tokenizer: type token ids, such as 5 6 7")
     read = text if loaded.tokenizer is not None else [int(word) for word in words]
-    return tuple(text_inputs(loaded, read, MAX_TOKENS)["input_ids"][0].tolist())
+    return tuple(Subject.of(loaded).sample(read, MAX_TOKENS)["input_ids"][0].tolist())
 
 
 def _geometry(scores: GeometryScores) -> Reply:
@@ -284,4 +269,83 @@ def _stack(scores: GeometryScores, summary: Summary, per_head: Summary | None) -
         "chance": chance_bands(width, scores.mode) if width else None,
         "width": width,
         "heads": {name: table(head_grid(rows_of(scores, per_head), name)) for name in SCORES if per_head},
+    }
+
+
+def explained(found: ScoreAttribution, head: int, key: int | None, texts: list[str]) -> Reply:
+    """Describes the score of one head, query and key.
+
+    Args:
+        found: the attribution of all heads of a layer, for one query.
+        head: a head of them.
+        key: the position of a key; None for the one with the largest weight.
+        texts: the text of each token of the sequence.
+
+    Raises:
+        ValueError: there is no such head, or the query has no score for this key.
+    """
+    if head not in found.heads:
+        raise ValueError(f"layer {found.layer} has heads 0 to {max(found.heads)}, got head {head}")
+    if key is not None and key not in found.keys:
+        raise ValueError(f"the query at position {found.query} has keys {found.keys[0]} to {found.keys[-1]}, got {key}")
+    raw, centred = (row_of(found, head, key, raw) for raw in (True, False))
+    at = centred.index
+    above = float(centred.totals[at])
+    share = percent(float(centred.weights[at]))
+    return {
+        "tokens": [token_label(text) for text in texts],
+        "layer": found.layer,
+        "heads": list(found.heads),
+        "head": head,
+        "query": found.query,
+        "keys": list(found.keys),
+        "key": found.keys[at],
+        "weights": table(found.weights),
+        "sides": [_brief(name) for name in found.components],
+        "columns": [_brief(name) for name in found.key_components],
+        "table": table(centred.terms[at]),
+        **_terms(found, raw.terms[at], centred.terms[at]),
+        "constants": [
+            {"name": name, **numbers(raw=float(raw.constants[name][at]), centred=float(each[at]))}
+            for name, each in centred.constants.items()
+            if raw.constants[name].any()
+        ],
+        "sum": numbers(raw=float(raw.scores[at]), centred=above),
+        "verdict": f"In head {head} of layer {found.layer}, {query_name(found)} gives {share} of its attention to "
+        f"{key_name(found, at)}: the score is {abs(above):.3g} {'above' if above >= 0 else 'below'} the mean of the "
+        "row.",
+        "remark": remark(found, centred),
+        "check": f"The sum differs from the score in the model’s own attention by {found.error:.1g} of the row’s "
+        "range. A centred term is the term less its mean over the row, weighted by attention, because softmax ignores "
+        "what all keys of a row share.",
+    }
+
+
+def _brief(name: ComponentName) -> str:
+    """ "11 ffn" for layer 11 feed-forward: the side of a map has little room."""
+    kind = "" if name.layer is None else name.kind.replace("feed-forward", "ffn").replace("attention", "attn")
+    return f"{name.place.removeprefix('layer ')} {kind}".strip()
+
+
+def _terms(found: ScoreAttribution, raw: Array, centred: Array) -> Reply:
+    sizes = np.abs(centred if centred.any() else raw)  # of a query with one key all centred terms are zero
+    order: list[int] = np.argsort(-sizes, axis=None, kind="stable")[:_TERMS].tolist()
+    places = [divmod(each, centred.shape[1]) for each in order]
+    kept = {
+        name: sum(float(values[place]) for place in places) for name, values in (("raw", raw), ("centred", centred))
+    }
+    return {
+        "terms": [
+            {
+                "query": str(found.components[one]),
+                "key": str(found.key_components[other]),
+                **numbers(raw=float(raw[one, other]), centred=float(centred[one, other])),
+            }
+            for one, other in places
+        ],
+        "rest": {
+            "count": centred.size - len(places),
+            "raw": number(float(raw.sum()) - kept["raw"]),
+            "centred": number(float(centred.sum()) - kept["centred"]),
+        },
     }

@@ -8,16 +8,15 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Final, cast
 
-from attnflow._core.checks import integer
 from attnflow._core.markup import plural
-from attnflow._core.parameters import EXAMPLES, find
+from attnflow._core.parameters import find
 from attnflow._core.plain import as_integer, as_list, as_object, as_text, parse_json
-from attnflow.masks.spec import named_masks
+from attnflow.masks.registry import named_masks
 from attnflow.report.hasse_svg import MAX_POINTED, diagram, runs, runs_of
 from attnflow.report.live.design import (
     MAX_LAYERS,
     Design,
-    Layer,
+    MaskLayer,
     Spec,
     Stroke,
     labels_of,
@@ -47,7 +46,6 @@ out = attend(query, key, value, block_mask=block_mask)  # [batch, heads, {size},
 
 
 def chosen(message: Message, size: int) -> Spec:
-    """Reads the catalogue mask that a message names; an empty `n` becomes `size`, others keep their default."""
     name = _text(message, "name")
     entry = find(name, named_masks(), "mask")
     settings = as_object(message.get("settings", {}), "settings")
@@ -66,7 +64,7 @@ def preview(design: Design, message: Message) -> Reply:
     over the message's "tile" window beside the layer's mask if both have as many positions, otherwise all of it.
     """
     here, size = design.layers[layer_of(design, message)].mask, design.size
-    layer = Layer.of(chosen(message, size)) if "settings" in message else _begun(_text(message, "name"), size)
+    layer = MaskLayer.of(chosen(message, size)) if "settings" in message else _begun(_text(message, "name"), size)
     settings = typed(cast("Mapping[str, object]", layer.spec["parameters"]))
     mask, n = layer.mask, layer.mask.num_queries
     reply: Reply = {"name": layer.spec["name"], "settings": settings, "title": layer.title, "size": n}
@@ -85,8 +83,8 @@ def typed(values: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _begun(name: str, size: int) -> Layer:
-    find(name, named_masks(), "mask")
+def _begun(name: str, size: int) -> MaskLayer:
+    typed = find(name, named_masks(), "mask").example
     block, large = (max(d for d in range(1, most + 1) if size % d == 0) for most in (4, max(2, size // 16)))
     fitting: Mapping[str, Mapping[str, str]] = {
         "big_bird": {"block": str(large)},
@@ -96,35 +94,35 @@ def _begun(name: str, size: int) -> Layer:
         "prefix_lm": {"prefix": str(min(6, size))},
         "tree": {"parents": ",".join(str((i - 1) // 2) for i in range(min(size, 64)))},
     }
-    example = {key: text for key, text in EXAMPLES[name].items() if key != "n"}
+    example = {key: text for key, text in typed.items() if key != "n"}
     try:
-        return Layer.of(chosen({"name": name, "settings": {**example, **fitting.get(name, {})}}, size))
+        return MaskLayer.of(chosen({"name": name, "settings": {**example, **fitting.get(name, {})}}, size))
     except ValueError:  # a butterfly of so many tokens, for one, has more positions than a design
-        return Layer.of(chosen({"name": name, "settings": EXAMPLES[name]}, size))
+        return MaskLayer.of(chosen({"name": name, "settings": typed}, size))
 
 
 def pick(design: Design, message: Message) -> Outcome:
-    return design.with_layer(layer_of(design, message), Layer.of(chosen(message, design.size)))
+    return design.with_layer(layer_of(design, message), MaskLayer.of(chosen(message, design.size)))
 
 
 def combine(design: Design, message: Message) -> Outcome:
     number, sign = layer_of(design, message), _text(message, "sign")
     if sign not in ("and", "or"):
         raise ValueError(f"sign must be and or or, got {sign!r}")
-    here, other = design.layers[number], Layer.of(chosen(message, design.size))
+    here, other = design.layers[number], MaskLayer.of(chosen(message, design.size))
     if other.mask.num_queries != design.size:
         raise ValueError(
             f"masks that are combined have as many positions: expected {design.size}, got {other.mask.num_queries}"
         )
     base = here.baked()
     parts = cast("list[object]", base[sign]) if sign in base else [base]
-    return design.with_layer(number, Layer.of({sign: [*parts, other.spec]}))
+    return design.with_layer(number, MaskLayer.of({sign: [*parts, other.spec]}))
 
 
 def invert(design: Design, message: Message) -> Outcome:
     number = layer_of(design, message)
     base = design.layers[number].baked()
-    return design.with_layer(number, Layer.of(base.get("not", {"not": base})))
+    return design.with_layer(number, MaskLayer.of(base.get("not", {"not": base})))
 
 
 def paint(design: Design, message: Message) -> Outcome:
@@ -137,7 +135,6 @@ def paint(design: Design, message: Message) -> Outcome:
 
 
 def stack(design: Design, message: Message) -> Outcome:
-    """Copies a layer's mask as a further layer after it; a single mask becomes a stack of two."""
     number = layer_of(design, message)
     if len(design.layers) >= MAX_LAYERS:
         raise ValueError(f"a stack has at most {MAX_LAYERS} layers")
@@ -146,7 +143,6 @@ def stack(design: Design, message: Message) -> Outcome:
 
 
 def unstack(design: Design, message: Message) -> Outcome:
-    """Removes a layer; the last one left is the mask of all layers."""
     number = layer_of(design, message)
     if len(design.layers) == 1:
         raise ValueError("the only mask of a design cannot be removed")
@@ -155,19 +151,16 @@ def unstack(design: Design, message: Message) -> Outcome:
 
 
 def label(design: Design, message: Message) -> Outcome:
-    """Adds or removes a label: a data token that a position must predict."""
     pair = (_position(design, message, "position"), _position(design, message, "token"))
     rest = tuple(each for each in design.labels if each != pair)
     return replace(design, labels=rest if len(rest) < len(design.labels) else (*rest, pair)), []
 
 
 def labels(design: Design, message: Message) -> Outcome:
-    """Labels all positions at once: with the "next" token, their "own", or "none"."""
     return replace(design, labels=labels_of(_text(message, "kind"), design.size)), []
 
 
 def source(design: Design, message: Message) -> Outcome:
-    """Sets the data tokens that the input at a position is made of; [MASK] has none."""
     position = _position(design, message, "position")
     tokens = [as_integer(each, "tokens") for each in as_list(message.get("tokens"), "tokens")]
     sources = {i: made for i, made in design.sources.items() if i != position}
@@ -183,7 +176,6 @@ def tokens(design: Design, message: Message) -> Outcome:
 
 
 def load(_: Design, message: Message) -> Outcome:
-    """Replaces everything by the mask or task of a file."""
     text = _text(message, "text")
     return design_of(parse_json(text, "the file")), []
 
@@ -197,7 +189,7 @@ def design_of(values: Mapping[str, object], where: str = "the file") -> Design:
         return Design.from_dict(values, where)
     if "inputs" in values:
         return Design.of_task(Task.from_dict(values, where))
-    return Design((Layer.of(values.get("mask", values), where=where),))
+    return Design((MaskLayer.of(values.get("mask", values), where=where),))
 
 
 ACTIONS: Final[Mapping[str, Callable[[Design, Message], Outcome]]] = {
@@ -236,7 +228,6 @@ def catalogue() -> Reply:
 
 
 def flow(design: Design) -> Reply:
-    """Describes the order in numbers; `followed` is for how many layers a receptive field can be followed."""
     flow = design.flow
     return {
         "depth": flow.depth,
@@ -300,20 +291,9 @@ def witness(design: Design, message: Message) -> Reply:
     return {"number": number, "witness": leak.witness, "route": leak.route}
 
 
-def cost(design: Design, message: Message) -> Reply:
-    """Computes the cost of attention under a layer's mask: of that layer in a stack, otherwise of "num_layers"."""
-    layers, heads, head_dim = (
-        integer(name, as_integer(message.get(name, otherwise), name), 1)
-        for name, otherwise in (("num_layers", 1), ("num_heads", 1), ("head_dim", 64))
-    )
-    layers = 1 if design.stacked else layers
-    result = design.layers[layer_of(design, message)].mask.cost(num_heads=heads, head_dim=head_dim)
-    blocks = {**asdict(result.blocks), "total": result.blocks.total}
-    rows = [
-        {**asdict(each), "pairs": layers * heads * each.pairs, "flops": layers * each.flops} for each in result.backends
-    ]
-    counted = f"{plural(layers, 'layer')} with {plural(heads, 'head')} of {plural(head_dim, 'channel')}"
-    return {"blocks": blocks, "skipped": result.skipped, "backends": rows, "counted": counted}
+def blocks(design: Design, message: Message) -> Reply:
+    sparsity = design.layers[layer_of(design, message)].mask.block_sparsity()
+    return {**asdict(sparsity), "total": sparsity.total, "skipped": sparsity.skipped}
 
 
 def code(design: Design) -> dict[str, object]:
@@ -352,8 +332,8 @@ def _expression(spec: object) -> str:
         return f"~{_expression(values['not'])}"
     text = json.dumps(values)
     if len(text) <= _MAX_LITERAL:
-        return f"masks.Mask.from_json({text!r})"
-    return 'masks.Mask.from_json(open("mask.json").read())  # the file that the studio saves'
+        return f"masks.from_json({text!r})"
+    return 'masks.from_json(open("mask.json").read())  # the file that the studio saves'
 
 
 def _task(design: Design, subject: str) -> list[str]:
@@ -379,6 +359,6 @@ QUESTIONS: Final[Mapping[str, Callable[[Design, Message], Reply]]] = {
     "field": field,
     "leaks": lambda design, _: leaks(design),
     "witness": witness,
-    "cost": cost,
+    "blocks": blocks,
     "code": lambda design, _: code(design),
 }

@@ -8,7 +8,7 @@ from typing import Final
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.plain import as_integer
-from attnflow.report.live.design import Design, Layer
+from attnflow.report.live.design import Design, MaskLayer
 from attnflow.report.live.families import families, family
 from attnflow.report.live.operations import ACTIONS, QUESTIONS, Message, Reply, layer_of
 from attnflow.report.live.tiles import tile, window_of
@@ -26,7 +26,7 @@ class Session:
       operations of `attnflow.report.live.operations` change the design; the reply describes it. With a "tile" it also
       holds that window of the matrix.
     - `undo` and `redo` change it, too.
-    - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `cost`, `code`, `families`
+    - `state`, `catalogue`, `tile`, `flow`, `diagram`, `field`, `leaks`, `witness`, `blocks`, `code`, `families`
       and `family` are questions; one with an outdated "revision" is answered `"stale": true`.
 
     Errors become replies: `{"ok": false, "error": what was expected, what came}`.
@@ -109,13 +109,11 @@ class Session:
         return tile(self.design.layers[layer_of(self.design, window)].mask, None, *window_of(window))
 
     def _is_inside(self, window: Message) -> bool:
-        """Tells whether a window still exists after the layers or the mask changed."""
         layer, *first = (as_integer(window.get(name, 0), name) for name in ("layer", "first_query", "first_key"))
         return layer < len(self.design.layers) and max(first) < self.design.size
 
 
 def answered(message: Message, answer: Callable[[], Reply]) -> Reply:
-    """Returns the reply to a message, with its `id`; errors become replies."""
     identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
     try:
         return {**identity, "ok": True, **answer()}
@@ -132,7 +130,7 @@ def _first(sources: Mapping[int, tuple[int, ...]]) -> list[tuple[int, tuple[int,
     return list(islice(sources.items(), _LISTED))
 
 
-def _shown(layer: Layer) -> object:
+def _shown(layer: MaskLayer) -> object:
     """Returns the specification of an unpainted catalogue mask, so that a form can show its parameters."""
     return layer.spec if "name" in layer.spec and not layer.strokes else None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnflow.audit.packing import BOUNDARIES
-from attnflow.models.loaded import CACHES
+from attnflow.models.arguments import CACHES
 from attnflow.tasks.prefixes import Batch, Plan
 
 CACHE: Final = "a cache was in use or requested (pass use_cache=False)"

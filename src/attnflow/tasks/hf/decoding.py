@@ -18,9 +18,10 @@ from attnflow._core.checks import index_array, integer, number
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.results import Result
 from attnflow.masks.hf.selfcheck import check_stack
+from attnflow.models.arguments import CACHES
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import CACHES, Loaded, accepted, accepts, split
-from attnflow.models.sites import find_sites, mixers_beside
+from attnflow.models.sites import mixers_beside
+from attnflow.models.subject import Loaded, Subject
 from attnflow.tasks.embedding import additive, require_runnable
 from attnflow.tasks.families import mask_id
 
@@ -114,7 +115,7 @@ def generate_blocks(
     choice = _Choice(block, per_pass, threshold, temperature, seed)
     texts = _prompts("ids", ids)
     longest = max(map(len, texts))
-    run = _CachedPasses(split(model)[0], -(-(longest + most) // block) * block, "ids", texts, blank)
+    run = _CachedPasses(Subject.of(model).model, -(-(longest + most) // block) * block, "ids", texts, blank)
     ends = _end_tokens(run.model, eos_token)
     whole = [len(text) // block * block for text in texts]  # the clean tokens of each, all of its whole blocks
     slots = max(whole)
@@ -200,7 +201,7 @@ def infill(
     if not all(one or other for one, other in sides):
         raise ValueError("a gap needs tokens on at least one side, got none on either")
     positions = max(len(one) + len(other) for one, other in sides) + length
-    run = _CachedPasses(split(model)[0], positions, "left and right", [*before, *after], blank)
+    run = _CachedPasses(Subject.of(model).model, positions, "left and right", [*before, *after], blank)
     ids, places = _context(sides, length)
     gap = torch.tensor([len(one) for one in before])[:, None] + torch.arange(length)
     tokens, hidden = torch.full(gap.shape, blank), torch.ones(gap.shape, dtype=torch.bool)
@@ -253,8 +254,8 @@ class _CachedPasses:
         self.past = 0
         weight = next(self.model.get_input_embeddings().parameters())
         self._device, self._dtype = weight.device, weight.dtype
-        self._cache, self._argument = DynamicCache(), cast(str, accepted(self.model, *CACHES))
-        self._keeps = accepts(self.model, "logits_to_keep")
+        self._cache, self._argument = DynamicCache(), cast(str, Subject(self.model).accepted(*CACHES))
+        self._keeps = Subject(self.model).accepts("logits_to_keep")
         for what, rows in ((name, texts), ("mask_token", [[mask_token]])):
             wrong = next((token for row in rows for token in row if not 0 <= token < len(weight)), None)
             if wrong is not None:
@@ -333,8 +334,8 @@ def _decodable(model: nn.Module, positions: int) -> PreTrainedModel:
     """`model`, if cached passes give what its merged tasks do; refused otherwise, or for too many positions."""
     require_runnable(model)
     name = type(model).__name__
-    sites = find_sites(model)
-    if not isinstance(model, PreTrainedModel) or accepted(model, *CACHES) is None:
+    sites = Subject(model).sites
+    if not isinstance(model, PreTrainedModel) or Subject(model).accepted(*CACHES) is None:
         raise UnsupportedArchitecture(f"decoding needs a cache of keys and values, which {name} does not take")
     mixers = mixers_beside(model, sites)
     moved = next((site for site in sites if check_stack(model, site.owner, sites).moved), None)

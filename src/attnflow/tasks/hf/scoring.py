@@ -16,8 +16,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import Loaded, split
-from attnflow.models.offload import device_of
+from attnflow.models.subject import Loaded, Subject
 from attnflow.models.watching import Arguments, Call, Watch
 from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
@@ -101,17 +100,17 @@ def score(
     >>> print(scores)
     3 log-probabilities in 1 pass: 13 tokens -> 6
     """
-    inner, own = split(model)
+    subject = Subject.of(model, tokenizer)
+    inner = subject.model
     if isinstance(requests, MergedTask) or (len(requests) and isinstance(requests[0], Task)):
         return _family_scores(inner, requests if isinstance(requests, MergedTask) else merge(cast(Any, requests)))
-    tokenizer = own if tokenizer is None else tokenizer
     pairs: list[Request] = []
     for number, request in enumerate(cast("Sequence[Any]", requests)):
         if not isinstance(request, tuple | list) or len(request) != 2:
             raise TypeError(f"request {number} must be a pair (context, continuation), got {request!r}"[:200])
         context, continuation = request
         try:
-            pairs.append(_encoded(context, continuation, tokenizer))
+            pairs.append(_encoded(context, continuation, subject.tokenizer))
         except (ValueError, TypeError) as error:
             raise type(error)(f"request {number}: {error}") from error
     return Scorer(inner).score(pairs, integer("tokens_per_pass", tokens_per_pass, 1))
@@ -195,7 +194,7 @@ class Scorer:
 
     def _logits(self, chosen: Plan, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
         """The logits [slots, vocabulary] of these slots alone."""
-        device = device_of(self._backbone.module)
+        device = Subject(self._backbone.module).device
         index = torch.from_numpy(slots).to(device)
 
         def choose(call: Call) -> Arguments:

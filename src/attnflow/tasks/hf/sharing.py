@@ -32,10 +32,9 @@ from attnflow.models.interception import (
     check_implementation,
     in_force,
 )
-from attnflow.models.loaded import Loaded, accepts, ordinary_tokens, split, takes
 from attnflow.models.mask_request import MaskRequest
-from attnflow.models.offload import device_of
-from attnflow.models.sites import Site, find_sites
+from attnflow.models.sites import Site
+from attnflow.models.subject import Loaded, Subject
 from attnflow.models.trial import DoesNotRun, trial
 from attnflow.tasks.hf.shared_calls import Calls, SharingReport, rounding
 from attnflow.tasks.hf.trainers import shuffle_groups
@@ -125,7 +124,7 @@ def share_prefixes(model: nn.Module | Loaded | Trainer) -> SharedPrefixes:
     >>> handle.report.last_before, handle.report.last_after, bool(torch.allclose(stock, shared, atol=1e-5))
     (18, 10, True)
     """
-    inner = cast(nn.Module, model.model) if isinstance(model, Trainer) else split(model)[0]
+    inner = cast(nn.Module, model.model) if isinstance(model, Trainer) else Subject.of(model).model
     outer, backbone, calls, in_force = prepared(inner)
     if in_force:
         raise RuntimeError(f"{type(outer).__name__} shares prefixes already: use that handle, or remove it first")
@@ -164,8 +163,8 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
     parts = [getattr(owner.config, name, None) for name in ("rope_parameters", "rope_scaling")]
     long_positions = any(kind in str(part) for part in parts for kind in _GROWING)
     modules = [site.module for site in backbone.sites]
-    tables = [m for m in owner.modules() if isinstance(m, nn.Embedding) and takes(m.forward, "position_ids")]
-    hidden = None if accepts(owner, "position_ids") else tables
+    tables = [m for m in owner.modules() if isinstance(m, nn.Embedding) and "position_ids" in Subject(m).parameters]
+    hidden = None if Subject(owner).accepts("position_ids") else tables
     calls = Calls(backbone.windows(), backbone.cost(head), modules, long_positions, head is not None, hidden)
     return outer, backbone, calls, False
 
@@ -277,7 +276,7 @@ class Backbone:
     @classmethod
     def of(cls, model: nn.Module) -> Backbone:
         """The one stack of a model; refuses several stacks, and stacks without the attention interface."""
-        sites = find_sites(model)
+        sites = Subject(model).sites
         owners = list({id(site.owner): site.owner for site in sites}.values())
         both = model not in owners and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
         if len(owners) != 1 or both:
@@ -356,8 +355,8 @@ class Backbone:
 
     def probe(self) -> tuple[Tensor, Tensor]:
         """(ids, attention_mask) of rows with common prefixes and pads; no row starts with a pad, which may give NaN."""
-        tokens = ordinary_tokens(self.module, 2)
-        device = device_of(self.module)
+        subject = Subject(self.module)
+        tokens, device = subject.ordinary_tokens(2), subject.device
         a, b = tokens[0], tokens[-1]
         ids = [[a, a, b, b, a, a, b], [a, a, b, a, a, b, a], [a, a, b, a, b, a, a], [a, b, b, b, a, a, a]]
         real = [[1, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]

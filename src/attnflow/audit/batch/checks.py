@@ -6,10 +6,9 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from attnflow.audit.batch_labels import Findings, Labels, Mistake, moved, supervised
-from attnflow.audit.batch_reading import IGNORED, Family, Reading
+from attnflow.audit.batch.labels import Findings, LabelUse, Mistake, supervised
+from attnflow.audit.batch.reading import IGNORED, BatchReading, Family, beside_ends, moved
 from attnflow.audit.packing import DOCUMENT_ARGUMENTS
 
 _APART: Final = frozenset({"position_ids", *DOCUMENT_ARGUMENTS})  # by which models keep documents apart
@@ -18,21 +17,17 @@ _APART: Final = frozenset({"position_ids", *DOCUMENT_ARGUMENTS})  # by which mod
 class Checks(Findings):
     """The checks of a batch, most important first; `separate` says that documents were seen to stay apart, if known."""
 
-    def __init__(self, reading: Reading, family: Family, labels: Labels, separate: bool | None) -> None:
+    def __init__(self, reading: BatchReading, family: Family, labels: LabelUse, separate: bool | None) -> None:
         self.reading, self.family, self.labels, self.separate = reading, family, labels, separate
-        super().__init__(labels.mistakes, labels.checked, [*reading.unread, *labels.unchecked], labels.untested)
-        self.notes = labels.notes
+        super().__init__(labels.mistakes, labels.checked, labels.unchecked, labels.untested, labels.notes)
+        if reading.axes:
+            self.unchecked.insert(0, ("position_ids", f"they have {reading.axes} axes: all but where time goes back"))
         self._unread()
         self._documents()
         self._padding()
         self._answers()
         self._positions()
         self._vocabulary()
-
-    @property
-    def documents(self) -> int:
-        pairs = zip(self.reading.documents, self.reading.real, strict=True)
-        return sum(len(row[real].unique()) for row, real in pairs)
 
     def _unread(self) -> None:
         for name in self.reading.unknown:
@@ -83,30 +78,23 @@ class Checks(Findings):
             self._mixing(names)
 
     def _beside_ends(self, name: str) -> None:
-        """Find documents that begin one token before or after the place behind an end token."""
         reading = self.reading
         if reading.ids is None or not self.family.ends or reading.ids.shape[-1] > 1:
             return
-        ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real & ~reading.padding
-        begins, behind = reading.starts[name], moved(ends, -1, False)
-        early = begins & ends & ~behind & moved(reading.real & ~ends & ~begins, 1, False)
-        late = begins & ~behind & moved(ends, -2, False) & ~moved(begins, -1, False)
-        count = reading.real.cumsum(-1)
-        first, last = reading.real & (count == 1), reading.real & (count == count[:, -1:])
-        early &= ~(first & ends).any(-1, keepdim=True)  # else documents begin with that token
-        plain = (last & ends).any(-1, keepdim=True)  # else something follows it, as a newline does in ChatML
-        early, late = early & plain, late & plain
+        ends = reading.ended(self.family.ends) & ~reading.padding
+        begins = reading.starts[name]
+        early, late = beside_ends(begins, ends, reading.real)
         self.add("documents", early, f"{name} begins a document at an end token, one token too early")
-        checked = f"documents: {name} begins them behind end tokens" if (begins & behind).any() else None
+        right = (begins & moved(ends, -1, False)).any()
+        checked = f"documents: {name} begins them behind end tokens" if right else None
         self.add("documents", late, f"{name} begins a document one token late: the end token is two before it", checked)
 
     def _ends_inside(self) -> None:
         reading = self.reading
         if reading.ids is None or not self.family.ends or reading.single:
             return
-        ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real & ~reading.padding
-        text = reading.real & ~reading.padding & ~ends
-        inside = ends[:, :-1] & text[:, 1:]
+        ends = reading.ended(self.family.ends) & ~reading.padding
+        inside = ends[:, :-1] & (reading.real & ~reading.padding & ~ends)[:, 1:]
         if inside.any():
             row, column = inside.nonzero()[0].tolist()
             why = (
@@ -193,13 +181,9 @@ class Checks(Findings):
             self.checked.append("answers: the batch has labels")
         else:
             silent = torch.zeros_like(there)
-            for row in range(len(there)):
-                real, documents = reading.real[row], reading.documents[row]
-                number = int(documents.max()) + 1
-                has = torch.zeros(number, dtype=torch.int64).index_add_(0, documents, there[row].long())
-                size = torch.zeros(number, dtype=torch.int64).index_add_(0, documents, real.long())
-                for document in ((has == 0) & (size > 1)).nonzero().flatten().tolist():
-                    silent[row, int(((documents == document) & real).nonzero()[0])] = True
+            for row, inside in reading.parts():
+                first, numbers = int(inside.nonzero()[0]), reading.documents[row]
+                silent[row, first] = int(inside.sum()) > 1 and not there[row, numbers == numbers[first]].any()
             what = "document" if reading.starts else "sequence"
             message = f"a {what} without any label: was its answer cut off, or not recognised?"
             self.add("unsupervised", silent, message, f"answers: every {what} has labels")
@@ -216,29 +200,20 @@ class Checks(Findings):
             self.unchecked.append(("the token that ends an answer", "no configuration says which id that is"))
         elif reading.ids is not None and labels.shift == 1 and labels.offset == 0:
             before = F.pad((reading.labels != IGNORED)[:, :-1], (1, 0))
-            ends = torch.isin(reading.ids[..., 0], torch.tensor(self.family.ends)) & reading.real
+            ends = reading.ended(self.family.ends)
             silent = ends & before & follows & (reading.labels == IGNORED)
-            message = "an answer is supervised, but not the token that ends it: the model will not learn to stop"
-            unended = self._unended(ends)
-            message_of_none = "an answer has no end token: it was cut off, or the model will not learn to stop"
-            self.add("unsupervised", unended, message_of_none)
-            checked = (
-                None if unended.any() or not (ends & ~silent).any() else "answers: the token that ends one is trained"
-            )
-            self.add("unsupervised", silent, message, checked)
-
-    def _unended(self, ends: Tensor) -> Tensor:
-        reading = self.reading
-        assert reading.labels is not None
-        unended = torch.zeros_like(ends)
-        for row, labelled in enumerate((reading.labels != IGNORED) & reading.real):
-            for document in reading.documents[row].unique().tolist():
-                inside = (reading.documents[row] == document) & reading.real[row]
-                columns, answer = inside.nonzero()[:, 0], (labelled & inside).nonzero()[:, 0]
+            unended = torch.zeros_like(ends)
+            for row, inside in reading.parts():
+                columns, answer = inside.nonzero()[:, 0], ((reading.labels[row] != IGNORED) & inside).nonzero()[:, 0]
                 if not len(answer) or int((columns < answer[0]).sum()) < 2 or columns[-1] == len(inside) - 1:
                     continue  # a text without a prompt, or one that may be cut off by the end of the row
                 unended[row, answer[-1]] = not ends[row, answer[0] :][inside[answer[0] :]].any()
-        return unended
+            message = "an answer has no end token: it was cut off, or the model will not learn to stop"
+            self.add("unsupervised", unended, message)
+            message = "an answer is supervised, but not the token that ends it: the model will not learn to stop"
+            right = not unended.any() and (ends & ~silent).any()
+            checked = "answers: the token that ends one is trained" if right else None
+            self.add("unsupervised", silent, message, checked)
 
     def _positions(self) -> None:
         reading = self.reading

@@ -8,7 +8,7 @@ gradient's logarithm.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 NOTHING, UNKNOWN = -1, -2  # in place of a token: the position is not trained; its gradient is none of one token
 _NUMBERS: Final = 1 << 24  # that are worked on at once
+_ZERO: Final = dict.fromkeys(("weight", "smoothing", "penalty", "value"), 0.0)
+_UNTRAINED: Final = {"token": NOTHING, "certain": NOTHING, "temperature": 1.0, **_ZERO}  # in columns of `Targets`
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +31,10 @@ class Targets:
     temperature: Tensor  # float64: logits are divided by it
     value: Tensor  # float64: what the position adds to the loss, if the loss is a weighted sum
     certain: Tensor  # int64: the token that has all the probability, which would hide it as a target; else NOTHING
-    loss: float
-    rest: float  # of the loss, beyond what the positions add up to; NaN if some of them are unknown
     precision: float  # to which weights are known
-    source: str  # "logits" or "hidden states"
+    loss: float = torch.nan
+    rest: float = torch.nan  # of the loss, beyond what the positions add up to; NaN if some of them are unknown
+    shift: int | None = 0  # position i is trained on label i + shift of its batch; None if no shift fits
     calls: int = 1  # of the model, that have a part in the loss; only one was read
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])  # numbers that the model returned
     inputs: tuple[Tensor, ...] = ()  # integers that it was called with
@@ -43,10 +45,21 @@ class Targets:
         """Which positions are trained, bool [batch, positions]."""
         return self.token != NOTHING
 
+    def changed(self, change: Callable[[Tensor, float], Tensor]) -> Targets:
+        """All columns by `change`, which gets each with what fills it where nothing is trained."""
+        columns = {name: change(getattr(self, name), empty) for name, empty in _UNTRAINED.items()}
+        return replace(self, **cast(Any, columns))
+
+    def joined(self, other: Targets) -> Targets:
+        """What `other` trains where this one trains nothing."""
+        here = self.trained | (self.certain != NOTHING)
+        columns = {name: getattr(self, name).where(here, getattr(other, name)) for name in _UNTRAINED}
+        return replace(self, **cast(Any, columns), precision=max(self.precision, other.precision))
+
 
 def of_logits(logits: Tensor, gradient: Tensor) -> Targets:
     eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(logits.dtype).eps)
-    return _rowwise(logits, gradient, eps, lambda z, g: _fit(z, g, eps), "logits")
+    return _rowwise(logits, gradient, eps, lambda z, g: _fit(z, g, eps))
 
 
 def of_states(states: Tensor, gradient: Tensor, head: Tensor) -> Targets:
@@ -65,17 +78,10 @@ def of_states(states: Tensor, gradient: Tensor, head: Tensor) -> Targets:
         cosine = weight.square() / (alike * g.square().sum(-1)).clamp(min=1e-300)
         weight = weight / alike.clamp(min=1e-300)
         nll = logits.logsumexp(-1) - logits.gather(1, token[:, None])[:, 0]
-        zero = torch.zeros_like(weight)
-        return {
-            "token": torch.where(1 - cosine < max(1e-3, 8 * eps), token, UNKNOWN),
-            "weight": weight,
-            "smoothing": zero,
-            "penalty": zero,
-            "temperature": zero + 1,
-            "value": weight * nll,
-        }
+        token = torch.where(1 - cosine < max(1e-3, 8 * eps), token, UNKNOWN)
+        return {"token": token, "weight": weight, "value": weight * nll}
 
-    return _rowwise(states, gradient, eps, fit, "hidden states", table)
+    return _rowwise(states, gradient, eps, fit, table)
 
 
 def _rowwise(
@@ -83,38 +89,25 @@ def _rowwise(
     gradient: Tensor,
     eps: float,
     fit: Callable[[Tensor, Tensor], dict[str, Tensor]],
-    source: str,
     head: Tensor | None = None,
 ) -> Targets:
     """Fit the rows whose gradient is not zero, a few at a time."""
     shape, width = logits.shape[:-1], logits.shape[-1]
     z, g = logits.detach().reshape(-1, width), gradient.detach().reshape(-1, width)
-    trained = (g != 0).any(-1)
-    defaults = {"token": NOTHING, "weight": 0.0, "smoothing": 0.0, "penalty": 0.0, "temperature": 1.0, "value": 0.0}
+    trained, most = (g != 0).any(-1), max(1, _NUMBERS // (width if head is None else len(head)))
     columns = {
-        name: torch.full((len(z),), start, dtype=torch.int64 if name == "token" else torch.float64)
-        for name, start in defaults.items()
+        name: torch.full((len(z),), empty, dtype=torch.int64 if isinstance(empty, int) else torch.float64)
+        for name, empty in _UNTRAINED.items()
     }
-    vocabulary = width if head is None else len(head)
-    places = trained.nonzero()[:, 0]
-    for rows in places.split(max(1, _NUMBERS // vocabulary)):
+    for rows in trained.nonzero()[:, 0].split(most):
         for name, values in fit(z[rows].double(), g[rows].double()).items():
             columns[name][rows.cpu()] = values.cpu()
-    certain = torch.full((len(z),), NOTHING)
-    for rows in (~trained).nonzero()[:, 0].split(max(1, _NUMBERS // vocabulary)):
+    for rows in (~trained).nonzero()[:, 0].split(most):
         numbers = z[rows].double() if head is None else z[rows].double() @ head.T
         share, token = numbers.softmax(-1).max(-1)
-        certain[rows.cpu()] = token.where(share > 1 - 16 * eps, NOTHING).cpu()
+        columns["certain"][rows.cpu()] = token.where(share > 1 - 16 * eps, NOTHING).cpu()
     parts = {name: values.reshape(shape) for name, values in columns.items()}
-    precision = max(1e-3, 4 * eps)
-    return Targets(
-        **cast(Any, parts),
-        certain=certain.reshape(shape),
-        loss=torch.nan,
-        rest=torch.nan,
-        precision=precision,
-        source=source,
-    )
+    return Targets(**cast(Any, parts), precision=max(1e-3, 4 * eps))
 
 
 def _fit(z: Tensor, g: Tensor, eps: float) -> dict[str, Tensor]:
@@ -179,9 +172,8 @@ def _linear(z: Tensor, g: Tensor, token: Tensor) -> dict[str, Tensor]:
     residual, worst = ((rest * (g - a * p + s)).abs() / largest).max(-1, keepdim=True)
     at = token[:, None]
     b = a * p.gather(1, at) - s - g.gather(1, at)
-    return {
-        name: values[:, 0] for name, values in (("a", a), ("b", b), ("s", s), ("residual", residual), ("worst", worst))
-    } | {"token": token}
+    parts = {"a": a, "b": b, "s": s, "residual": residual, "worst": worst, "token": at}
+    return {name: values[:, 0] for name, values in parts.items()}
 
 
 def _slope(z: Tensor, g: Tensor) -> Tensor:

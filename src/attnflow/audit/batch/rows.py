@@ -1,21 +1,26 @@
-"""`as_batch`: rows of data (token ids, messages or texts) as one batch, padded or packed as collators do."""
+"""Rows of data (token ids, messages or texts) as one batch, padded or packed as collators do.
+
+A row of messages, of a prompt with its completion, or of text becomes token ids with the mask of its answers.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from attnflow._core.markup import plural
 from attnflow._core.plain import kind_of
-from attnflow.audit.batch_reading import ANSWERS, IGNORED, Family
-from attnflow.audit.packing import as_tensor
-from attnflow.audit.row_tokens import FORMS, tokenized
+from attnflow.audit.batch.reading import ANSWERS, IGNORED, Family
+from attnflow.audit.packing import numbers_of
 
 _MASKS: Final = (*ANSWERS, "loss_mask")
 _WHOLE: Final = ("input_ids", "labels", "position_ids")
@@ -23,9 +28,22 @@ _TOKENS: Final = (*_WHOLE, "attention_mask", "token_type_ids", *_MASKS)  # colum
 _LENGTHS: Final = "seq_lengths"  # of documents in TRL's packed rows, which may be as many as tokens
 _DOCUMENTS: Final = re.compile("len|seq|doc|seg|bound|split", re.IGNORECASE)  # names of what separates documents
 
+_GENERATION: Final = re.compile(r"\{%-?\s*generation")  # marks answers in a chat template
+_FORMS: Final = "input_ids, messages, prompt with completion, or text"
+_TEMPLATE: Final = ("tools", "chat_template_kwargs")
+_USED: Final = {"messages": ("messages", *_TEMPLATE), "prompt": ("prompt", "completion", *_TEMPLATE), "text": ("text",)}
+_OTHER_FORMS: Final = {  # a column of another form: what to do
+    "conversations": 'write ShareGPT\'s conversations as messages: "from" is role (human is user, gpt is assistant), '
+    '"value" is content',
+    "chosen": "of a preference pair give the prompt with one answer as completion",
+    "instruction": "join instruction and input as prompt, and name the output completion",
+    "prompt": "a prompt needs a completion",
+    "completion": "a completion needs a prompt",
+}
+
 
 @runtime_checkable
-class Rows(Protocol):
+class DataRows(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -47,7 +65,6 @@ def as_batch(
     tokenizer: Any = None,
     family: Family | None = None,
     *,
-    pad: int | None = None,
     pack: bool = False,
     limit: int | None = None,
     places: Sequence[str] | None = None,
@@ -62,7 +79,7 @@ def as_batch(
         TypeError: the rows have no length, or cannot be read by number.
         ValueError: there is no row, or a row cannot be read; the message names it.
     """
-    if isinstance(rows, str) or not isinstance(rows, Rows):
+    if isinstance(rows, str) or not isinstance(rows, DataRows):
         raise TypeError(
             "expected a batch as a mapping, a list of rows or a dataset with len() and [i], got "
             f"{type(rows).__name__}; of a loader or a stream pass what it gives first: next(iter(...))"
@@ -77,10 +94,8 @@ def as_batch(
         try:
             values = rows[index]
         except (KeyError, IndexError, TypeError) as error:
-            message = (
-                f"expected rows[{index}] to be a row, but this {type(rows).__name__} has none: pass a list of dicts"
-            )
-            raise TypeError(message) from error
+            what = f"expected rows[{index}] to be a row, but this {type(rows).__name__} has none"
+            raise TypeError(f"{what}: pass a list of dicts") from error
         try:
             row = _Row(values, tokenizer, family, rename or {})
             table.append(row)
@@ -97,15 +112,14 @@ def as_batch(
     notes = [text if len(which) == count else f"{_few(which)}: {text}" for text, which in remarks.items()]
     notes += [f"only the first {count} of {total} rows were read"] if count < total else []
     if not pack:
-        pads = (pad, family.pad, getattr(tokenizer, "pad_token_id", None))
-        return _padded(table, next((i for i in pads if i is not None), None), notes)
+        padding = getattr(tokenizer, "pad_token_id", None) if family.pad is None else family.pad
+        return _padded(table, padding, notes)
     sizes = torch.tensor([len(row.columns["input_ids"]) for row in table])
     tensors = {name: torch.cat([row.columns[name] for row in table])[None] for name in table[0].columns}
     return RowBatch(tensors, tuple((sizes.cumsum(0) - sizes).tolist()), tuple(notes), None)
 
 
 def _padded(table: Sequence[_Row], padding: int | None, notes: list[str]) -> RowBatch:
-    """Pad rows on the right; a mask is made where they have none and some are longer than others."""
     joined = {name: [row.columns[name] for row in table] for name in table[0].columns}
     if len({len(ids) for ids in joined["input_ids"]}) > 1:
         joined.setdefault("attention_mask", [torch.ones_like(ids) for ids in joined["input_ids"]])
@@ -117,16 +131,14 @@ def _padded(table: Sequence[_Row], padding: int | None, notes: list[str]) -> Row
 
 
 class _Row:
-    """One row: its columns with a number for each token, and remarks on how they were read."""
-
     def __init__(self, row: Any, tokenizer: Any, family: Family, rename: Mapping[str, str]) -> None:
         if not isinstance(row, Mapping):
-            raise ValueError(f"expected an object with {FORMS}, got {kind_of(row):.80}")
+            raise ValueError(f"expected an object with {_FORMS}, got {kind_of(row):.80}")
         values = {rename.get(name, str(name)): value for name, value in row.items() if value is not None}
         self.remarks: list[str] = []
         self.learned, form = "", "input_ids"
         if form not in values:
-            values, form, self.learned = tokenized(values, tokenizer, self.remarks)
+            values, form, self.learned = _tokenized(values, tokenizer, self.remarks)
         ids = _whole("input_ids", values.pop("input_ids"))
         size = len(tokenizer) if tokenizer is not None and family.vocabulary is None else None
         if size is not None and ids.max() >= size:
@@ -154,7 +166,6 @@ class _Row:
             raise ValueError("its position_ids do not restart where its lengths say that a document begins")
 
     def label(self, family: Family) -> None:
-        """Make missing labels: the tokens that the masks of answers mark, or all."""
         if "labels" in self.columns:
             return
         kept = self.columns.get("attention_mask", torch.ones_like(self.columns["input_ids"])) != 0
@@ -188,22 +199,18 @@ class _Row:
 
 def _numbers(value: Any) -> Tensor | None:
     """A list of numbers as a tensor [m]; None for anything else."""
-    try:
-        tensor = as_tensor(value)
-    except (TypeError, ValueError, OverflowError):  # texts, objects, lists of unequal lengths
-        return None
-    return tensor if tensor.ndim == 1 and not tensor.is_complex() else None
+    tensor = numbers_of(value)
+    return tensor if tensor is not None and tensor.ndim == 1 and not tensor.is_complex() else None
 
 
 def _whole(name: str, value: Any) -> Tensor:
-    """The whole numbers of a column; masks may also be bool or 0.0 and 1.0."""
     numbers = _numbers(value)
-    items: list[Any] | None = (
-        list(value) if isinstance(value, list | tuple) else numbers if numbers is None else numbers.tolist()
+    items: list[Any] = list(value) if isinstance(value, list | tuple) else [] if numbers is None else numbers.tolist()
+    kinds = (int,) if name in _WHOLE else (int, float, bool)  # masks may also be bool or 0.0 and 1.0
+    what = (
+        "" if items else "an empty list" if isinstance(value, list | tuple) or numbers is not None else kind_of(value)
     )
-    kinds = (int,) if name in _WHOLE else (int, float, bool)
-    what = kind_of(value) if items is None else "" if items else "an empty list"
-    for position, item in enumerate(items or ()):
+    for position, item in enumerate(items):
         item = item.item() if hasattr(item, "item") else item
         if type(item) not in kinds or item % 1 or not -(2**63) <= item < 2**63:
             what = what or f"{kind_of(item)} at position {position}"
@@ -228,3 +235,118 @@ def _positions(name: str, numbers: Tensor, tokens: int) -> Tensor:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _tokenized(row: Mapping[str, Any], tokenizer: Any, remarks: list[str]) -> tuple[dict[str, Any], str, str]:
+    """(the columns, with input_ids and completion_mask; what they come from; what is learned), as TRL makes them.
+
+    The chat template is the tokenizer's, which transformers renders in a sandbox; a row brings none.
+    """
+    prompt, completion = row.get("prompt"), row.get("completion")
+    paired = prompt is not None and completion is not None
+    form = "messages" if "messages" in row else "prompt" if paired else "text"
+    if form not in row:
+        advice = next((advice for name, advice in _OTHER_FORMS.items() if name in row), "rename the columns")
+        raise ValueError(f"expected {_FORMS}, got {', '.join(sorted(row)) or 'an empty row'}: {advice}")
+    if tokenizer is None:
+        raise ValueError(
+            "messages and text need a tokenizer: pass what af.load_model returns (on the command line --model or "
+            "--tokenizer), or rows with input_ids"
+        )
+    start, learned = 0, "all tokens of text"
+    others = {name: value for name, value in row.items() if name not in _USED[form]}
+    if form == "messages":
+        ids, mask, learned = _Chat(row, tokenizer).answers(_messages(form, row[form]))
+        return {**others, "input_ids": ids, "completion_mask": mask}, form, learned
+    if form == "text":
+        ids = tokenizer(text=_ended(form, row[form], tokenizer, remarks))["input_ids"]
+    else:
+        if isinstance(prompt, str):
+            alone = tokenizer(text=prompt)["input_ids"]
+            ids = tokenizer(text=prompt + _ended("completion", completion, tokenizer, remarks))["input_ids"]
+        else:
+            chat, question = _Chat(row, tokenizer), _messages(form, prompt)
+            alone = chat.render(question, add_generation_prompt=True)["input_ids"]
+            ids = chat.render([*question, *_messages("completion", completion)])["input_ids"]
+        pairs = enumerate(zip(alone, ids, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(ids)))
+        learned = "the tokens of completion"
+        if start < len(alone):
+            remarks.append(
+                f"the prompt's last {plural(len(alone) - start, 'token')} change when the completion follows: the "
+                "model learns to continue another prompt than it will be given"
+            )
+    return {**others, "input_ids": ids, "completion_mask": [0] * start + [1] * (len(ids) - start)}, form, learned
+
+
+def _ended(name: str, text: Any, tokenizer: Any, remarks: list[str]) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be text{' like prompt' if name == 'completion' else ''}, got {kind_of(text)}")
+    end = tokenizer.eos_token or ""
+    if not text.endswith(end):
+        remarks.append(f"{name} gets the end token {end} behind it, as in TRL")
+    return text if text.endswith(end) else text + end
+
+
+def _messages(name: str, value: Any) -> list[dict[str, Any]]:
+    messages: list[Any] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    if not messages:
+        what = "an empty list" if isinstance(value, Sequence) and not len(value) else kind_of(value)
+        raise ValueError(f"{name} must be a list of objects with role and content, got {what}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            has = ", ".join(map(str, message)) if isinstance(message, Mapping) else kind_of(message)
+            hint = f": {_OTHER_FORMS['conversations']}" if isinstance(message, Mapping) and "from" in message else ""
+            raise ValueError(f"message {number} of {name} must have a role and content, got {has}{hint}")
+    return cast(list[dict[str, Any]], messages)
+
+
+class _Chat:
+    def __init__(self, row: Mapping[str, Any], tokenizer: Any) -> None:
+        tools, more = row.get("tools"), row.get("chat_template_kwargs") or {}
+        taken = [name for name in more if name in inspect.signature(tokenizer.apply_chat_template).parameters]
+        if taken:
+            raise ValueError(f"chat_template_kwargs sets {', '.join(taken)}, which is not for a row to set")
+        try:
+            self.options = {**more, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+        except ValueError as error:
+            raise ValueError(f"tools must be a list of objects, or that as JSON, got {tools!r:.40}") from error
+        self.tokenizer = tokenizer
+
+    def render(self, messages: list[dict[str, Any]], **more: bool) -> Any:
+        if not self.tokenizer.chat_template:
+            raise ValueError("messages need a chat template, and the tokenizer has none: give text or input_ids")
+        parts = [str(m["content"]) for m in messages if not isinstance(m.get("content", ""), str | None)]
+        hint = "; it may not know content as a list of parts: give text" if parts else ""
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.options) if parts else ""
+            read = self.tokenizer.apply_chat_template(messages, return_dict=True, **self.options, **more)
+        except Exception as error:  # a template raises whatever it likes
+            why = (str(error).splitlines() or [""])[0]
+            raise ValueError(f"the chat template refuses its messages: {type(error).__name__}: {why}{hint}") from error
+        if any(part in text for part in parts):
+            raise ValueError(
+                "the chat template writes a list of parts as it is printed by Python: give content as text"
+            )
+        return read
+
+    def answers(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int], str]:
+        """(tokens, mask of what is learned, in words): the assistant's tokens, or all where these are not known."""
+        ids = self.render(messages)["input_ids"]
+        if _GENERATION.search(self.tokenizer.get_chat_template(tools=self.options["tools"])):
+            mask = self.render(messages, return_assistant_tokens_mask=True)["assistant_masks"]
+            return ids, mask, "what the chat template marks as the assistant's"
+        mask = [0] * len(ids)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                try:
+                    before = self.render(messages[:number], add_generation_prompt=True)["input_ids"]
+                    behind = self.render(messages[: number + 1])["input_ids"]
+                except ValueError:
+                    before = behind = [None]
+                if ids[: len(before)] != before or ids[: len(behind)] != behind:
+                    why = "the chat template marks no answers, and renders messages otherwise when more follow"
+                    return ids, [1] * len(ids), f"all tokens, of prompts, too: {why}"
+                mask[len(before) : len(behind)] = [1] * (len(behind) - len(before))
+        learned = "the assistant's messages, by the length of what is before them (the chat template marks none)"
+        return ids, mask, learned

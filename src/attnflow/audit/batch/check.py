@@ -9,28 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 from torch import Tensor, nn
 
+from attnflow._core.errors import AttnflowError
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
-from attnflow.audit import loss as losses
-from attnflow.audit.batch_checks import Checks
-from attnflow.audit.batch_labels import Findings, Mistake, read_labels
-from attnflow.audit.batch_reading import IGNORED, WEIGHTS, Family, Reading, family_of, read_batch
-from attnflow.audit.batch_rows import Rows, as_batch
-from attnflow.audit.batch_runs import least_width, loss_of_model, matched, rows_alone, run_model
+from attnflow.audit.batch import loss as losses
+from attnflow.audit.batch.alone import bound, brief, compare_alone
+from attnflow.audit.batch.checks import Checks
+from attnflow.audit.batch.gradients import Targets
+from attnflow.audit.batch.labels import Findings, Mistake, read_labels
+from attnflow.audit.batch.loss import Trained
+from attnflow.audit.batch.reading import IGNORED, WEIGHTS, BatchReading, Family, family_of, model_of, read_batch
+from attnflow.audit.batch.rows import DataRows, as_batch
+from attnflow.audit.batch.targets import LossUnread, call_of, least_width, read_targets, run_model
 from attnflow.audit.packing import as_tensor
-from attnflow.audit.targets import LossUnread, read_targets
-from attnflow.models.loaded import Loaded
+from attnflow.models.evaluation import REFUSALS, refusal
+from attnflow.models.subject import Loaded
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]
 Documents = str | Sequence[Any] | Tensor | None
+_SHOWN: Final = 16  # runs of trained positions in what a report prints
 
 
 def check_batch(
-    batch: Mapping[str, Any] | Rows,
+    batch: Mapping[str, Any] | DataRows,
     model_or_config: Any = None,
     *,
     shift: int | None = None,
@@ -92,13 +97,12 @@ def check_batch(
     batch, where = _renamed(batch, names, documents)
     if batch.get("shift_labels") is not None and family.shift == 1:
         family = replace(family, shift=0)  # transformers' losses take them as they stand
-    family, seen = replace(family, **given), Findings()
+    family, findings = replace(family, **given), Findings()
     reading = read_batch(batch, family, where)
-    loss = separate = None
-    if isinstance(model, nn.Module):
-        loss = loss_of_model(model, batch, reading, seen)
-        separate = rows_alone(model, batch, reading, seen)
-    return _report(batch, family, reading, loss, seen, separate=separate)
+    if not isinstance(model, nn.Module):
+        return _report(batch, family, reading, None, findings)
+    loss = _loss_of_model(model, batch, reading, findings)
+    return _report(batch, family, reading, loss, findings, separate=_rows_alone(model, batch, reading, findings))
 
 
 def check_loss(
@@ -140,37 +144,34 @@ def check_loss(
     parts = [batch] if isinstance(batch, Mapping) else list(batch)
     if not parts:
         raise ValueError("expected a batch, or a list of micro-batches, got an empty list")
-    subject = model_or_step.model if isinstance(model_or_step, Loaded) else model_or_step
-    if not callable(subject):
-        raise TypeError(f"expected a model or a function of the batch, got {type(subject).__name__}")
-    if isinstance(subject, nn.Module) and model_or_config is None:
-        model_or_config = subject
-    model = model_or_config.model if isinstance(model_or_config, Loaded) else model_or_config
-    reports: list[BatchReport] = []
-    seen: list[losses.SeenLoss] = []
+    step = model_of(model_or_step)
+    if not callable(step):
+        raise TypeError(f"expected a model or a function of the batch, got {type(step).__name__}")
+    ours = isinstance(step, nn.Module)
+    model = model_of(step if ours and model_or_config is None else model_or_config)
+    call = partial(run_model, step) if ours else step
+    reports, read = list[BatchReport](), list[Targets]()
     for part in parts:
         entries, where = _renamed(part, names, documents)
-        call = partial(run_model, subject) if isinstance(subject, nn.Module) else subject
         try:
             targets = read_targets(call, part, least_width(entries), model if isinstance(model, nn.Module) else None)
         except LossUnread as error:
             raise ValueError(f"the loss cannot be read: {error}") from error
         family = replace(family_of(targets.model if model is None else model), **_given(None, None, eos, pad))
-        if not isinstance(subject, nn.Module):  # the function's, whatever the model's own loss does
+        if not ours:  # the function's, whatever the model's own loss does
             family = replace(family, shift=None)
-        if not family.transformers or not isinstance(subject, nn.Module):
+        if not family.transformers or not ours:
             family = replace(family, causal=family.causal is not False)
         reading, findings = read_batch(entries, family, where), Findings()
         if family.classes:
             findings.untested.append(("the loss", "its labels are classes, not tokens"))
-        loss = None if family.classes else matched(targets, reading, findings)
-        seen += [] if loss is None else [loss]
+        loss = None if family.classes else _matched(targets, reading, findings)
+        read += [] if loss is None else [loss]
         reports.append(_report(entries, family, reading, loss, findings, equal_weights))
     whole = reports[0] if len(reports) == 1 else _together(reports)
-    message = losses.between_batches(seen) if len(seen) > 1 and equal_weights else None
-    return (
-        whole if message is None else replace(whole, mistakes=(*whole.mistakes, Mistake("weights", 0, 0, 1, message)))
-    )
+    message = losses.between_batches(read) if len(read) > 1 and equal_weights else None
+    mistakes = () if message is None else (Mistake("weights", 0, 0, 1, message),)
+    return replace(whole, mistakes=(*whole.mistakes, *mistakes))
 
 
 @dataclass(frozen=True, repr=False)
@@ -205,7 +206,7 @@ class BatchReport(Result):
     labels: int
     documents: int
     loss: tuple[str, ...] = ()
-    trained: tuple[losses.Trained, ...] = ()
+    trained: tuple[Trained, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -224,17 +225,15 @@ class BatchReport(Result):
         return [vars(mistake).copy() for mistake in self.mistakes]
 
     def __repr__(self) -> str:
-        lines = [f"<BatchReport {self._head()}; {self.sequences} x {self.positions}", *map(str, self.mistakes[:2])]
-        if len(self.mistakes) > 2:
-            lines.append(f"and {len(self.mistakes) - 2} more; print(report)")
-        return "\n".join(lines) + ">"
+        return brief(self, self._head(), self.mistakes)
 
     def __str__(self) -> str:
         size = f"{self.sequences} x {self.positions} positions"
         packed = f"{plural(self.documents, 'document')}, {plural(self.labels, 'label')}"
         lines = [f"{self._head()}: {size}, {packed}; {self.family}; {self.order}", *map(str, self.mistakes)]
         lines += [f"not tested: {what}: {why}" for what, why in self.untested]
-        lines += [f"loss: {term}" for term in self.loss] + losses.shown(self.trained)
+        lines += [f"loss: {term}" for term in (*self.loss, *self.trained[:_SHOWN])]
+        lines += [f"loss: and {len(self.trained) - _SHOWN} more"] if len(self.trained) > _SHOWN else []
         lines += [f"checked: {what}" for what in self.checked]
         lines += [f"not checked: {what}: {why}" for what, why in self.unchecked]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -246,30 +245,30 @@ class BatchReport(Result):
 def _report(
     batch: Mapping[str, Any],
     family: Family,
-    reading: Reading,
-    loss: losses.SeenLoss | None,
-    seen: Findings,
+    reading: BatchReading,
+    loss: Targets | None,
+    findings: Findings,
     equal: bool = True,
     separate: bool | None = None,
 ) -> BatchReport:
-    """Check what is written in the batch, by what was seen of its loss; `seen` holds what the runs showed."""
+    """Check what is written in the batch, by what was seen of its loss; `findings` are those of the runs."""
     given, whole = reading.labels is not None, reading
     if family.prefix and batch.get("token_type_ids") is None:
         family = replace(family, causal=False)  # all of it is the prefix
     if loss is not None:
-        read = tuple(name for name in reading.unknown if not WEIGHTS.fullmatch(name))  # compared with the loss's own
-        reading = whole = replace(reading, unknown=read)
+        unknown = tuple(name for name in reading.unknown if not WEIGHTS.fullmatch(name))  # compared with the loss's own
+        reading = whole = replace(reading, unknown=unknown)
         if not given and reading.ids is not None:
             reading = whole = replace(reading, labels=reading.ids[..., 0].where(reading.real, IGNORED))
-            loss = losses.in_columns(loss.targets, reading) or loss
-        seen.extend(losses.compare(reading, loss, batch, given, equal))
+            loss = losses.with_shift(loss, reading)
+        findings.extend(losses.compare(reading, loss, batch, given, equal))
         family = replace(family, shift=loss.shift, seen=True)  # None where it is not known, whatever the class says
-        if loss.shift is not None and loss.targets.calls == 1:
+        if loss.shift is not None and loss.calls == 1:
             reading = losses.really_trained(reading, loss)
     elif reading.counts is not None and reading.labels is not None and not family.transformers:
         reading = replace(reading, labels=reading.labels.where(reading.counts[1], IGNORED))
     checks = Checks(reading, family, read_labels(reading, family), separate)
-    checks.extend(seen)
+    checks.extend(findings)
     return BatchReport(
         mistakes=tuple(checks.mistakes),
         family=checks.labels.words,
@@ -281,9 +280,30 @@ def _report(
         sequences=reading.shape[0],
         positions=reading.shape[1],
         labels=checks.labels.count,
-        documents=checks.documents,
+        documents=len(reading.parts()),
         loss=() if loss is None else tuple(losses.terms(loss, batch)),
         trained=() if loss is None else losses.trained_runs(loss, whole.labels),
+    )
+
+
+def _together(reports: Sequence[BatchReport]) -> BatchReport:
+    def named(number: int, text: str) -> str:
+        return f"micro-batch {number}: {text}"
+
+    numbered = list(enumerate(reports))
+    return replace(
+        reports[0],
+        mistakes=tuple(replace(m, message=named(i, m.message)) for i, r in numbered for m in r.mistakes),
+        checked=tuple(dict.fromkeys(what for r in reports for what in r.checked)),
+        untested=tuple((named(i, what), why) for i, r in numbered for what, why in r.untested),
+        unchecked=tuple(dict.fromkeys(pair for r in reports for pair in r.unchecked)),
+        notes=tuple(dict.fromkeys(note for r in reports for note in r.notes)),
+        sequences=sum(r.sequences for r in reports),
+        positions=max(r.positions for r in reports),
+        labels=sum(r.labels for r in reports),
+        documents=sum(r.documents for r in reports),
+        loss=tuple(named(i, line) for i, r in numbered for line in r.loss),
+        trained=(),
     )
 
 
@@ -309,28 +329,61 @@ def _renamed(
             raise ValueError(f"documents={documents!r} names no entry of the batch; it holds {sorted(entries)}")
         return entries, documents
     ids = entries.get("input_ids", entries.get("labels"))
-    name = (
-        "document_ids" if ids is not None and as_tensor(documents).shape == as_tensor(ids).shape else "document_lengths"
-    )
+    numbered = ids is not None and as_tensor(documents).shape == as_tensor(ids).shape
+    name = "document_ids" if numbered else "document_lengths"
     return {**entries, name: documents}, name
 
 
-def _together(reports: Sequence[BatchReport]) -> BatchReport:
-    def named(number: int, text: str) -> str:
-        return f"micro-batch {number}: {text}"
+# -------- the batch run through its model
 
-    numbered = list(enumerate(reports))
-    return replace(
-        reports[0],
-        mistakes=tuple(replace(m, message=named(i, m.message)) for i, r in numbered for m in r.mistakes),
-        checked=tuple(dict.fromkeys(what for r in reports for what in r.checked)),
-        untested=tuple((named(i, what), why) for i, r in numbered for what, why in r.untested),
-        unchecked=tuple(dict.fromkeys(pair for r in reports for pair in r.unchecked)),
-        notes=tuple(dict.fromkeys(note for r in reports for note in r.notes)),
-        sequences=sum(r.sequences for r in reports),
-        positions=max(r.positions for r in reports),
-        labels=sum(r.labels for r in reports),
-        documents=sum(r.documents for r in reports),
-        loss=tuple(named(i, line) for i, r in numbered for line in r.loss),
-        trained=(),
-    )
+
+def _loss_of_model(
+    model: nn.Module, batch: Mapping[str, Any], reading: BatchReading, findings: Findings
+) -> Targets | None:
+    if reading.labels is None and reading.targets is None:
+        return None
+    try:
+        targets = read_targets(partial(run_model, model), batch, least_width(batch), model)
+    except LossUnread as error:
+        why = f"{error}; pass the function that computes it to check_loss"
+    except REFUSALS as error:
+        why = f"it does not run on this batch: {refusal(error)}"
+    else:
+        return _matched(targets, reading, findings)
+    findings.untested.append((f"the loss of {type(model).__name__}", why))
+    return None
+
+
+def _matched(targets: Targets, reading: BatchReading, findings: Findings) -> Targets | None:
+    loss = losses.in_columns(targets, reading)
+    if loss is None:
+        shape = f"its logits have rows {list(targets.token.shape)}, the batch {list(reading.shape)}"
+        findings.untested.append(("which positions the loss trains", shape))
+    return loss
+
+
+def _rows_alone(model: nn.Module, batch: Mapping[str, Any], reading: BatchReading, findings: Findings) -> bool:
+    """Run each row and document alone; whether all documents were seen to stay apart."""
+    if reading.targets is not None:
+        findings.unchecked.append(("rows alone", "positions of merged tasks do not begin at 0 alone"))
+        return False
+    known = reading.starts or reading.single
+    places = [(row, part.nonzero()[:, 0]) for row, part in reading.parts()] if known else None
+    try:
+        call, labels, _ = bound(model, call_of(model, batch))
+        report = compare_alone(model, call, losses=labels, places=places)
+    except (AttnflowError, *REFUSALS) as error:
+        findings.untested.append(("rows alone", refusal(error)))
+        return False
+    for gap in report.differences:
+        what = f"document {gap.document}" if reading.starts else "the row"
+        size = f"{gap.difference:.3g} of {gap.scale:.3g}"
+        message = f"outputs of {what} ({gap.output}) are others alone, by {size}: {gap.cause}"
+        findings.mistakes.append(Mistake("alone", gap.row, gap.column or 0, 1, message))
+    read = {*reading.starts, *(() if reading.counts is None else reading.counts[:1])}  # as documents and labels
+    left = [(f"alone: {what}", why) for what, why in report.uncompared if what not in read]
+    findings.untested += left
+    same = report.compared == report.documents and not report.differences and not left
+    if same and report.compared:
+        findings.checked.append(f"alone: {report.compared} rows or documents have the same outputs as in the batch")
+    return same

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnflow.audit.packing import LENGTHS, allowed_pairs, as_tensor, integers, other_positions, read_packing
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 
 IGNORED: Final = -100
 _ROWS: Final = 2  # of an af.tasks.Collator's labels: target ids and weights
@@ -40,7 +40,7 @@ _UNSHIFTED: Final = frozenset(
 )
 _ALWAYS_CAUSAL: Final = frozenset(
     {"gpt_neox", "gpt_neox_japanese", "evolla", "nemotron_h_omni"}
-)  # whatever their is_decoder says
+)  # as is_decoder or not
 _IMAGE_BLOCKS: Final = frozenset({"gemma3", "gemma3_text", "gemma4", "gemma4_text", "t5gemma2"})
 _CLASSES: Final = re.compile(
     r"For(Sequence|Token|Image|Audio|Video)\w*Classification|ForQuestionAnswering|ForMultiple|ForNextSentence"
@@ -68,38 +68,34 @@ class Family:
     takes: frozenset[str] = frozenset()  # names of forward's arguments, of a model
 
 
+def model_of(given: Any) -> Any:
+    """The model of what `af.load_model` returned; anything else as it is."""
+    return given.model if isinstance(given, Loaded) else given
+
+
 def family_of(model_or_config: Any) -> Family:
     """How a model, a loaded model or a configuration takes labels; None says nothing."""
-    if model_or_config is None:
+    model = model_of(model_or_config)
+    if model is None:
         return Family()
-    if isinstance(model_or_config, Loaded):
-        model_or_config = model_or_config.model
-    is_module = isinstance(model_or_config, nn.Module)
-    config = getattr(model_or_config, "config", None) if is_module else model_or_config
-    if is_module and not hasattr(config, "model_type"):
-        return Family(name=type(model_or_config).__name__, takes=_arguments(model_or_config))
+    if not isinstance(model, nn.Module):
+        if not hasattr(model, "model_type"):
+            raise TypeError(
+                "model_or_config must be a model, its configuration or what af.load_model returned, got "
+                f"{type(model).__name__}; leave it out if you have none"
+            )
+        return _family(str((getattr(model, "architectures", None) or [""])[0]), model)
+    getter = getattr(model, "get_base_model", None)  # wrappers, such as PEFT's, have another class
+    inner = getter() if callable(getter) else getattr(model, "module", None)
+    config = getattr(model, "config", None)
+    if not isinstance(inner, nn.Module) or not hasattr(inner, "config") or not hasattr(config, "model_type"):
+        inner = model
+    takes = frozenset(inspect.signature(inner.forward).parameters)
     if not hasattr(config, "model_type"):
-        raise TypeError(
-            "model_or_config must be a model, its configuration or what af.load_model returned, got "
-            f"{type(model_or_config).__name__}; leave it out if you have none"
-        )
-    if not is_module:
-        return _family(str((getattr(config, "architectures", None) or [""])[0]), config)
-    getter = getattr(model_or_config, "get_base_model", None)  # wrappers, such as PEFT's, have another class
-    inner = getter() if callable(getter) else getattr(model_or_config, "module", None)
-    inner = inner if isinstance(inner, nn.Module) and hasattr(inner, "config") else model_or_config
+        return Family(name=type(model).__name__, takes=takes)
     family = _family(type(inner).__name__, config)
     stops = _ends(getattr(inner, "generation_config", None))  # of a chat model they end its turns
-    return replace(family, takes=_arguments(inner), ends=tuple(dict.fromkeys((*family.ends, *stops))))
-
-
-def _arguments(model: nn.Module) -> frozenset[str]:
-    return frozenset(inspect.signature(model.forward).parameters)
-
-
-def _ends(config: Any) -> tuple[int, ...]:
-    ends = getattr(config, "eos_token_id", None)
-    return tuple(i for i in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(i, int))
+    return replace(family, takes=takes, ends=tuple(dict.fromkeys((*family.ends, *stops))))
 
 
 def _family(name: str, config: Any) -> Family:
@@ -110,17 +106,13 @@ def _family(name: str, config: Any) -> Family:
     shift = 0 if decoder or masked or kind in _UNSHIFTED else 1 if generates else None
     is_decoder = getattr(text, "is_decoder", None)  # only families that may be either have it
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    both_ways |= False in (getattr(text, "is_causal", True), getattr(text, "causal", True))
+    both_ways |= getattr(text, "attn_type", None) == "bi"
     causal: bool | None = False if masked else True if generates and kind != "cpmant" else None  # by its segments
     if decoder or kind == "paligemma" or kind in _ALWAYS_CAUSAL:
         causal = True
-    elif (
-        both_ways
-        or False in (getattr(text, "is_causal", True), getattr(text, "causal", True))
-        or (getattr(text, "attn_type", None) == "bi")
-    ):
-        causal = False
-    elif is_decoder is not None:
-        causal = bool(is_decoder)
+    elif both_ways or is_decoder is not None:
+        causal = not both_ways and bool(is_decoder)
     return Family(
         name=name or f"{kind} configuration",
         shift=None if kind == "xlnet" else shift,  # its targets are chosen by target_mapping
@@ -138,30 +130,35 @@ def _family(name: str, config: Any) -> Family:
     )
 
 
+def _ends(config: Any) -> tuple[int, ...]:
+    ends = getattr(config, "eos_token_id", None)
+    return tuple(i for i in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(i, int))
+
+
 def _id(value: object) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
-    # [batch, n, width] token ids; several at one position are averaged, -100 fills up. None without ids
-    ids: Tensor | None
-    labels: Tensor | None  # [batch, n], -100 where there is none; None without labels of this form
-    targets: Tensor | None  # [batch, n, several] of `af.tasks.Collator`, each at the position that predicts it
-    real: Tensor  # bool [batch, n], no padding
-    padding: Tensor  # bool [batch, n], a run of the padding token at an end of the sequence, whatever the mask says
-    mask: Tensor | None  # [batch, n], the 2D attention mask as it is; None without one
-    positions: Tensor | None  # [batch, n]; None without position ids, or where they have several axes
-    allow: Tensor | None  # bool [batch, n, n], from a mask of pairs; None without one
+class BatchReading:
+    """What the entries of a batch mean; B sequences of n positions."""
+
+    ids: Tensor | None  # [B, n, width] token ids; several at one position are averaged, -100 fills up
+    labels: Tensor | None  # [B, n], -100 where there is none; None without labels of this form
+    targets: Tensor | None  # [B, n, several] of `af.tasks.Collator`, each at the position that predicts it
+    real: Tensor  # bool [B, n], no padding
+    padding: Tensor  # bool [B, n], a run of the padding token at an end of the sequence, whatever the mask says
+    mask: Tensor | None  # [B, n], the 2D attention mask as it is; None without one
+    positions: Tensor | None  # [B, n]; None without position ids, or where they have several axes
+    allow: Tensor | None  # bool [B, n, n], from a mask of pairs; None without one
     numbers: str  # the type of a mask of pairs that holds zeros and ones or bool; "" for any other mask
-    # {what says so: bool [batch, n], where a document begins behind another one of its sequence}
-    starts: Mapping[str, Tensor]
-    documents: Tensor  # [batch, n], the number of each position's document within its sequence
-    blocks: Tensor  # [batch, n], positions of one block read one another in both directions; -1 elsewhere
-    answers: Tensor | None  # bool [batch, n], what a mask in the batch says belongs to an answer; None without one
-    counts: tuple[str, Tensor] | None  # (name, bool [batch, n]) of a mask of the labels that count; None without one
+    starts: Mapping[str, Tensor]  # {what says so: bool [B, n], where a document begins behind another one}
+    documents: Tensor  # [B, n], the number of each position's document within its sequence
+    blocks: Tensor  # [B, n], positions of one block read one another in both directions; -1 elsewhere
+    answers: Tensor | None  # bool [B, n], what a mask in the batch says belongs to an answer; None without one
+    counts: tuple[str, Tensor] | None  # (name, bool [B, n]) of a mask of the labels that count; None without one
     problems: tuple[str, ...]  # why boundaries of documents cannot be believed
-    unread: list[tuple[str, str]]  # what could not be read, (what, why)
+    axes: int  # of position ids that are not read, as they have several; else 0
     single: bool  # each sequence is one document, as the caller says
     patched: bool  # the caller says that the model keeps the documents of a counting mask apart
     unknown: tuple[str, ...]  # entries that may name documents, positions or losses, and were not read
@@ -170,8 +167,18 @@ class Reading:
     def shape(self) -> tuple[int, int]:
         return self.real.shape[0], self.real.shape[1]
 
+    def parts(self) -> list[tuple[int, Tensor]]:
+        """Each document: its row, and where its real positions are, bool [n]."""
+        rows = enumerate(zip(self.documents, self.real, strict=True))
+        return [(row, (d == number) & real) for row, (d, real) in rows for number in d[real].unique().tolist()]
 
-def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None = None) -> Reading:
+    def ended(self, ends: tuple[int, ...]) -> Tensor:
+        """Where a real token is one of the `ends`, bool [B, n]."""
+        assert self.ids is not None
+        return torch.isin(self.ids[..., 0], torch.tensor(ends)) & self.real
+
+
+def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None = None) -> BatchReading:
     """The contents of a batch whose labels are taken as `family` takes them; `documents` is an entry, or "rows"."""
     prefix = "decoder_" if family.decoder or batch.get("decoder_input_ids") is not None else ""
     ids = integers(batch, f"{prefix}input_ids", (1, 2, 3))
@@ -186,90 +193,76 @@ def read_batch(batch: Mapping[str, Any], family: Family, documents: str | None =
         ids, labels = (None if value is None else value[None] for value in (ids, labels))
     rows, columns, *_ = cast(Tensor, labels if ids is None else ids).shape
     size = rows, columns
+    targets, plain = None, labels
     if labels is not None and labels.shape[:2] != size:
         raise ValueError(f"labels are {list(labels.shape)} and {prefix}input_ids {list(cast(Tensor, ids).shape)}")
-    targets, plain = None, labels
     if labels is not None and labels.ndim == 4:
         if labels.shape[2] != _ROWS:
             raise ValueError(f"expected labels [batch, n] or those of an af.tasks.Collator, got {list(labels.shape)}")
         targets, plain = labels[:, :, 0, 1:], None
     ids = ids[..., None] if ids is not None and ids.ndim == 2 else ids
-    mask, allow = _masks(batch.get(f"{prefix}attention_mask"), size)
+    mask, allow, numbers = _masks(batch.get(f"{prefix}attention_mask"), size)
     made = ids if ids is not None or plain is None else plain[..., None]  # a decoder's inputs are made of its labels
     padding = torch.zeros(size, dtype=torch.bool) if made is None else _padding(made, family)
     if prefix and ids is None and plain is not None:
         mask = ((plain != IGNORED) & ~padding).long() if mask is None else mask
-    real = mask != 0 if mask is not None else ~padding if allow is None else torch.ones_like(padding)
+    real = mask != 0 if mask is not None else ~padding | (allow is not None)
     real = real if allow is None else real & ~_isolated(allow)
-    positions, more = _positions(batch.get(f"{prefix}position_ids"), size), None
+    positions, titles = _positions(batch.get(f"{prefix}position_ids"), size), dict[str, str]()
     if positions is None and (more := other_positions(batch, size)) is not None:
-        positions = more[1]
+        titles, positions = {"position_ids": more[0]}, more[1]
     counted = positions if targets is None else None  # else several stand for one token, where no document begins
     starts, problems = read_packing(batch, real, mask, counted, from_lowest=allow is not None)
-    if more is not None and "position_ids" in starts:
-        starts[more[0]] = starts.pop("position_ids")
-    counts = _counts(batch, size)
-    read = {
-        *ANSWERS,
-        name,
-        *starts,
-        *(("labels",) if name == "shift_labels" else ()),
-        *(part[0] for part in (more, counts) if part is not None),
-    }
+    starts = {titles.get(key, key): begins for key, begins in starts.items()}
+    answers = next((found for name in ANSWERS if (found := _per_token(batch, name, size)) is not None), None)
+    losses = ((name, _per_token(batch, name, size, strict=False)) for name in filter(_LOSS_MASK.fullmatch, batch))
+    counts = next(((name, mask) for name, mask in losses if mask is not None), None)
+    read = {*ANSWERS, name, *starts, *titles.values(), *(counts or ())[:1], *("labels",) * (name == "shift_labels")}
     starts = {key: begins for key, begins in starts.items() if begins.any() or not LENGTHS.fullmatch(key)}
-    if documents is not None and documents != "rows":
-        starts = {documents: starts[documents], **starts} if documents in starts else starts
-    unknown = [key for key in batch if batch[key] is not None and not _is_read(key, read, problems, family)]
-    unread: list[tuple[str, str]] = []
-    if positions is not None and positions.ndim == 3:
-        unread.append(("position_ids", f"they have {len(positions)} axes: all but where time goes back"))
-        positions = None
-    return Reading(
+    if documents is not None and documents in starts:
+        starts = {documents: starts[documents], **starts}
+    several = 0 if positions is None or positions.ndim < 3 else len(positions)
+    return BatchReading(
         ids=ids,
         labels=plain,
         targets=targets,
         real=real,
         padding=padding,
         mask=mask,
-        positions=positions,
+        positions=None if several else positions,
         allow=allow,
-        numbers=_zeros_and_ones(batch.get(f"{prefix}attention_mask")),
+        numbers=numbers,
         starts=starts,
         documents=next(iter(starts.values()), torch.zeros_like(real)).cumsum(-1),
         blocks=_blocks(batch, size, family),
-        answers=_answers(batch, size),
+        answers=answers,
         counts=counts,
         problems=problems,
-        unread=unread,
+        axes=several,
         single=documents == "rows",
         patched=documents == "attention_mask",
-        unknown=tuple(unknown),
+        unknown=tuple(k for k in batch if batch[k] is not None and not _is_read(k, read, problems, family)),
     )
 
 
-def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
-    """(2D mask, allowed pairs [batch, n, n]); pairs are the union over heads, and over layers that differ."""
-    if value is None:
-        return None, None
-    parts = list(cast(Mapping[str, Any], value).values()) if isinstance(value, Mapping) else [value]
-    pairs = [each for part in parts if part is not None and (each := allowed_pairs(part, *size)) is not None]
+def _masks(value: Any, size: tuple[int, int]) -> tuple[Tensor | None, Tensor | None, str]:
+    """(2D mask, allowed pairs [B, n, n], type of zeros and ones); of several heads and layers the union of pairs."""
+    layered = isinstance(value, Mapping)
+    parts = [part for part in (cast(Any, value).values() if layered else [value]) if part is not None]
+    pairs = [allow for part in parts if (allow := allowed_pairs(part, *size)) is not None]
+    numbers = ""
+    for part in [as_tensor(part) for part in parts if not isinstance(part, BlockMask)]:
+        if part.ndim == 4 and not numbers and bool(((part == 0) | (part == 1)).all() & (part == 1).any()):
+            numbers = str(part.dtype).removeprefix("torch.")
     if pairs:
-        return None, torch.stack([each.expand(size[0], -1, -1) for each in pairs]).any(0)
-    if isinstance(value, Mapping):
-        return None, None
+        return None, torch.stack([allow.expand(size[0], -1, -1) for allow in pairs]).any(0), numbers
+    if layered or not parts:
+        return None, None, ""
     mask = as_tensor(value)
     mask = mask.reshape(-1, mask.shape[-1])
     if mask.shape != size:
         raise ValueError(f"attention_mask is {list(mask.shape)}, expected {list(size)} as the ids")
-    return mask, None
-
-
-def _zeros_and_ones(value: Any) -> str:
-    parts = list(cast(Mapping[str, Any], value).values()) if isinstance(value, Mapping) else [value]
-    for mask in [as_tensor(part) for part in parts if part is not None and not isinstance(part, BlockMask)]:
-        if mask.ndim == 4 and bool(((mask == 0) | (mask == 1)).all() & (mask == 1).any()):
-            return str(mask.dtype).removeprefix("torch.")
-    return ""
+    return mask, None, ""
 
 
 def _isolated(allow: Tensor) -> Tensor:
@@ -297,7 +290,7 @@ def _padding(ids: Tensor, family: Family) -> Tensor:
 
 
 def _positions(value: Any, size: tuple[int, int]) -> Tensor | None:
-    """[batch, n], or [axes, batch, n]."""
+    """[B, n], or [axes, B, n]."""
     positions = integers({"position_ids": value}, "position_ids", (1, 2, 3))
     if positions is None or positions.ndim == 3:
         return positions
@@ -318,26 +311,40 @@ def _blocks(batch: Mapping[str, Any], size: tuple[int, int], family: Family) -> 
     return torch.where(types == 1, starts.cumsum(-1), -1)
 
 
-def _answers(batch: Mapping[str, Any], size: tuple[int, int]) -> Tensor | None:
-    name = next((name for name in ANSWERS if batch.get(name) is not None), None)
-    if name is None:
+def _per_token(batch: Mapping[str, Any], name: str, size: tuple[int, int], strict: bool = True) -> Tensor | None:
+    """A mask of tokens, bool [B, n]; None if it is missing or, unless `strict`, has another form."""
+    if batch.get(name) is None:
         return None
     mask = as_tensor(batch[name])
-    if mask.numel() != size[0] * size[1]:
+    fits = mask.numel() == size[0] * size[1]
+    if strict and not fits:
         raise ValueError(f"{name} is {list(mask.shape)}, expected {list(size)} as the ids")
-    return mask.reshape(size) != 0
+    return mask.reshape(size) != 0 if fits and (strict or ((mask == 0) | (mask == 1)).all()) else None
 
 
-def _is_read(key: str, read: set[str], problems: tuple[str, ...], family: Family) -> bool:
+def _is_read(key: str, read: set[Any], problems: tuple[str, ...], family: Family) -> bool:
     plain = key.removeprefix("decoder_")
     if plain in read or _HARMLESS.fullmatch(plain) or any(problem.startswith(f"{key} ") for problem in problems):
         return True
     return not (_DECISIVE if key in family.takes else _TELLING).match(key.lower())
 
 
-def _counts(batch: Mapping[str, Any], size: tuple[int, int]) -> tuple[str, Tensor] | None:
-    for name in filter(_LOSS_MASK.fullmatch, batch):
-        mask = as_tensor(batch[name])
-        if mask.numel() == size[0] * size[1] and bool(((mask == 0) | (mask == 1)).all()):
-            return name, mask.reshape(size) != 0
-    return None
+def moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
+    """`values[:, i + offset]` at i, `fill` outside of the row."""
+    rolled = values.roll(-offset, 1)
+    rolled[:, slice(-offset, None) if offset > 0 else slice(-offset)] = fill
+    return rolled
+
+
+def beside_ends(begins: Tensor, ends: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """(documents that begin one token before, one token behind the place that follows an end token), bool [B, n].
+
+    Rows that begin with an end token have these in front of documents. In rows that end with another token one may
+    stand behind each end, as a newline does in ChatML. Neither says where documents begin.
+    """
+    count = real.cumsum(-1)
+    first, last = real & (count == 1), real & (count == count[:, -1:])
+    plain = (last & ends).any(-1, keepdim=True) & ~(first & ends).any(-1, keepdim=True)
+    off = begins & ~moved(ends, -1, False) & plain
+    late = off & moved(ends, -2, False) & ~moved(begins, -1, False)
+    return off & ends & ~late & moved(real & ~ends & ~begins, 1, False), late

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, cast
 
 import torch
@@ -10,7 +10,7 @@ from scipy.special import bdtrc
 from torch import Tensor
 
 from attnflow._core.markup import plural
-from attnflow.audit.batch_reading import IGNORED, Family, Reading
+from attnflow.audit.batch.reading import IGNORED, BatchReading, Family, moved
 from attnflow.masks.build import from_dense
 from attnflow.order.flow import analyze
 
@@ -87,7 +87,7 @@ class Findings:
 
 
 @dataclass
-class Labels(Findings):
+class LabelUse(Findings):
     words: str = ""  # how they are taken
     shift: int | None = None  # the loss takes label i from position i - shift; None if that is not known
     offset: int | None = None  # label i is the token at i + offset; None if that is not known, or differs
@@ -95,7 +95,7 @@ class Labels(Findings):
     count: int = 0  # labels that count
 
 
-def supervised(reading: Reading, shift: int) -> Tensor:
+def supervised(reading: BatchReading, shift: int) -> Tensor:
     """Where labels count, bool [batch, n]; a loss that shifts drops the first ones, or the last."""
     if reading.targets is not None:
         return (reading.targets != IGNORED).any(-1)
@@ -106,15 +106,16 @@ def supervised(reading: Reading, shift: int) -> Tensor:
     return there
 
 
-def read_labels(reading: Reading, family: Family) -> Labels:
+def read_labels(reading: BatchReading, family: Family) -> LabelUse:
+    labels = LabelUse(words=family.name, shift=family.shift, count=int(supervised(reading, family.shift or 0).sum()))
     if family.classes:
-        unchecked = [("labels", "they are classes, not tokens")]
-        return Labels(words=f"{family.name}: labels are classes", unchecked=unchecked)
+        labels.unchecked.append(("labels", "they are classes, not tokens"))
+        return replace(labels, words=f"{family.name}: labels are classes", shift=None)
     if reading.targets is not None:
         return _merged(reading, family)
     if reading.labels is None:
-        return Labels(words=family.name or "no model given", unchecked=[("labels", "the batch has none")])
-    labels = Labels(words=family.name, shift=family.shift, count=int(supervised(reading, family.shift or 0).sum()))
+        labels.unchecked.append(("labels", "the batch has none"))
+        return replace(labels, words=family.name or "no model given", shift=None)
     if reading.ids is None:
         labels.unchecked.append((_READ, "the batch has no ids; an encoder-decoder makes them of its labels"))
         labels.words += ": labels stand where they are predicted"
@@ -146,8 +147,8 @@ def read_labels(reading: Reading, family: Family) -> Labels:
         labels.words += f"{source}: {_TAKEN[family.seen, bool(labels.shift)]}"
         if family.seen and labels.shift not in (0, 1):
             labels.words = f"{family.name}: its loss trains position i on the label at i + {labels.shift}"
-    said = family.name or family.causal is not None
-    hides = family.causal is False if said else labels.shift == 0 and labels.offset != 1
+    known = family.name or family.causal is not None
+    hides = family.causal is False if known else labels.shift == 0 and labels.offset != 1
     labels.masked = labels.shift in (0, 1) and not family.decoder and hides  # diffusion models may shift, too
     labels.count = int(supervised(reading, labels.shift or 0).sum())
     if repeats:
@@ -162,12 +163,12 @@ def _hidden(inputs: Tensor) -> bool:
     return len(inputs) > 1 and int((inputs == inputs.mode().values).sum()) >= max(2, len(inputs) / 2)
 
 
-def _share(reading: Reading, offset: int) -> float:
+def _share(reading: BatchReading, offset: int) -> float:
     same, there = _equal(reading, offset)
     return float(same.sum() / there.sum()) if there.any() else 0.0
 
 
-def _equal(reading: Reading, offset: int) -> tuple[Tensor, Tensor]:
+def _equal(reading: BatchReading, offset: int) -> tuple[Tensor, Tensor]:
     """(the label equals the token at `offset` from it, both exist), bool [batch, n]."""
     assert reading.labels is not None
     assert reading.ids is not None
@@ -176,23 +177,17 @@ def _equal(reading: Reading, offset: int) -> tuple[Tensor, Tensor]:
     return (moved(reading.ids, offset, IGNORED) == reading.labels[..., None]).any(-1) & there, there
 
 
-def moved(values: Tensor, offset: int, fill: int | bool) -> Tensor:
-    """`values[:, i + offset]` at i, `fill` outside of the row."""
-    rolled = values.roll(-offset, 1)
-    rolled[:, slice(-offset, None) if offset > 0 else slice(-offset)] = fill
-    return rolled
-
-
-def _readable(labels: Labels, reading: Reading, family: Family) -> None:
+def _readable(labels: LabelUse, reading: BatchReading, family: Family) -> None:
     shift, offset = labels.shift, labels.offset
     assert shift is not None
+    assert reading.labels is not None
+    assert reading.ids is not None
     if labels.masked:
         _open(labels, reading)
         return
+    unclear = f"whether {family.name} is causal is not known"
     if offset is None and family.causal is None and family.name and reading.allow is None:
-        labels.untested.append(
-            (_READ, f"whether {family.name} is causal is not known, nor where its labels' tokens are")
-        )
+        labels.untested.append((_READ, f"{unclear}, nor where its labels' tokens are"))
         return
     if offset is None:
         message = "labels are not the tokens of the batch, neither in place nor one position before or after"
@@ -200,8 +195,6 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         return
     ahead = offset + shift  # from the position that predicts to the token that it predicts
     equal, there = _equal(reading, offset)
-    assert reading.labels is not None
-    assert reading.ids is not None
     other = there & ~equal & supervised(reading, shift) & reading.real & (reading.labels >= 0)
     if not _hidden(moved(reading.ids[..., 0], offset, IGNORED)[other]):  # else tokens were dropped from the inputs
         where = "in its place" if offset == 0 else f"{offset:+d} of it"
@@ -212,28 +205,25 @@ def _readable(labels: Labels, reading: Reading, family: Family) -> None:
         labels.add("shift", equal, f"{twice}each position learns {what}")
     causal = True if not family.name and family.causal is None and reading.allow is None else family.causal
     if causal is None and reading.allow is None:
-        labels.untested.append((_READ, f"whether {family.name} is causal is not known: say causal="))
+        labels.untested.append((_READ, f"{unclear}: say causal="))
         return
-    seen = torch.zeros_like(equal)
+    readable = torch.zeros_like(equal)
     for row in range(len(equal)):
         places = equal[row].nonzero().flatten()
-        source, target = places + offset, places - shift
-        inside = target >= 0
-        places, source, target = places[inside], source[inside], target[inside]
-        seen[row, places] = _reads(reading, family, row, target, source, bool(causal))
+        places = places[places >= shift]
+        readable[row, places] = _reads(reading, family, row, places - shift, places + offset, bool(causal))
     who = {0: "its own position", 1: "the position before it"}.get(shift, f"the position {shift:+d} before it")
-    who += " predicts it"
-    if seen.any():
-        at = int(seen.nonzero()[0, 1]) + offset
-        labels.add("readable", seen, f"{who}, and can read the label's token at position {at}")
+    if readable.any():
+        at = int(readable.nonzero()[0, 1]) + offset
+        labels.add("readable", readable, f"{who} predicts it, and can read the label's token at position {at}")
     if not family.name and family.causal is None and ahead > 0 and reading.allow is None:
         why = "no model or configuration was given, so that whether it is causal is not known"
         labels.unchecked.append((_READ, why))
-    elif not seen.any():
+    elif not readable.any():
         labels.checked.append("labels: none can be read by the position that predicts it")
 
 
-def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: Tensor, causal: bool) -> Tensor:
+def _reads(reading: BatchReading, family: Family, row: int, target: Tensor, source: Tensor, causal: bool) -> Tensor:
     real = reading.real[row]
     if reading.allow is not None:
         if not len(target):
@@ -242,14 +232,11 @@ def _reads(reading: Reading, family: Family, row: int, target: Tensor, source: T
         return flow.reachability(family.layers)[target, source]
     documents, blocks = reading.documents[row], reading.blocks[row]
     together = (documents[target] == documents[source]) & real[source]
-    if not causal:
-        return together
     block = (blocks[target] == blocks[source]) & (blocks[target] >= 0)
-    return together & ((source <= target) | block)
+    return together & ((source <= target) | block | (not causal))
 
 
-def _open(labels: Labels, reading: Reading) -> None:
-    """Find labels of a masked language model whose token was left in place, or stands next to it."""
+def _open(labels: LabelUse, reading: BatchReading) -> None:
     if labels.offset:
         message = f"labels are the tokens at {labels.offset:+d} of them, which both directions read"
         labels.add("readable", _equal(reading, labels.offset)[0], message)
@@ -257,11 +244,8 @@ def _open(labels: Labels, reading: Reading) -> None:
     equal, there = _equal(reading, 0)
     left, count = int(equal.sum()), int(there.sum())
     if left and float(bdtrc(left - 1, count, _OPEN)) < _CHANCE:
-        message = (
-            f"{left} of {count} labels are the token that stands in their place, where the model reads it: hide them "
-            "(BERT's recipe leaves a tenth)"
-        )
-        labels.add("readable", equal, message)
+        message = f"{left} of {count} labels are the token that stands in their place, where the model reads it"
+        labels.add("readable", equal, f"{message}: hide them (BERT's recipe leaves a tenth)")
         return
     if left == count:
         why = f"all {count} stand open, too few to tell from the tenth that is left open"
@@ -272,9 +256,9 @@ def _open(labels: Labels, reading: Reading) -> None:
     labels.checked.append("labels: their tokens are hidden, but for a tenth")
 
 
-def _merged(reading: Reading, family: Family) -> Labels:
+def _merged(reading: BatchReading, family: Family) -> LabelUse:
     """Check labels of `af.tasks.Collator`; place, position id and token tell which data token each means."""
-    labels = Labels(words="labels of af.tasks.Collator, where they are predicted", shift=0)
+    labels = LabelUse(words="labels of af.tasks.Collator, where they are predicted", shift=0)
     ids, positions, targets = reading.ids, reading.positions, cast(Tensor, reading.targets)
     labels.count = int((targets != IGNORED).sum())
     if ids is None or reading.allow is None or positions is None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
 from torch import nn
-
-from attnflow._core.errors import MissingExtra
-from attnflow.audit.guards import Guard, guard
-
-if find_spec("transformers") is None:
-    raise MissingExtra("transformers", "hf", "an audit inside a Trainer")
-
 from transformers import TrainerCallback
 
-__all__ = ["GuardCallback"]
+from attnflow.audit.guards import Guard, guard
 
 
 class GuardCallback(TrainerCallback):

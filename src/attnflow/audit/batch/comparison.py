@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from attnflow._core.errors import AttnflowError
-from attnflow.audit.cutting import Part, Place, Rows, attached_masks, rows_of, stirred
-from attnflow.audit.inputs import config_of, fresh, takes_use_cache
+from attnflow.audit.batch.cutting import Cut, CutBatch, Place, attached_masks, rows_of, stirred
+from attnflow.audit.inputs import fresh
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import as_numbers, leaves
 from attnflow.models.evaluation import REFUSALS, precision, refusal, seed_all
+from attnflow.models.subject import Subject
 
 _KEPT: Final = ("logits_to_keep", "num_logits_to_keep")  # the last columns of a padded row are not those of the row
 _EXPLAINED: Final = 4  # differences whose cause is looked for
@@ -69,32 +69,17 @@ class Gap(NamedTuple):
 
 
 class Suspect(NamedTuple):
-    part: Part
+    part: Cut
     gap: Gap
     alone: Outputs
 
 
-class WithoutDropout(TorchFunctionMode):
-    """Leaves dropout out, so that batches of any size compute the same in training mode."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name, named = getattr(func, "__name__", ""), dict(kwargs or {})
-        if "dropout" in name:
-            return args[0] if args else named["input"]
-        if name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            named |= {} if len(args) > 4 else {"dropout_p": 0.0}
-        return func(*args, **named)
-
-
-class Comparison:
+class AloneComparison:
     def __init__(self, model: nn.Module, kwargs: Mapping[str, Any], seed: int) -> None:
         self.model, self.seed, self.passes = model, seed, 0
         self.batch = rows_of(model, {name: value for name, value in kwargs.items() if name not in _KEPT})
         self.base: Outputs = {}
-        self.parts: list[Part] = []
+        self.parts: list[Cut] = []
         self.documents = self.compared = 0
         self.outputs: dict[str, None] = {}  # names of those that were compared
         self.uncompared: dict[str, str] = dict(self.batch.unread)
@@ -104,17 +89,15 @@ class Comparison:
         self.large = torch.finfo(dtype).eps ** 0.5  # shares of the largest number: no rounding comes to this,
         self.quiet = min(_QUIET * self.large**2, self.large / 8)  # and this is not looked at
 
-    def choose(self, rows: int | None, documents: int | None, places: Iterable[tuple[int, Tensor]] | None) -> None:
-        """Choose what runs alone: nothing where nothing can differ, or nothing can be cut."""
+    def choose(self, rows: int | None, documents: int | None, places: Sequence[tuple[int, Tensor]] | None) -> None:
         batch = self.batch
         if batch.stuck:
             self.uncompared["rows"] = batch.stuck
         elif places is not None:
-            listed = list(places)
-            rows_taken = [row for row, _ in listed]
-            for number, (row, columns) in enumerate(listed):
+            taken = [row for row, _ in places]
+            for number, (row, columns) in enumerate(places):
                 beside = (axis.real[row].nonzero()[:, 0] for axis in batch.axes[:-1])
-                self.parts.append(Part(row, number, (*beside, columns), rows_taken.count(row) == 1))
+                self.parts.append(Cut(row, number, (*beside, columns), taken.count(row) == 1))
             self.documents = len(self.parts)
         else:
             self.documents = len(batch.parts(None))
@@ -138,7 +121,6 @@ class Comparison:
         return {path.lstrip(".") or "output": tensor for path, tensor in leaves(output, other)}
 
     def tried(self, kwargs: Mapping[str, Any]) -> Outputs:
-        """The outputs of an experiment; none where the model refuses it."""
         try:
             return self.run(kwargs)
         except _REFUSED:
@@ -202,7 +184,7 @@ class Comparison:
                 Difference(part.row, part.document, gap.column, gap.output, gap.difference, gap.scale, confirmed, cause)
             )
 
-    def _gap(self, name: str, outputs: Outputs, alone: Outputs, part: Part, rows: Rows | None = None) -> Gap | str:
+    def _gap(self, name: str, outputs: Outputs, alone: Outputs, part: Cut, rows: CutBatch | None = None) -> Gap | str:
         place = (rows or self.batch).where(outputs[name], alone[name], part, "encoder" in name)
         if isinstance(place, str):
             return place
@@ -280,18 +262,17 @@ class Comparison:
         part, gap, alone = suspect
         if gap.output not in outputs:
             return False
-        sides = [self.batch.where(o[gap.output], alone[gap.output], part, "encoder" in gap.output)
-                 for o in (self.base, outputs)]  # fmt: skip
-        before, after = (side if isinstance(side, str) else side[0] for side in sides)
-        if isinstance(before, str) or isinstance(after, str):
-            return False
-        return self._distance(gap.output, before, after).difference > self._least(gap)
+        name = gap.output
+        sides = [self.batch.where(o[name], alone[name], part, "encoder" in name) for o in (self.base, outputs)]
+        before, after = (None if isinstance(side, str) else side[0] for side in sides)
+        moved = before is not None and after is not None and self._distance(name, before, after)
+        return bool(moved) and moved.difference > self._least(gap)
 
     def _equal(self, outputs: Outputs, suspect: Suspect) -> bool:
         return self._apart(outputs, suspect, self.batch) <= self._least(suspect.gap)
 
-    def _apart(self, outputs: Outputs, suspect: Suspect, rows: Rows) -> float:
-        """How far an output of an experiment is from the same alone; infinite where there is none."""
+    def _apart(self, outputs: Outputs, suspect: Suspect, rows: CutBatch) -> float:
+        """How far an output of an experiment is from the same alone, infinite where there is none."""
         part, gap, alone = suspect
         if gap.output not in outputs:
             return torch.inf
@@ -299,14 +280,13 @@ class Comparison:
         return other.difference if isinstance(other, Gap) else torch.inf
 
     def _least(self, gap: Gap) -> float:
-        """What an experiment must move an output by, to count beside a difference."""
         return max(self.quiet * gap.scale, _SAME * gap.difference)
 
     @cached_property
     def _uncached(self) -> dict[str, Any]:
         """The call without a cache; nothing where it makes none."""
-        usual = getattr(config_of(self.model), "use_cache", True)
-        makes = takes_use_cache(self.model) and self.batch.kwargs.get("use_cache", usual) is not False
+        usual = getattr(Subject(self.model).text_config, "use_cache", True)
+        makes = Subject(self.model).takes_use_cache and self.batch.kwargs.get("use_cache", usual) is not False
         return {**self.batch.kwargs, "use_cache": False} if makes else {}
 
     @cached_property
@@ -327,7 +307,7 @@ class Comparison:
         kwargs = self._uncached or batch.kwargs
         return self.tried({**kwargs, f"{axis.prefix}position_ids": positions.to(device)})
 
-    def _positions_in_words(self, part: Part) -> str:
+    def _positions_in_words(self, part: Cut) -> str:
         axis, run = self.batch.axes[-1], part.columns[-1]
         given = self.batch.kwargs.get(f"{axis.prefix}position_ids")
         if given is None:
@@ -344,7 +324,7 @@ class Comparison:
             return "the positions restart one token early"
         return "position_ids are not 0, 1, 2, ... there"
 
-    def _changes(self, part: Part) -> Iterator[tuple[str, int, Tensor]]:
+    def _changes(self, part: Cut) -> Iterator[tuple[str, int, Tensor]]:
         """(what is changed in words, its axis, where): the other rows, padding, the documents beside it."""
         axes = self.batch.axes
         for place, axis in enumerate(axes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -12,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnflow._core.markup import plural
-from attnflow.audit.batch_labels import Findings, moved
-from attnflow.audit.batch_reading import IGNORED, WEIGHTS, Reading
-from attnflow.audit.gradients import NOTHING, UNKNOWN, Targets
-from attnflow.audit.packing import as_tensor
+from attnflow.audit.batch.gradients import NOTHING, UNKNOWN, Targets
+from attnflow.audit.batch.labels import Findings
+from attnflow.audit.batch.reading import IGNORED, WEIGHTS, BatchReading, moved
+from attnflow.audit.packing import numbers_of
 
 SHIFTS: Final = (1, 0, 2, -1, 3, -2)  # label i + shift may be what position i is trained on; the likeliest first
 _AGREE: Final = 0.5  # share of the trained positions that decides a shift
-_SHOWN: Final = 8  # sequences in a report
 
 
 @dataclass(frozen=True)
@@ -46,88 +44,63 @@ class Trained:
         return f"sequence {self.sequence}, {places}: {what}, weight {self.weight:.4g}"
 
 
-@dataclass(frozen=True, eq=False)
-class SeenLoss:
-    token: Tensor  # int64 [batch, n]
-    weight: Tensor  # float64 [batch, n]
-    certain: Tensor  # int64 [batch, n]
-    shift: int | None  # position i is trained on label i + shift; None if no shift fits
-    targets: Targets
-
-    @property
-    def trained(self) -> Tensor:
-        """Which positions are trained, bool [batch, n]."""
-        return self.token != NOTHING
-
-    def wanted(self, labels: Tensor) -> Tensor:
-        """The label that each position is trained on by the shift, [batch, n]; IGNORED outside of the row."""
-        return moved(labels, self.shift or 0, IGNORED)
-
-
-def in_columns(targets: Targets, reading: Reading) -> SeenLoss | None:
+def in_columns(targets: Targets, reading: BatchReading) -> Targets | None:
     """Match the rows of logits with the batch's columns; None if their number does not allow it.
 
     Virtual tokens and images stand before the batch's tokens. A model that was called with a part of the ids has logits
     for that part. Fewer logits, whose places `targets` does not know, may be those of any columns.
     """
     batch, n = reading.shape
-    width = start = None
-    if reading.ids is not None:
-        for given in targets.inputs:
-            k = given.shape[-1] if given.ndim == 2 else 0
-            parts = [(k, at) for at in (0, n - k) if 0 < k <= n and given.shape[0] == batch]
-            fits = [part for part in parts if torch.equal(given.cpu(), reading.ids[:, part[1] : part[1] + k, 0])]
-            width, start = fits[0] if fits and width is None else (width, start)
-    width, start = width or n, start or 0
-
-    def columns(values: Tensor, empty: int | float) -> Tensor | None:
-        flat = values.numel()
-        whole = values.ndim == 1 or 1 in values.shape or (values.ndim == 2 and len(values) == batch)
-        if flat % batch or flat < batch * width or not whole:
-            return None
-        values = values.reshape(batch, -1)
-        if (values[:, : -width - 1] != empty).any():  # but for the last one, which predicts the first token
-            return None
-        values = values[:, -width:]  # what stands before has no column
-        ahead = start + width - values.shape[1]
-        return F.pad(values, (ahead, n - ahead - values.shape[1]), value=empty)
-
-    token, weight, certain = (
-        columns(targets.token, NOTHING),
-        columns(targets.weight, 0.0),
-        columns(targets.certain, NOTHING),
+    ids, token = None if reading.ids is None else reading.ids[..., 0], targets.token
+    called = [given.cpu() for given in targets.inputs if given.ndim == 2 and 0 < given.shape[1] <= n]
+    places = [(given, at) for given in called for at in (0, n - given.shape[1])]
+    fits = (
+        part for part in places if ids is not None and torch.equal(part[0], ids[:, part[1] :][:, : part[0].shape[1]])
     )
-    if token is None or weight is None or certain is None:
+    given, start = next(fits, (torch.zeros(batch, n), 0))
+    width = given.shape[1]
+    whole = token.ndim == 1 or 1 in token.shape or (token.ndim == 2 and len(token) == batch)
+    if token.numel() % batch or token.numel() < batch * width or not whole:
         return None
-    shares = {0: 0.0}
-    if reading.labels is not None:
-        here = token >= 0
-        same = {shift: (moved(reading.labels, shift, IGNORED) == token) & here for shift in SHIFTS}
-        shares = {shift: float(equal.sum()) / max(1, int(here.sum())) for shift, equal in same.items()}
-    best = max(shares, key=lambda shift: shares[shift])  # the first of equals
-    return SeenLoss(token, weight, certain, best if shares[best] >= _AGREE else None, targets)
+    if (token.reshape(batch, -1)[:, : -width - 1] != NOTHING).any():  # but for the last, which predicts the first token
+        return None
+
+    def columns(values: Tensor, empty: float) -> Tensor:  # what stands before has none
+        return F.pad(values.reshape(batch, -1)[:, -width:], (start, n - start - width), value=empty)
+
+    return with_shift(targets.changed(columns), reading)
 
 
-def really_trained(reading: Reading, loss: SeenLoss) -> Reading:
+def with_shift(loss: Targets, reading: BatchReading) -> Targets:
+    """The loss with the shift by which most of its tokens are labels; the first of equals."""
+    if reading.labels is None:
+        return replace(loss, shift=None)
+    here = loss.token >= 0
+    same = [(moved(reading.labels, shift, IGNORED) == loss.token) & here for shift in SHIFTS]
+    shares = [float(equal.sum()) / max(1, int(here.sum())) for equal in same]
+    return replace(loss, shift=SHIFTS[shares.index(max(shares))] if max(shares) >= _AGREE else None)
+
+
+def really_trained(reading: BatchReading, loss: Targets) -> BatchReading:
     """The batch with labels only where the loss trains them, for the checks of labels."""
     if reading.labels is None or loss.shift is None:
         return reading
-    hidden = loss.certain == loss.wanted(reading.labels)
+    hidden = loss.certain == moved(reading.labels, loss.shift, IGNORED)
     back = moved(loss.trained | hidden, -loss.shift, False)
     return replace(reading, labels=reading.labels.where(back, IGNORED))
 
 
-def compare(reading: Reading, loss: SeenLoss, batch: Mapping[str, Any], given: bool, equal: bool) -> Findings:
+def compare(reading: BatchReading, loss: Targets, batch: Mapping[str, Any], given: bool, equal: bool) -> Findings:
     """Where the loss and the labels differ; `given` says that the batch has labels, `equal` that weights must agree."""
     findings, labels = Findings(), reading.labels
     if (loss.token == UNKNOWN).any():
         count = int((loss.token == UNKNOWN).sum())
         why = "its gradient there is not that of one token's cross-entropy (soft targets, a ranking or a penalty)"
         findings.untested.append((f"the loss at {plural(count, 'position')}", why))
-    if loss.targets.calls > 1:
-        why = f"the loss is made of {loss.targets.calls} calls of the model, and one was read"
+    if loss.calls > 1:
+        why = f"the loss is made of {loss.calls} calls of the model, and one was read"
         findings.untested.append(("the other calls of the model", why))
-    rest, named = _rest(loss.targets)
+    rest, named = _rest(loss)
     if rest and not named:
         findings.untested.append(("a part of the loss", rest))
     if labels is not None:
@@ -137,13 +110,13 @@ def compare(reading: Reading, loss: SeenLoss, batch: Mapping[str, Any], given: b
 
 
 def _against_labels(
-    findings: Findings, reading: Reading, loss: SeenLoss, labels: Tensor, batch: Mapping[str, Any], given: bool
+    findings: Findings, reading: BatchReading, loss: Targets, labels: Tensor, batch: Mapping[str, Any], given: bool
 ) -> None:
     if loss.shift is None:
         message = "the loss trains this position on a token that is no label, at any shift"
         findings.add("targets", loss.token >= 0, message)
         return
-    wanted, trained = loss.wanted(labels), loss.trained
+    wanted, trained = moved(labels, loss.shift, IGNORED), loss.trained
     columns = torch.arange(reading.shape[1]) + loss.shift
     inside = ((columns >= 0) & (columns < reading.shape[1])).expand_as(trained)
     if given:
@@ -152,14 +125,19 @@ def _against_labels(
         message = f"the loss trains the token before an answer, whose label is {IGNORED}: a prompt, or padding"
         findings.add("untrained", prompt, message)
         findings.add("untrained", extra & ~prompt, f"the loss trains a token whose label is {IGNORED}")
-        lost = ~trained & (wanted != IGNORED) & (loss.targets.calls == 1)
+        lost = ~trained & (wanted != IGNORED) & (loss.calls == 1)
         if hidden := int((lost & (loss.certain == wanted)).sum()):
             why = "the model gives it all the probability, so that its gradient is zero"
             findings.unchecked.append((f"whether each of {plural(hidden, 'label')} is trained", why))
         lost &= loss.certain != wanted
-        reason = _explained(lost, trained & (wanted != IGNORED), batch, loss.shift) if lost.any() else None
-        if reason is not None:
-            findings.notes.append(f"the loss is taken where {reason} says, at {int(trained.sum())} positions")
+        kept = trained & (wanted != IGNORED)
+        masks = [  # zero exactly where labels are not trained
+            name
+            for name, places in _entries(batch, loss).items()
+            if lost.any() and any(not place[lost].any() and bool((place[kept] != 0).all()) for place in places)
+        ]
+        if masks:
+            findings.notes.append(f"the loss is taken where {masks[0]} says, at {int(trained.sum())} positions")
         else:
             findings.add("untrained", lost, "a label that counts, and the loss does not train it")
     behind = trained & ~inside
@@ -176,39 +154,27 @@ def _ahead(shift: int) -> str:
     return f"{plural(abs(shift), 'place')} {'ahead' if shift > 0 else 'before'}"
 
 
-def _entries(batch: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Numbers of the batch with one for each position, float64 [batch, n], that may be weights or a mask."""
-    found: dict[str, Tensor] = {}
-    for name, value in batch.items():
-        if name.endswith(("ids", "labels")):
-            continue
-        try:
-            tensor = as_tensor(value)
-        except (TypeError, ValueError):
-            continue
-        if tensor.numel() == math.prod(shape) and tensor.ndim <= 2 and not tensor.is_complex():
-            found[name] = tensor.reshape(shape).double()
-    return found
+def _entries(batch: Mapping[str, Any], loss: Targets) -> dict[str, tuple[Tensor, Tensor]]:
+    """Entries with a number for each token, which may be weights or a mask, float64 [batch, n].
+
+    Each stands at the position that predicts its label, and in its own place.
+    """
+    tensors = {name: numbers_of(value) for name, value in batch.items() if not name.endswith(("ids", "labels"))}
+    size, fitting = loss.token.numel(), dict[str, tuple[Tensor, Tensor]]()
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() == size and tensor.ndim <= 2 and not tensor.is_complex():
+            values = tensor.reshape(loss.token.shape).double()
+            fitting[name] = moved(values, loss.shift or 0, 0), values
+    return fitting
 
 
-def _explained(lost: Tensor, kept: Tensor, batch: Mapping[str, Any], shift: int) -> str | None:
-    """The entry that is zero exactly where labels are not trained, if any."""
-    for name, values in _entries(batch, tuple(lost.shape)).items():
-        for place in (moved(values, shift, 0), values):  # at the label, or at the position that predicts it
-            if not place[lost].any() and bool((place[kept] != 0).all()):
-                return name
-    return None
-
-
-def _weights(findings: Findings, reading: Reading, loss: SeenLoss, batch: Mapping[str, Any], equal: bool) -> None:
+def _weights(findings: Findings, reading: BatchReading, loss: Targets, batch: Mapping[str, Any], equal: bool) -> None:
     """Whether all trained tokens count alike; if not, whether documents, rows or an entry of the batch say why."""
-    there, precision = loss.token >= 0, loss.targets.precision
+    there, precision = loss.token >= 0, loss.precision
     if not there.any():
         return
     weights = loss.weight[there]
-    entries = _entries(batch, tuple(there.shape))
-    places = {name: (moved(values, loss.shift or 0, 0), values) for name, values in entries.items()}
-    for name, (ahead, here) in places.items():
+    for name, (ahead, here) in _entries(batch, loss).items():
         told = [place[there].where(place[there] != 0, torch.nan) for place in (ahead, here)]
         if WEIGHTS.fullmatch(name) and not any(_alike(weights / place, precision) for place in told):
             message = f"the loss does not weigh its tokens as {name} says"
@@ -222,12 +188,12 @@ def _weights(findings: Findings, reading: Reading, loss: SeenLoss, batch: Mappin
         return
     rows = torch.arange(len(there))[:, None].expand_as(there)
     groups = torch.stack([rows[there], reading.documents[there]], 1).unique(dim=0, return_inverse=True)[1]
-    each = [weights[groups == group] for group in range(int(groups.max()) + 1)]
+    parts = [weights[groups == group] for group in range(int(groups.max()) + 1)]
     negative = there & (loss.weight < 0)
     if negative.any():
         message = f"{plural(int(negative.sum()), 'token')} with a negative weight: the loss drives the model away"
-    elif all(_alike(part, precision) for part in each):
-        sums = torch.stack([part.sum() for part in each])
+    elif all(_alike(part, precision) for part in parts):
+        sums = torch.stack([part.sum() for part in parts])
         why = ": each is averaged by itself, so that a token of a short one counts more" if _alike(sums, 0.01) else ""
         what = "sequences" if int(reading.documents.max()) == 0 else "documents"
         message = f"the weight of a token differs between {what}{why}"
@@ -236,11 +202,9 @@ def _weights(findings: Findings, reading: Reading, loss: SeenLoss, batch: Mappin
     if not equal:
         findings.notes.append(message)
         return
-    usual = weights.median()
-    odd = there & ((loss.weight / usual - 1).abs() > precision)
-    findings.add(
-        "weights", negative if negative.any() else odd, message + "; if that is meant, say equal_weights=False"
-    )
+    odd = there & ((loss.weight / weights.median() - 1).abs() > precision)
+    where = negative if negative.any() else odd
+    findings.add("weights", where, message + "; if that is meant, say equal_weights=False")
 
 
 def _alike(values: Tensor, precision: float) -> bool:
@@ -248,10 +212,10 @@ def _alike(values: Tensor, precision: float) -> bool:
     return bool(((values - middle).abs() <= precision * abs(middle)).all())
 
 
-def between_batches(losses: list[SeenLoss]) -> str | None:
+def between_batches(losses: list[Targets]) -> str | None:
     """What is wrong where micro-batches are added up; None if their tokens count alike."""
     means = [float(loss.weight[loss.token >= 0].mean()) for loss in losses if (loss.token >= 0).any()]
-    precision = max(loss.targets.precision for loss in losses)
+    precision = max(loss.precision for loss in losses)
     if _alike(torch.tensor(means), precision):
         return None
     worst = means.index(max(means)), means.index(min(means))
@@ -261,25 +225,24 @@ def between_batches(losses: list[SeenLoss]) -> str | None:
     )
 
 
-def terms(loss: SeenLoss, batch: Mapping[str, Any]) -> list[str]:
-    targets, there = loss.targets, loss.token >= 0
+def terms(loss: Targets, batch: Mapping[str, Any]) -> list[str]:
+    there = loss.token >= 0
     weights, count = loss.weight[there], int(there.sum())
     lines: list[str] = []
     if count:
         lines.append(f"cross-entropy of {plural(count, 'token')}, {_normalised(weights, count, batch, loss)}")
-    own = targets.token >= 0
-    for name, values, usual in (("label smoothing", targets.smoothing, 0.0), ("temperature", targets.temperature, 1.0)):
-        numbers = values[own][(values[own] - usual).abs() > targets.precision]
+    for name, values, usual in (("label smoothing", loss.smoothing, 0.0), ("temperature", loss.temperature, 1.0)):
+        numbers = values[there][(values[there] - usual).abs() > loss.precision]
         if len(numbers):
             lines.append(f"{name} {numbers.median():.3g} at {plural(len(numbers), 'position')}")
-    penalties = (targets.penalty / targets.weight)[own & (targets.penalty != 0)]
+    penalties = (loss.penalty / loss.weight)[there & (loss.penalty != 0)]
     if len(penalties):
         lines.append(f"z-loss: {penalties.median():.3g} x log(sum of exp(logits))^2 at {len(penalties)} positions")
-    return [*lines, rest] if (rest := _rest(targets)[0]) else lines
+    return [*lines, rest] if (rest := _rest(loss)[0]) else lines
 
 
-def _normalised(weights: Tensor, count: int, batch: Mapping[str, Any], loss: SeenLoss) -> str:
-    precision, weight = loss.targets.precision, float(weights.mean())
+def _normalised(weights: Tensor, count: int, batch: Mapping[str, Any], loss: Targets) -> str:
+    precision, weight = loss.precision, float(weights.mean())
     if not _alike(weights, precision):
         return f"weights from {weights.min():.4g} to {weights.max():.4g}"
     items = batch.get("num_items_in_batch")
@@ -287,9 +250,8 @@ def _normalised(weights: Tensor, count: int, batch: Mapping[str, Any], loss: See
     if items is not None:
         whole = {f"their sum over num_items_in_batch = {int(items)}": int(items)} | whole
     whole |= {f"their sum over all {size} positions": size for size in (loss.token.numel(), loss.token[:, 1:].numel())}
-    return next(
-        (words for words, n in whole.items() if n and abs(weight * n - 1) < precision), f"each times {weight:.4g}"
-    )
+    fits = (words for words, n in whole.items() if n and abs(weight * n - 1) < precision)
+    return next(fits, f"each times {weight:.4g}")
 
 
 def _rest(targets: Targets) -> tuple[str, bool]:
@@ -305,21 +267,16 @@ def _rest(targets: Targets) -> tuple[str, bool]:
     return f"{share} does not come from these logits: a router's loss, a penalty on weights or another head", False
 
 
-def trained_runs(loss: SeenLoss, labels: Tensor | None) -> tuple[Trained, ...]:
+def trained_runs(loss: Targets, labels: Tensor | None) -> tuple[Trained, ...]:
     runs: list[Trained] = []
-    wanted = None if labels is None or loss.shift is None else loss.wanted(labels)
+    wanted = None if labels is None or loss.shift is None else moved(labels, loss.shift, IGNORED)
     for row, column in (loss.token >= 0).nonzero().tolist():
         weight = float(f"{float(loss.weight[row, column]):.4g}")
         right = wanted is not None and int(wanted[row, column]) == int(loss.token[row, column])
         label = loss.shift if right else None
         next_to = bool(runs) and (runs[-1].sequence, runs[-1].last, runs[-1].label) == (row, column - 1, label)
-        if next_to and abs(runs[-1].weight - weight) <= 2 * loss.targets.precision * abs(weight):
+        if next_to and abs(runs[-1].weight - weight) <= 2 * loss.precision * abs(weight):
             runs[-1] = replace(runs[-1], last=column)
         else:
             runs.append(Trained(row, column, column, weight, label))
     return tuple(runs)
-
-
-def shown(runs: tuple[Trained, ...]) -> list[str]:
-    lines = [f"loss: {run}" for run in runs[: 2 * _SHOWN]]
-    return lines + ([f"loss: and {len(runs) - len(lines)} more"] if len(runs) > len(lines) else [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from attnflow._core import checks
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
-from attnflow.audit.comparison import Comparison, Difference, WithoutDropout
-from attnflow.audit.cutting import BOUNDARY_NAME
+from attnflow.audit.batch.comparison import AloneComparison, Difference
+from attnflow.audit.batch.cutting import BOUNDARY_NAME
 from attnflow.audit.inputs import LOSS_ARGUMENTS, read, with_decoder_inputs
-from attnflow.models.evaluation import evaluating, unchanged
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.evaluation import WithoutDropout, evaluating, unchanged
+from attnflow.models.loaded import split
 from attnflow.models.offload import device_of
+from attnflow.models.subject import Loaded, Subject
 
 
 def check_alone(
@@ -68,7 +69,7 @@ def check_alone(
         if value is not None:
             checks.integer(name, value, 1)
     module, tokenizer = split(model)
-    call = dict(batch) if isinstance(batch, Mapping) else read(module, batch, tokenizer).kwargs
+    call = dict(batch) if isinstance(batch, Mapping) else read(Subject(module, tokenizer), batch).kwargs
     call, losses, left = bound(module, call)
     report = compare_alone(module, call, losses=losses, rows=rows, documents=documents, training=training, seed=seed)
     named = tuple(entry for entry in left if BOUNDARY_NAME.search(entry[0]))
@@ -102,7 +103,7 @@ def compare_alone(
     documents: int | None = None,
     training: bool = False,
     seed: int = 0,
-    places: Iterable[tuple[int, Tensor]] | None = None,
+    places: Sequence[tuple[int, Tensor]] | None = None,
 ) -> AloneReport:
     """Compare a call, with `losses` beside; `places` (row, columns) replace the documents that it declares."""
     began = time.perf_counter()
@@ -112,7 +113,7 @@ def compare_alone(
             model.train()
             for module, flag in modes if modes[0][1] else ():
                 module.training = flag
-        work = Comparison(model, kwargs, seed)
+        work = AloneComparison(model, kwargs, seed)
         work.choose(rows, documents, places)
         if work.parts:
             work.begin(losses or {})
@@ -181,18 +182,20 @@ class AloneReport(Result):
         return [vars(difference).copy() for difference in self.differences]
 
     def __repr__(self) -> str:
-        more = [f"and {len(self.differences) - 2} more; print(report)"] if len(self.differences) > 2 else []
-        lines = [f"<AloneReport {self.verdict}; {self.sequences} x {self.positions}", *map(str, self.differences[:2])]
-        return "\n".join([*lines, *more]) + ">"
+        return brief(self, self.verdict, self.differences)
 
     def __str__(self) -> str:
         verdict = "DIFFERS" if self.differences else self.verdict
         ran = f"{self.compared} of {plural(self.documents, 'document')} alone"
         cost = f"{self.forward_passes} forward passes in {self.seconds:.1f} s"
-        lines = [
-            f"{verdict}: {self.sequences} x {self.positions} positions, {ran}; {cost}",
-            *map(str, self.differences),
-        ]
+        lines = [f"{verdict}: {self.sequences} x {self.positions} positions, {ran}; {cost}"]
+        lines += map(str, self.differences)
         lines += [f"compared: {', '.join(self.outputs)}"] if self.outputs else []
         lines += [f"not compared: {what}: {why}" for what, why in self.uncompared]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def brief(report: Any, head: str, findings: Sequence[object]) -> str:
+    lines = [f"<{type(report).__name__} {head}; {report.sequences} x {report.positions}", *map(str, findings[:2])]
+    lines += [f"and {len(findings) - 2} more; print(report)"] if len(findings) > 2 else []
+    return "\n".join(lines) + ">"

@@ -1,17 +1,25 @@
-"""What the formats share: refusals, sequences end to end, and packed documents with one window (`Bands`)."""
+"""Packed documents with one window: flash-attn's variable lengths, and what all formats share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
 
 import numpy as np
+import torch
+from jaxtyping import Int32
+from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow._core.errors import AttnflowError
+from attnflow._core.results import Result
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.intervals import IntervalRows, ragged
 from attnflow.masks.mask import Mask, not_a_mask
+
+_OPEN: Final = -1  # a side of the window without a limit
 
 
 class NotExpressible(AttnflowError, ValueError):
@@ -55,6 +63,70 @@ def end_to_end(masks: list[Mask]) -> Mask:
         parts.append(IntervalRows(rows.indptr, rows.starts + np.int32(first), rows.ends + np.int32(first), total))
         first += mask.num_keys
     return Mask(IntervalRows.stack(parts, total), f"{len(masks)} sequences end to end")
+
+
+@dataclass(frozen=True, eq=False)
+class Varlen(Result):
+    """A mask in the arguments of flash-attn's `flash_attn_varlen_func`; the fields have the names of these arguments.
+
+    In a document of Q queries and K keys, query i attends to keys i + d - window_size[0] to i + d + window_size[1],
+    where d = K - Q (flash-attn 2.1 and later). `causal` sets the upper bound to i + d.
+
+    Attributes:
+        cu_seqlens_q: int32[documents + 1], the first query of each document and the end.
+        cu_seqlens_k: int32[documents + 1], the same of its keys.
+        max_seqlen_q: queries of the longest document.
+        max_seqlen_k: keys of the longest document.
+        causal: whether nothing after the diagonal is seen.
+        window_size: keys (before, after) the diagonal; -1 for all of the document.
+    """
+
+    cu_seqlens_q: Int32[Tensor, "documents_and_1"]
+    cu_seqlens_k: Int32[Tensor, "documents_and_1"]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    causal: bool
+    window_size: tuple[int, int]
+
+    def to_mask(self) -> Mask:
+        """The relation that flash-attn computes.
+
+        Raises:
+            ValueError: the lengths do not start at 0, or decrease.
+        """
+        queries, keys = (_lengths(name, getattr(self, name)) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        if len(queries) != len(keys):
+            raise ValueError(f"expected as many documents of keys as of queries ({len(queries)}), got {len(keys)}")
+        left, right = (None if side == _OPEN else side for side in self.window_size)
+        return Bands(queries, keys, left, 0 if self.causal else right).to_mask("varlen")
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "both directions"
+        count = len(self.cu_seqlens_q) - 1
+        return f"Varlen: {count} document{'s' * (count != 1)}, {kind}, window_size {self.window_size}"
+
+    __repr__ = __str__
+
+
+def varlen(mask: Mask | MaskGrid) -> Varlen:
+    """The arguments of flash-attn's `flash_attn_varlen_func` for packed documents and windows.
+
+    The sequences of a batch are laid end to end, without padding.
+
+    Raises:
+        NotExpressible: the mask is not of this kind; the error names a pair.
+
+    >>> from attnflow import masks
+    >>> form = varlen(masks.document([2, 3]))
+    >>> form.cu_seqlens_q.tolist(), form.causal, form.window_size
+    ([0, 2, 5], True, (-1, -1))
+    """
+    bands = bands_of_batch(sequences(mask, "varlen"), "varlen")
+    left, right = (_OPEN if side is None else side for side in (bands.left, bands.right))
+    if bands.causal:
+        right = _OPEN if bands.left is None else 0
+    query, key = (max(lengths, default=0) for lengths in (bands.queries, bands.keys))
+    return Varlen(_cumulative(bands.queries), _cumulative(bands.keys), query, key, bands.causal, (left, right))
 
 
 @dataclass(frozen=True)
@@ -192,3 +264,15 @@ def _same(mask: Mask, bands: Bands, first: IntArray, last: IntArray, format: str
     raise NotExpressible(
         format, mask, (query, key), f"the pairs of the other queries make it {documents} {window}, which says otherwise"
     )
+
+
+def _cumulative(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def _lengths(name: str, cumulative: Tensor) -> tuple[int, ...]:
+    values = cumulative.tolist()
+    steps = tuple(after - before for before, after in pairwise(values))
+    if not values or values[0] != 0 or min(steps, default=0) < 0:
+        raise ValueError(f"{name} must start at 0 and not decrease, got {values[:8]}")
+    return steps

@@ -14,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from attnflow.audit.batch_reading import Family, family_of, read_batch
+from attnflow.audit.batch.reading import Family, beside_ends, family_of, moved, read_batch
 from attnflow.audit.inputs import read
 from attnflow.audit.packing import DOCUMENT_ARGUMENTS, as_tensor
 from attnflow.masks.flex import is_row_intervals
+from attnflow.models.subject import Subject
 
 _COUNTS: Final = ("max_length_q", "max_length_k", "cache_position")  # of the batch, as the boundaries are
 _IMAGES: Final = ("pixel", "image", "video", "audio", "input_features", "input_values")
 BOUNDARY_NAME: Final = re.compile(r"doc|segment|seq|sample|cu_|position|pack|lengths")  # in names that are not read
 _PADDING_MASKS: Final = {"mask": False, "padding_mask": True, "key_padding_mask": True, "src_key_padding_mask": True}
-
-
 Place = tuple[int, Tensor] | None  # an axis of positions, and the columns of the batch along it
 
 
@@ -44,7 +43,7 @@ class Axis:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Cut:
     row: int
     document: int
     columns: tuple[Tensor, ...]  # of each axis
@@ -52,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class CutBatch:
     kwargs: dict[str, Any]
     axes: tuple[Axis, ...]  # the last one holds the documents
     size: int  # number of rows
@@ -62,16 +61,17 @@ class Rows:
     unread: tuple[tuple[str, str], ...]  # entries that cannot be cut, with the reason
     stuck: str = ""  # why nothing can be cut
 
-    def parts(self, documents: int | None) -> list[Part]:
+    def parts(self, documents: int | None) -> list[Cut]:
+        """The documents of all rows, at most that many of each, the last ones."""
         if not self.axes:
-            return [Part(row, 0, (), True) for row in range(self.size)]
-        parts: list[Part] = []
+            return [Cut(row, 0, (), True) for row in range(self.size)]
+        parts: list[Cut] = []
         for row in range(self.size):
             *others, real = (axis.real[row].nonzero()[:, 0] for axis in self.axes)
             numbers = self.axes[-1].documents[row][real]
             runs = [real[numbers == number] for number in numbers.unique()]
             chosen = list(enumerate(runs))[-documents if documents else 0 :]
-            parts += [Part(row, number, (*others, run), len(runs) == 1) for number, run in chosen]
+            parts += [Cut(row, number, (*others, run), len(runs) == 1) for number, run in chosen]
         return parts
 
     def tokens(self) -> tuple[Tensor, Tensor]:
@@ -80,13 +80,13 @@ class Rows:
             raise ValueError("expected a batch of token ids, got none: samples are found by their tokens")
         return self.kwargs[self.axes[-1].name].cpu(), self.axes[-1].real
 
-    def trivial(self, part: Part) -> bool:
+    def trivial(self, part: Cut) -> bool:
         if self.size > 1 or any(len(run) < axis.length for run, axis in zip(part.columns, self.axes, strict=True)):
             return False
         positions = [self.kwargs.get(f"{axis.prefix}position_ids") for axis in self.axes]
         return all(p is None or torch.equal(as_tensor(p).flatten(), torch.arange(p.numel())) for p in positions)
 
-    def alone(self, part: Part) -> dict[str, Any]:
+    def alone(self, part: Cut) -> dict[str, Any]:
         kwargs: dict[str, Any] = {}
         for name, value in self.kwargs.items():
             if name not in self.dropped or name in self.needed:
@@ -107,8 +107,8 @@ class Rows:
         """A row with its padding and its documents, as a batch of one; None where boundaries hold for the batch."""
         if any(self.kwargs.get(name) is not None for name in (*DOCUMENT_ARGUMENTS[1:], *_COUNTS)):
             return None
-        every = Part(row, 0, tuple(torch.arange(axis.length) for axis in self.axes), True)
-        return {name: self.cut(name, value, every) for name, value in self.kwargs.items()}
+        whole = Cut(row, 0, tuple(torch.arange(axis.length) for axis in self.axes), True)
+        return {name: self.cut(name, value, whole) for name, value in self.kwargs.items()}
 
     def axis_of(self, name: str) -> int | None:
         prefixes = [axis.prefix for axis in self.axes]
@@ -118,7 +118,7 @@ class Rows:
         image = any(word in name for word in _IMAGES) and all(axis.name != name for axis in self.axes)
         return prefixes.index(prefix) if prefix in prefixes and not image else None
 
-    def cut(self, name: str, value: Any, part: Part) -> Any:
+    def cut(self, name: str, value: Any, part: Cut) -> Any:
         """The rows and columns of an entry that belong to a part; entries without a batch axis stay whole."""
         if isinstance(value, Mapping):
             items = {key: self.cut(name, item, part) for key, item in cast("Mapping[str, Any]", value).items()}
@@ -143,7 +143,7 @@ class Rows:
             return value[..., run]
         return value[:, run] if value.ndim > 1 and value.shape[1] == n else value
 
-    def where(self, value: Tensor, single: Tensor, part: Part, encoder: bool) -> tuple[Tensor, Tensor, Place] | str:
+    def where(self, value: Tensor, single: Tensor, part: Cut, encoder: bool) -> tuple[Tensor, Tensor, Place] | str:
         """(an output of a part in the batch, alone, both of one shape; their axis of positions), or why there is none.
 
         Axes are told by their lengths: `batch` against 1, `n` against those of the part's columns.
@@ -181,9 +181,9 @@ class Rows:
         return value, single, place
 
 
-def rows_of(model: nn.Module, kwargs: Mapping[str, Any]) -> Rows:
+def rows_of(model: nn.Module, kwargs: Mapping[str, Any]) -> CutBatch:
     """Read a call: its axes of positions, its rows, and what cannot be cut."""
-    inputs = read(model, kwargs)
+    inputs = read(Subject(model), kwargs)
     kwargs = {name: value for name, value in inputs.kwargs.items() if value is not None}
     kwargs = {name: value for name, value in kwargs.items() if not _is_cache(name, value) or _length(value)}
     family, plain = family_of(model), getattr(model, "config", None) is None
@@ -218,7 +218,7 @@ def rows_of(model: nn.Module, kwargs: Mapping[str, Any]) -> Rows:
     more, stuck = _unread(kwargs, size, dropped, axes)
     unread += more
     stuck = stuck or ("" if inputs.batched else "the inputs have no batch axis")
-    return Rows(kwargs, tuple(axes), size, inputs.pool, frozenset(dropped), needed, tuple(unread), stuck)
+    return CutBatch(kwargs, tuple(axes), size, inputs.pool, frozenset(dropped), needed, tuple(unread), stuck)
 
 
 def _axis(name: str, prefix: str, values: Tensor, entries: dict[str, Any], family: Family) -> Axis:
@@ -236,7 +236,8 @@ def _axis(name: str, prefix: str, values: Tensor, entries: dict[str, Any], famil
     if reading.allow is not None and not begins.any():
         begins = _blocks(reading.allow) & real
     elif family.ends and not vectors:
-        begins = _by_ends(begins, torch.isin(ids, torch.tensor(family.ends)) & real, real)
+        early, late = beside_ends(begins, torch.isin(ids, torch.tensor(family.ends)) & real, real)
+        begins = (begins & ~late & ~early) | moved(late, 1, False) | moved(early, -1, False)
     return Axis(name, prefix, real, begins.cumsum(-1), reading.allow)
 
 
@@ -248,22 +249,6 @@ def _blocks(allow: Tensor) -> Tensor:
     highest = n - 1 - allow.flip(-1).long().argmax(-1)
     apart = lowest.flip(-1).cummin(-1).values.flip(-1) >= torch.arange(n)
     return F.pad(apart[:, 1:] & (highest.cummax(-1).values[:, :-1] < torch.arange(1, n)), (1, 0))
-
-
-def _by_ends(begins: Tensor, ends: Tensor, real: Tensor) -> Tensor:
-    """Where documents begin, moved by one where that puts it behind an end token, in rows that end with one.
-
-    A row that begins with one has end tokens in front of its documents, and one that ends with another token may have
-    a token behind the end of each; there nothing is moved.
-    """
-    n = real.shape[1]
-    last = torch.where(real, torch.arange(n), -1).amax(-1, keepdim=True).clamp(min=0)
-    first = real.long().argmax(-1, keepdim=True)
-    behind = ends.gather(1, last) & ~ends.gather(1, first)
-    off = begins & behind & ~F.pad(ends[:, :-1], (1, 0))
-    late = off & F.pad(ends[:, :-2], (2, 0))
-    early = off & ends & ~late & F.pad(real[:, 1:], (0, 1))
-    return (begins & ~late & ~early) | F.pad(late[:, 1:], (0, 1)) | F.pad(early[:, :-1], (1, 0))
 
 
 def _unread(
@@ -302,7 +287,7 @@ def _length(value: Any) -> int:
     return int(value.get_seq_length()) if hasattr(value, "get_seq_length") else 1
 
 
-def stirred(rows: Rows, place: int, where: Tensor, seed: int) -> dict[str, Any]:
+def stirred(rows: CutBatch, place: int, where: Tensor, seed: int) -> dict[str, Any]:
     """The call with other tokens, or other vectors, at the positions `where` [batch, n] of an axis."""
     name = rows.axes[place].name
     values: Tensor = rows.kwargs[name]

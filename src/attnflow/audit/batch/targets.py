@@ -6,11 +6,12 @@ Logits that a step makes of a part of the hidden states are placed by comparing 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any, Final, cast
 
@@ -22,13 +23,15 @@ from torch.nn.modules.module import (
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from attnflow.audit.gradients import NOTHING, UNKNOWN, Targets, of_logits, of_states
+from attnflow.audit.batch.gradients import UNKNOWN, Targets, of_logits, of_states
+from attnflow.audit.batch.reading import ANSWERS
+from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import leaves
 from attnflow.models.evaluation import examining, unchanged
+from attnflow.models.subject import Subject
 
 _KEPT: Final = 64  # of the tensors that modules return, the last ones
 _TRIED: Final = 8  # of them, as logits or as hidden states of the last layer
-_COLUMNS: Final = ("token", "weight", "smoothing", "penalty", "temperature", "value", "certain")  # of Targets
 _UNDERSTOOD: Final = 0.9  # share of the trained positions from which a tensor is taken as the logits
 
 
@@ -43,8 +46,7 @@ class Returned:
     source: Tensor | None = None  # what its module made it of, row by row
     gradient: Tensor | None = None
 
-    def add(self, gradient: Tensor) -> None:
-        """Keep what a backward pass brings; several add up."""
+    def add(self, gradient: Tensor) -> None:  # once in each backward pass
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
 
@@ -54,7 +56,7 @@ class Pass:
     states: deque[Returned]  # what may be the hidden states of the last layer
     wide: deque[Tensor]  # what modules returned of [batch, positions, width]
     model: nn.Module | None = None  # the outermost module that was called
-    heads: list[Tensor] = field(default_factory=list[Tensor])  # [vocabulary, width], of its output layer
+    head: Tensor | None = None  # [vocabulary, width], of its output layer
     calls: int = 0  # of outermost modules
     inputs: tuple[Tensor, ...] = ()  # integers that it was last called with
     output: object = None  # of its last call
@@ -121,7 +123,7 @@ def _loss_of(returned: object) -> Tensor | None:
 def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
     """Keep what modules return in this thread; models, generators and gradients are as before afterwards."""
     shown, here, depth = Pass(deque(maxlen=_KEPT), deque(maxlen=_TRIED), deque(maxlen=_KEPT)), get_ident(), [0]
-    shown.heads = [] if model is None else _heads(model)
+    shown.head = None if model is None else _head(model)
     restored: list[nn.Module] = []
 
     def enter(module: nn.Module, args: object) -> None:
@@ -133,9 +135,9 @@ def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
                 stack.enter_context(unchanged(module))
                 stack.enter_context(examining(module))
                 stack.enter_context(_without_gradients(module))
-            heads = _heads(module)
-            if shown.model is None or heads:
-                shown.model, shown.heads = module, shown.heads or heads
+            head = _head(module)
+            if shown.model is None or head is not None:
+                shown.model, shown.head = module, head if shown.head is None else shown.head
             shown.calls += 1
         depth[0] += 1
 
@@ -149,9 +151,9 @@ def _recorded(least: int, model: nn.Module | None) -> Generator[Pass]:
                 continue
             if tensor.ndim == 3:
                 shown.wide.append(tensor)
-            size, sizes = tensor.shape[-1], [tuple(head.shape) for head in shown.heads]
-            state = any(size == width != vocabulary for vocabulary, width in sizes)
-            whole = size >= least and (not sizes or depth[0] == 0 or any(size == head[0] for head in sizes))
+            size, sizes = tensor.shape[-1], None if shown.head is None else shown.head.shape
+            state = sizes is not None and sizes[0] != size == sizes[1]
+            whole = size >= least and (sizes is None or depth[0] == 0 or size == sizes[0])
             kept = shown.states if state else shown.logits
             if (state or whole) and all(tensor is not part.tensor for part in kept):
                 given = next((x for _, x in leaves(args) if x.shape[:-1] == tensor.shape[:-1]), None)
@@ -186,15 +188,15 @@ def _without_gradients(model: nn.Module) -> Generator[None]:
             parameter.grad = gradient
 
 
-def _heads(model: nn.Module) -> list[Tensor]:
-    """The matrices [vocabulary, width] that may make the logits: the model's own output layer."""
+def _head(model: nn.Module) -> Tensor | None:
+    """The matrix [vocabulary, width] of the model's own output layer, which may make the logits."""
     getter = getattr(model, "get_output_embeddings", None)
     inner = getattr(model, "module", None)
     head = getter() if callable(getter) else None
     if head is None and isinstance(inner, nn.Module):
-        return _heads(inner)
+        return _head(inner)
     weight = getattr(head, "weight", None)
-    return [weight] if isinstance(weight, Tensor) and weight.ndim == 2 else []
+    return weight if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
 def _targets(shown: Pass) -> Targets:
@@ -210,7 +212,7 @@ def _targets(shown: Pass) -> Targets:
         if any(part is state for state in shown.states):
             if best is not None:
                 break
-            targets = of_states(part.tensor, cast(Tensor, part.gradient), shown.heads[0])
+            targets = of_states(part.tensor, cast(Tensor, part.gradient), cast(Tensor, shown.head))
         else:
             targets = _joined(part, shown)
         if _share(targets) >= _UNDERSTOOD:
@@ -226,22 +228,31 @@ def _matters(part: Returned) -> bool:
 
 
 def _joined(part: Returned, shown: Pass) -> Targets:
-    targets, places = of_logits(part.tensor, cast(Tensor, part.gradient)), _places(part, shown.wide)
+    """What logits say, in the rows of the hidden states that they were made of, with those of other calls beside."""
+    targets, placed = _scattered(part, shown.wide)
     size = part.tensor.shape[-1]
     others = [o for o in shown.logits if o.call != part.call and o.tensor.shape[-1] == size and _matters(o)]
     calls = {other.call for other in others}
-    if places is not None:
-        states, _ = places
-        targets = _scattered(targets, *places)
-        for other in others:
-            where = _places(other, [states])
-            joined = (
-                None if where is None else _scattered(of_logits(other.tensor, cast(Tensor, other.gradient)), *where)
-            )
-            if joined is not None and not (joined.trained & targets.trained).any():
-                targets = _union(targets, joined)
-                calls.discard(other.call)
+    for other in others if placed is not None else ():
+        beside, there = _scattered(other, [cast(Tensor, placed)])
+        if there is not None and not (beside.trained & targets.trained).any():
+            targets = targets.joined(beside)
+            calls.discard(other.call)
     return replace(targets, calls=1 + len(calls))
+
+
+def _scattered(part: Returned, wide: Sequence[Tensor]) -> tuple[Targets, Tensor | None]:
+    """(what logits say, in the rows of the hidden states that they were made of; these states, if they are known)."""
+    targets, places = of_logits(part.tensor, cast(Tensor, part.gradient)), _places(part, wide)
+    if places is None:
+        return targets, None
+    states, rows = places
+
+    def spread(values: Tensor, empty: float) -> Tensor:
+        whole = torch.full((states.shape[0] * states.shape[1],), empty, dtype=values.dtype)
+        return whole.scatter(0, rows, values.flatten()).reshape(states.shape[:2])
+
+    return targets.changed(spread), states
 
 
 def _places(part: Returned, wide: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -278,23 +289,26 @@ def _in_order(sought: list[int], known: list[int], last: bool) -> list[int]:
     return [next((index for index, other in left if other == number), -1) for number in sought[::step]][::step]
 
 
-def _scattered(targets: Targets, states: Tensor, places: Tensor) -> Targets:
-    untrained = {"token": NOTHING, "certain": NOTHING, "temperature": 1.0}
-
-    def at(name: str) -> Tensor:
-        values = cast(Tensor, getattr(targets, name))
-        whole = torch.full((states.shape[0] * states.shape[1],), untrained.get(name, 0), dtype=values.dtype)
-        return whole.scatter(0, places, values.flatten()).reshape(states.shape[:2])
-
-    return replace(targets, **{name: at(name) for name in _COLUMNS})
-
-
-def _union(first: Targets, second: Targets) -> Targets:
-    here = first.trained | (first.certain != NOTHING)
-    parts = {name: getattr(first, name).where(here, getattr(second, name)) for name in _COLUMNS}
-    return replace(first, **parts, precision=max(first.precision, second.precision))
-
-
 def _share(targets: Targets) -> float:
     trained = targets.trained
     return float((targets.token[trained] >= 0).double().mean()) if trained.any() else 0.0
+
+
+def call_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model takes of a batch: what its forward names, and other entries that reach its layers or its loss."""
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    call = {n: v for n, v in batch.items() if n in parameters or (anything and n not in ANSWERS)}
+    if hasattr(model, "config") and Subject(model).takes_use_cache:
+        call.setdefault("use_cache", False)  # as in training: a cache switches off packing by positions
+    return call
+
+
+def run_model(model: nn.Module, batch: Mapping[str, Any]) -> object:
+    return model(**call_of(model, batch))
+
+
+def least_width(batch: Mapping[str, Any]) -> int:
+    """The width from which a tensor may hold logits: all ids and labels of the batch are below it."""
+    named = (value for name, value in batch.items() if name.endswith(("input_ids", "labels")) and value is not None)
+    return max([1, *(int(tensor.max()) for tensor in map(as_tensor, named) if tensor.numel())]) + 1

@@ -1,22 +1,115 @@
-"""The plain way from the stream to queries and keys: a norm, a matrix, and a turn of each position.
+"""What an attention module made its queries and keys of, and norms held at the scale of one pass.
 
 Most attention modules compute y_j = turn_j (W norm(x_j) + b), where the turn is a rotation, a scale, or nothing. A
-recorded pass shows which norm and which matrix these are. The parts that summands of x have in y are then products of
-matrices, and no pass has to be differentiated for each of them.
+recorded pass shows which norm and which matrix these are. The parts that summands of the stream x have in y are then
+products of matrices, and no pass has to be differentiated for each of them.
+
+A norm is known by what it computes, never by its name: y = gain * (x - mean(x) or x) * s + bias, with one number s for
+each vector. Three probes show bias, gain and mean; the scale follows from an input and its output, and the formula
+must then give that output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
 
-from attnflow.models.recording import ModuleCall, Reads
-
+_NORM: Final = 1e-4  # of the largest output of a norm; the caller checks its result far more strictly
 _CLOSE: Final = 1e-5  # of the largest entry
+_NO_NORMS: Final = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ModuleList)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldNorm:
+    """gain * (x - mean(x) if `centred` else x) * scale + bias."""
+
+    gain: Tensor
+    bias: Tensor
+    centred: bool
+    scale: Tensor  # [..., 1], one number for each vector of the pass
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.gain * self.reduced(x) * self.scale + self.bias
+
+    def reduced(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True) if self.centred else x
+
+    def fitted(self, x: Tensor, y: Tensor) -> HeldNorm | None:
+        """Fit the scale to an input and its output; None if no scale fits."""
+        direction = self.gain * self.reduced(x)
+        size = (direction * direction).sum(-1, keepdim=True)
+        scale = ((y - self.bias) * direction).sum(-1, keepdim=True) / size.where(size > 0, 1.0)
+        fitted = replace(self, scale=scale)
+        difference = (fitted(x) - y).abs().amax()
+        return fitted if bool(difference <= _NORM * y.abs().amax()) else None  # False of NaN, too
+
+
+def may_be_norm(module: nn.Module) -> bool:
+    return not isinstance(module, _NO_NORMS) and not module._modules
+
+
+@torch.no_grad()
+def hold(module: nn.Module, x: Tensor, y: Tensor) -> HeldNorm | None:
+    """Find the linear map that a norm was for the input x with the output y; None for a module that is no norm.
+
+    Costs six calls of the module.
+    """
+    if y.shape != x.shape or not x.is_floating_point() or x.shape[-1] < 2 or y is x:
+        return None
+    call = cast("Callable[[Tensor], Tensor]", module.forward)
+    signs = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+    signs[1::2] = -1
+    if x.shape[-1] % 2:
+        signs[-1] = 0
+    probe = signs.expand_as(x)
+    bias = call(torch.zeros_like(x))
+    bias = bias.where(bias.isfinite(), 0.0)
+    first, second = call(probe) - bias, call(probe.roll(1, -1)) - bias
+    gain = torch.where(probe != 0, first * probe, second * probe.roll(1, -1))
+    ones = call(torch.ones_like(x)) - bias
+    centred = bool(ones.abs().amax() <= 1e-3 * gain.abs().amax())
+    large = call(1e4 * x)  # a norm forgets the length, and its epsilon does not count here
+    if not bool((call(3e4 * x) - large).abs().amax() <= 1e-2 * (large - bias).abs().amax()):
+        return None
+    return HeldNorm(_shared(gain), _shared(bias), centred, torch.ones_like(x[..., :1])).fitted(x, y)
+
+
+def _shared(values: Tensor) -> Tensor:
+    for axis in range(values.ndim - 1):
+        first = values.narrow(axis, 0, 1)
+        values = first if torch.equal(first.expand_as(values), values) else values
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(eq=False)
+class Reads:
+    """What an attention module made its queries and keys of; they are differentiable by the outputs of `matrices`."""
+
+    matrices: list[ModuleCall] = field(default_factory=lambda: list[ModuleCall]())
+    small: list[ModuleCall] = field(default_factory=lambda: list[ModuleCall]())  # such as norms, of the whole layer
+    _norms: dict[int, HeldNorm | None] = field(default_factory=lambda: dict[int, HeldNorm | None]())
+
+    def before_norm(self, x: Tensor) -> tuple[Tensor, HeldNorm | None]:
+        """The input of the norm that put out x, and that norm held; x itself if none did."""
+        for number, call in reversed(list(enumerate(self.small))):
+            if call.output.data_ptr() == x.data_ptr() and call.output.shape == x.shape:
+                if number not in self._norms:
+                    self._norms[number] = hold(call.module, call.input.detach(), call.output.detach())
+                norm = self._norms[number]
+                if norm is not None and norm.gain.numel() == norm.bias.numel() == x.shape[-1]:
+                    return call.input, norm
+        return x, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +165,11 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
     """
     if not target.requires_grad or not reads.matrices:
         return None
-    leaves = [one.output for one in reads.matrices]
+    leaves = [call.output for call in reads.matrices]
     unequal = torch.linspace(1, 2, target.shape[-1], dtype=target.dtype, device=target.device)  # so nothing cancels
-    some = (target * unequal).sum()
-    found = torch.autograd.grad(some, leaves, retain_graph=True, allow_unused=True)
-    grads = cast("Sequence[Tensor | None]", found)
-    used = [(one, grad) for one, grad in zip(reads.matrices, grads, strict=True) if grad is not None]
+    grads = torch.autograd.grad((target * unequal).sum(), leaves, retain_graph=True, allow_unused=True)
+    grads = cast("Sequence[Tensor | None]", grads)
+    used = [(call, grad) for call, grad in zip(reads.matrices, grads, strict=True) if grad is not None]
     if len(used) != 1 or used[0][0].output.shape[:-1].numel() != len(target):
         return None
     call, grad = used[0]
@@ -101,17 +193,17 @@ def direct_path(target: Tensor, places: slice, reads: Reads) -> DirectPath | Non
 def _weights(call: ModuleCall, columns: Tensor, places: slice) -> tuple[Tensor, Tensor] | None:
     """Rows of the matrix and bias of a module that is one linear map; None if that is not what it computed there."""
     x, y = (side.detach().reshape(-1, side.shape[-1]) for side in (call.input, call.output))
-    own = [p.detach() for p in call.module._parameters.values() if isinstance(p, nn.Parameter)]
-    tables = [p for p in own if p.ndim == 2]
-    biases = [p for p in own if p.shape == y.shape[1:]]
-    if len(tables) != 1 or len(x) != len(y) or len(own) != len(tables) + len(biases) or len(biases) > 1:
+    stored = [p.detach() for p in call.module._parameters.values() if isinstance(p, nn.Parameter)]
+    tables = [p for p in stored if p.ndim == 2]
+    biases = [p for p in stored if p.shape == y.shape[1:]]
+    if len(tables) != 1 or len(x) != len(y) or len(stored) != 1 + len(biases) or len(biases) > 1:
         return None
     bias = (biases[0] if biases else torch.zeros_like(y[0]))[columns]
-    seen = y[places][:, columns]
+    y = y[places][:, columns]
     for matrix in (tables[0], tables[0].T):
-        if matrix.shape == (y.shape[1], x.shape[1]):
-            difference = (torch.addmm(bias, x[places], matrix[columns].T) - seen).abs().amax()
-            if bool(difference <= _CLOSE * seen.abs().amax()):
+        if matrix.shape == (call.output.shape[-1], x.shape[1]):
+            difference = (torch.addmm(bias, x[places], matrix[columns].T) - y).abs().amax()
+            if bool(difference <= _CLOSE * y.abs().amax()):
                 return matrix[columns].double(), bias.double()
     return None
 
@@ -131,8 +223,8 @@ def _turn(target: Tensor, leaf: Tensor, columns: Tensor, places: slice) -> Diago
         return grad.reshape(-1, leaf.shape[-1])[places][:, columns].double()
 
     def explains(turn: Diagonals | Matrices) -> bool:  # it is linear, and each position has its own
-        found, seen = turn(value), target.detach().double()
-        return bool(((found - seen).abs() <= _CLOSE * seen.abs().amax(-1, keepdim=True)).all())
+        received = target.detach().double()
+        return bool(((turn(value) - received).abs() <= _CLOSE * received.abs().amax(-1, keepdim=True)).all())
 
     entry = torch.arange(size, device=leaf.device)
 
@@ -149,5 +241,5 @@ def _turn(target: Tensor, leaf: Tensor, columns: Tensor, places: slice) -> Diago
             before = below.roll(step, 1) * ~first
             if explains(turn := Diagonals(torch.where(first, above, below), after, before, step)):
                 return turn
-    turn = Matrices(torch.stack([pulled([one]) for one in range(size)], dim=1))
+    turn = Matrices(torch.stack([pulled([row]) for row in range(size)], dim=1))
     return turn if explains(turn) else None
