@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 import attnflow as af
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from benchmarks.harness import OURS, Case, main
 
 MODEL = "smollm2-135m"

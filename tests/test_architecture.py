@@ -20,7 +20,7 @@ OPTIONAL = [
 WITHOUT_TRANSFORMERS = [
     "attnflow",
     *(f"attnflow.{room}" for room in ROOMS),
-    *(f"attnflow.models.{name}" for name in ("checkpoints", "families", "names", "loaded")),
+    *(f"attnflow.models.{name}" for name in ("checkpoints", "families", "names", "subject")),
 ]
 
 

@@ -14,7 +14,7 @@ from attnflow.knowledge import attach
 from attnflow.knowledge.editing.edit_targets import token_ids
 from attnflow.knowledge.store import Store
 from attnflow.models import load_model, sample_text
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from experiments.knowledge_ablation.facts import Fact, known_facts
 from experiments.reader.asking import OTHER, While, drift, timed
 from experiments.reader.halves import Halves

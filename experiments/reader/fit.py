@@ -16,7 +16,7 @@ from attnflow._core.results import Result
 from attnflow.knowledge.reading.attach import attach
 from attnflow.knowledge.store import Store
 from attnflow.models.evaluation import evaluating, seed_all
-from attnflow.models.loaded import Loaded, split
+from attnflow.models.subject import Loaded, Subject
 from experiments.reader.fitting import Run, Settings
 from experiments.reader.halves import Halves
 from experiments.reader.records import Record
@@ -104,7 +104,7 @@ def fit_reader(
         of the second `steps` forward and backward passes of 16 questions. The guide says how well SmolLM2-135M answers
         after a small run.
     """
-    module, tokenizer = split(model)
+    module, tokenizer = Subject.of(model).model, Subject.of(model).tokenizer
     head: Any = getattr(module, "get_output_embeddings", lambda: None)()
     if tokenizer is None or head is None:
         raise ValueError(

@@ -17,7 +17,7 @@ import attnflow as af
 from attnflow.audit import check_batch
 from attnflow.audit.batch.reading import Family, family_of
 from attnflow.audit.batch.rows import as_batch
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from tests.audit.batches import CAUSAL, MASKED, SEQUENCES, completions, pairs
 from tests.audit.common import tiny
 from tests.audit.packing import EOS, PAD, samples, texts, tokenizer

@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import attnflow as af
 from attnflow.audit import check
 from attnflow.audit.rows import leaves
-from attnflow.models.loaded import CACHES, accepted
+from attnflow.models.arguments import CACHES
+from attnflow.models.subject import Subject
 from tests.audit.common import LENGTH, inputs, open_attention, tiny, tokens
 from tests.audit.test_faults import LAYER, only, pair
 
@@ -171,7 +172,7 @@ class Around(nn.Module):
         self.inner, self.returned = inner, returned
 
     def run(self, ids, cache, use_cache):
-        result = self.inner(ids, use_cache=use_cache, **{accepted(self.inner, *CACHES): cache})
+        result = self.inner(ids, use_cache=use_cache, **{Subject(self.inner).accepted(*CACHES): cache})
         return {"logits": result.logits, self.returned: next((result[name] for name in CACHES if name in result), None)}
 
 
@@ -252,7 +253,7 @@ def test_a_cache_is_found_by_the_name_that_a_model_accepts(kind):
     inner = tiny("Llama")
     make, name = ACCEPTED[kind]
     model = make(inner)
-    assert accepted(model, *CACHES) == (name or accepted(inner, *CACHES))
+    assert Subject(model).accepted(*CACHES) == (name or Subject(inner).accepted(*CACHES))
     if kind == "compiled":
         return
     call = {

@@ -58,7 +58,7 @@ def test_a_loaded_model_takes_a_text_or_a_list_of_ids():
         assert return_tensors == "pt"
         return {"input_ids": torch.tensor([[ord(letter) % 40 for letter in text]])}
 
-    loaded = af.models.loaded.Loaded(model, tokenizer)
+    loaded = af.models.subject.Loaded(model, tokenizer)
     ids = [ord(letter) % 40 for letter in "some words"]
     reports = [check(loaded, "some words"), check(loaded, ids), check(model, torch.tensor([ids]))]
     assert len({dataclasses.replace(report, seconds=0.0) for report in reports}) == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnflow.bias import GuidanceConfig, attach
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from experiments.daa_evaluation import likelihood
 from experiments.daa_evaluation.compared import complete, difference, measured
 from experiments.daa_evaluation.likelihood import Likelihood, scores

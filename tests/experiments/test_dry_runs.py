@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from experiments.claims.claim import Measured
 from experiments.claims.page import claims
 from experiments.editing import study as editing

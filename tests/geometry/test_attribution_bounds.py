@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
-from attnflow.models.loaded import CACHES
+from attnflow.models.arguments import CACHES
 from attnflow.models.recording import ComponentName
 from tests.conformance.miniature import architectures, build
 from tests.models import deep

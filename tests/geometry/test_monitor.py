@@ -66,7 +66,7 @@ def test_values_for_a_log_have_names_by_tower_and_kind():
 
 def test_a_block_starts_records_its_end_and_leaves_the_model_alone(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with af.geometry.monitor(af.models.loaded.Loaded(model, None), every=2) as monitor:
+    with af.geometry.monitor(af.models.subject.Loaded(model, None), every=2) as monitor:
         for _ in range(3):
             monitor.step()
         assert str(monitor) == "scores 2 attention layers of BertModel every 2 steps; at step 3"

@@ -8,7 +8,7 @@ import torch
 import attnflow as af
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.reading.results import EntryReport
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from tests.knowledge.test_ablation import DOWN, zeroed
 from tests.knowledge.test_experts import IDS, expert_readers
 from tests.knowledge.test_experts import made as experts_of

@@ -11,7 +11,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.modular import ModularConfig, ModularForCausalLM
 from attnflow.knowledge.reading.trace import trace
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from tests.conformance.miniature import Architecture, build
 from tests.memory import Largest
 from tests.models import tiny, tokens

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from attnflow.report.live import model as live
 from attnflow.report.live.model import MAX_CHARACTERS, ModelSession, explained
 from tests.models import ZOO, modular, tiny

@@ -18,8 +18,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.layered import ExpertEntries, LayerReader
 from attnflow.models.evaluation import seed_all
-from attnflow.models.loaded import accepts
-from attnflow.models.offload import device_of
+from attnflow.models.subject import Subject
 from attnflow.models.trial import DoesNotRun, trial
 from attnflow.models.watching import Arguments, Call, Watch
 
@@ -221,7 +220,7 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
         draw, frames = torch.Generator().manual_seed(0), getattr(config, "num_frames", None)
         sizes = (getattr(config, "num_channels", 3), *((side, side) if isinstance(side, int) else side))
         pixels = torch.rand(1, *([] if frames is None else [frames]), *sizes, generator=draw)
-        return {"pixel_values": pixels.to(device_of(model), getattr(model, "dtype", None))}
+        return {"pixel_values": pixels.to(Subject(model).device, getattr(model, "dtype", None))}
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(config, "vocab_size", None)
     size = size if isinstance(size, int) else 2 * _TOKENS
@@ -229,8 +228,8 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
     end = getattr(config, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < size:
         ids[-1] = end
-    device = device_of(model)
+    device = Subject(model).device
     named = {"input_ids": torch.tensor([ids], device=device)}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and accepts(model, "decoder_input_ids"):
+    if Subject(model).encodes_and_decodes and Subject(model).accepts("decoder_input_ids"):
         named["decoder_input_ids"] = named["input_ids"]
     return named

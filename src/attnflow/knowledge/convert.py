@@ -21,10 +21,8 @@ from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conversion_check import conditions, verify
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
 from attnflow.knowledge.store import Store
-from attnflow.models.feed_forward import FeedForward, PackedExperts, find_feed_forward, stored, uncovered
-from attnflow.models.loaded import split
-from attnflow.models.offload import refuse_offloaded
-from attnflow.models.subject import Loaded
+from attnflow.models.feed_forward import FeedForward, PackedExperts, stored, uncovered
+from attnflow.models.subject import Loaded, Subject
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model
 _SITES: Final = "_attnflow_feed_forward"
@@ -93,14 +91,15 @@ def from_ffn(
     >>> from_ffn(model).knowledge.num_entries
     48
     """
-    model = cast(Model, split(model)[0])
+    subject = Subject.of(model)
+    model = cast(Model, subject.model)
     for name, width in (("entry_dim", entry_dim), ("key_dim", key_dim)):
         if width is not None:
             integer(name, width, 1)
     if hasattr(model, _SITES):
         raise ValueError(f"{type(model).__name__} reads a knowledge base already: to_ffn(model) undoes that")
-    refuse_offloaded(model, "from_ffn")
-    sites = find_feed_forward(model)
+    subject.require_weights("from_ffn")
+    sites = subject.feed_forward
     if not partial:
         _complete(model, sites)
     forms = [form_of(model, site) for site in sites]
@@ -135,7 +134,8 @@ def to_ffn(model: Model | Loaded) -> Model:
     Raises:
         ValueError: the model is not converted, or its layers now have different numbers of entries, unlike a config.
     """
-    model = cast(Model, split(model)[0])
+    subject = Subject.of(model)
+    model = cast(Model, subject.model)
     forms = cast("list[LayerForm] | None", getattr(model, _SITES, None))
     if forms is None:
         raise ValueError(f"{type(model).__name__} reads no knowledge base: convert it with from_ffn(model) first")

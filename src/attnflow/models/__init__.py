@@ -1,10 +1,11 @@
 """Loads models, and finds their attention layers, feed-forward layers and tensors.
 
-Read `sites` first: it finds where a model attends. `attention` finds the weights of queries and keys, by the `probe`
-or, for files, by the tables in `families`. `feed_forward` does the same for the other layers. `interception` wraps
-attention while the model runs, `watching` wraps any module, and a `trial` runs a model and restores it. `stream` is
-the recorded pass: what each sublayer added, and what an attention module made of it. `loader` and `names` get a model.
-`checkpoints` reads tensors from files without building a model.
+Read `subject` first: a model with its tokenizer, and what every verb asks about both. `sites` finds where it attends.
+`attention` finds the weights of queries and keys, by the `probe` or, for files, by the tables in `families`.
+`feed_forward` does the same for the other layers. `interception` wraps attention while the model runs, `watching` wraps
+any module, and a `trial` runs a model and restores it. `stream` is the recorded pass: what each sublayer added, and
+what an attention module made of it. `loader` and `names` get a model. `checkpoints` reads tensors from files without
+building a model.
 """
 
 from importlib.util import find_spec

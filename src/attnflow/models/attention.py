@@ -20,7 +20,8 @@ from attnflow.models.checkpoints import BadCheckpoint, Weights, config_of
 from attnflow.models.families.find import Config, Pairs, Place, Shapes, Stem, inside, lacking, ordered, registered
 from attnflow.models.families.rows import Composed, Read, Selected
 from attnflow.models.families.table import UnknownHeads, is_query_or_key, misstated
-from attnflow.models.offload import parameter_of, without_numbers
+from attnflow.models.offload import parameter_of
+from attnflow.models.subject import Subject
 
 if TYPE_CHECKING:
     from attnflow.models.probe import Projections
@@ -170,11 +171,13 @@ def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ..
         return {word: n for word in _HEADS if isinstance(n := getattr(at[path], word, None), int)}
 
     pairs = registered(shapes, root, stated)
-    if not (without_numbers(model) or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())):
+    if not (
+        Subject(model).without_numbers or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    ):
         try:
-            from attnflow.models.sites import find_sites, moves_between_positions
+            from attnflow.models.sites import moves_between_positions
 
-            sites = find_sites(model)
+            sites = Subject(model).sites
         except (ImportError, ValueError, UnsupportedArchitecture):
             pass  # no transformers, no model of it, or one that goes past its interface
         else:  # recurrent layers have queries and keys, too

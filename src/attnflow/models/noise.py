@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from attnflow.models.evaluation import REFUSALS, refusal
 from attnflow.models.interception import AttentionCall, Output, Proceed
-from attnflow.models.loaded import ordinary_tokens
-from attnflow.models.offload import device_of, without_numbers
 from attnflow.models.sites import Site, models_around
+from attnflow.models.subject import Subject
 from attnflow.models.trial import read, trial
 from attnflow.models.watching import Arguments, Call, Watch
 
@@ -64,7 +63,7 @@ def traces(model: nn.Module, sites: Sequence[Site]) -> dict[str, NoiseTrace]:
     Costs one forward pass of 16 sequences of one token; modules that it misses are called by themselves. So are copies
     of those whose weights are not here (on the meta device, or sharded over devices), one for all that are built alike.
     """
-    if not (without_numbers(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())):
+    if not (Subject(model).without_numbers or any(isinstance(parameter, DTensor) for parameter in model.parameters())):
         return _traces(model, sites)
     built = {site.name: (str(site.module), *(p.shape for p in site.module.parameters())) for site in sites}
     first = {built[site.name]: site for site in reversed(sites)}
@@ -94,11 +93,11 @@ def _traces(model: nn.Module, sites: Sequence[Site], alone: bool = False) -> dic
         value = call.value[:, :, -1:].repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
         return value.transpose(1, 2).expand(-1, call.query.shape[2], -1, -1), None
 
-    exact = torch.autocast(device_of(sites[0].module).type, enabled=False)
+    exact = torch.autocast(Subject(sites[0].module).device.type, enabled=False)
     with trial(model, dict.fromkeys(sites, watch), role="pool", implementation="sdpa"), _noise(sites, traced), exact:
         try:
             if not alone:
-                read(around, [ordinary_tokens(around, 1)] * TOKENS)
+                read(around, [Subject(around).ordinary_tokens(1)] * TOKENS)
         except REFUSALS as error:  # one token of text alone is no input of some models
             for trace in traced.values():
                 trace.why = f"the model did not run on one token ({type(error).__name__}: {refusal(error)})"

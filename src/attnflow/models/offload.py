@@ -8,8 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnflow._core.errors import UnsupportedArchitecture
-
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device that a model computes on, where its weights are brought to one; else that of its weights."""
@@ -38,15 +36,6 @@ def parameter_of(model: nn.Module, path: str) -> Tensor:
     if not parameter.is_meta:
         return parameter
     return next((cast(Tensor, hook.weights_map[name]) for hook in _hooks(module)), parameter)
-
-
-def refuse_offloaded(model: nn.Module, what: str) -> None:
-    """Raise `UnsupportedArchitecture` for weights that are not in place, saying what needs them."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UnsupportedArchitecture(
-            f"{what} needs the weights of {type(model).__name__} in place, and some are offloaded or on the meta "
-            "device; load it without device_map and offload"
-        )
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

@@ -27,10 +27,10 @@ from attnflow.models.interception import (
     readable_implementation,
 )
 from attnflow.models.mixing import moves_between_positions
-from attnflow.models.offload import device_of
 from attnflow.models.reads import HeldNorm, Reads, hold, may_be_norm
 from attnflow.models.recording import LARGE, Component, ComponentName, Keep, Recorder
 from attnflow.models.sites import Site, models_around
+from attnflow.models.subject import Subject
 from attnflow.models.watching import (
     Arguments,
     Call,
@@ -92,7 +92,7 @@ class ResidualStream:
             cast(Any, torch.compiler).set_stance("force_eager"),
             evaluating(self.model),
             precision(self.model, exact),
-            torch.autocast(device_of(self.model).type, enabled=False),
+            torch.autocast(Subject(self.model).device.type, enabled=False),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.evaluation import REFUSALS, evaluating, refusal, unchanged
 from attnflow.models.interception import Interceptor, Role, intercept, without_masks
-from attnflow.models.loaded import accepts, sparing
-from attnflow.models.offload import device_of
 from attnflow.models.sites import Site, models_around
+from attnflow.models.subject import Subject
 
 _NONE: Final[Mapping[Site, Interceptor]] = MappingProxyType({})
 
@@ -65,8 +64,9 @@ def trial(
 
 def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object) -> Any:
     """Run a model on token ids [batch, tokens], without a cache; both halves of an encoder-decoder read them."""
-    tokens = torch.tensor(ids, device=device_of(model))
+    subject = Subject(model)
+    tokens = torch.tensor(ids, device=subject.device)
     two = getattr(model.config, "is_encoder_decoder", False) is True
-    if two and accepts(model, "decoder_input_ids"):
+    if two and subject.accepts("decoder_input_ids"):
         options["decoder_input_ids"] = tokens
-    return model(tokens, **sparing(model), **options)
+    return model(tokens, **subject.sparing, **options)

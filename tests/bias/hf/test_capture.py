@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 import attnflow as af
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from tests.bias.hf.common import disabled, layer_biases
 from tests.models import tiny
 from tests.models.saved import word_tokenizer

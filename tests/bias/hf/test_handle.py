@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import attnflow as af
-from attnflow.models.loaded import Loaded
+from attnflow.models.subject import Loaded
 from tests.bias.hf.common import (
     EVERY_OTHER_KIND,
     GUIDANCE,

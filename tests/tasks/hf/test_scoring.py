@@ -69,7 +69,7 @@ def test_what_is_greedy_is_said():
 def test_texts_are_read_as_lm_eval_reads_them():
     reader = tokenizer()
     model = CAUSAL["Llama"].make(vocab_size=WORDS + 4)
-    loaded = af.models.loaded.Loaded(model, reader)
+    loaded = af.models.subject.Loaded(model, reader)
     by_text = af.tasks.score(loaded, [("w1 w2 w3 ", "w4 w5"), ("w1 w2 w3", " w6")])
     ids = [(reader("w1 w2 w3")["input_ids"], reader(text)["input_ids"]) for text in ("w4 w5", "w6")]
     assert by_text == af.tasks.score(model, ids)

@@ -18,8 +18,6 @@ from attnflow.audit.batch.comparison import AloneComparison, Difference
 from attnflow.audit.batch.cutting import BOUNDARY_NAME
 from attnflow.audit.inputs import LOSS_ARGUMENTS, read, with_decoder_inputs
 from attnflow.models.evaluation import WithoutDropout, evaluating, unchanged
-from attnflow.models.loaded import split
-from attnflow.models.offload import device_of
 from attnflow.models.subject import Loaded, Subject
 
 
@@ -68,8 +66,9 @@ def check_alone(
     for name, value in (("rows", rows), ("documents", documents)):
         if value is not None:
             checks.integer(name, value, 1)
-    module, tokenizer = split(model)
-    call = dict(batch) if isinstance(batch, Mapping) else read(Subject(module, tokenizer), batch).kwargs
+    subject = Subject.of(model)
+    module = subject.model
+    call = dict(batch) if isinstance(batch, Mapping) else read(subject, batch).kwargs
     call, losses, left = bound(module, call)
     report = compare_alone(module, call, losses=losses, rows=rows, documents=documents, training=training, seed=seed)
     named = tuple(entry for entry in left if BOUNDARY_NAME.search(entry[0]))
@@ -85,7 +84,7 @@ def bound(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], d
     for name in list(call):
         needed = name in parameters and parameters[name].default is inspect.Parameter.empty
         if isinstance(call[name], Tensor):
-            call[name] = call[name].to(device_of(model))
+            call[name] = call[name].to(Subject(model).device)
         if name not in parameters and not hands_on:
             del call[name]
             left.append((name, "the model's forward does not take it"))

@@ -32,10 +32,8 @@ from attnflow.knowledge.editing.edit_targets import (
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.layered import EntryValues, readers
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import split
 from attnflow.models.names import sample_text
-from attnflow.models.offload import refuse_offloaded
-from attnflow.models.subject import Loaded
+from attnflow.models.subject import Loaded, Subject
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -90,8 +88,9 @@ def edit(
     prompts: ten seconds for 135M parameters on one core. Memory: entries^2 float64 per layer, and a copy of changed
     values.
     """
-    module, own = split(model)
-    refuse_offloaded(module, "edit")
+    subject = Subject.of(model)
+    subject.require_weights("edit")
+    module, own = subject.model, subject.tokenizer
     tokenizer = tokenizer or own
     if tokenizer is None:
         raise ValueError("edit needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")

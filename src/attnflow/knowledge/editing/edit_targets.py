@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from attnflow._core.progress import Progress
 from attnflow.knowledge.editing.facts import Fact
 from attnflow.knowledge.layered import EntryValues
-from attnflow.models.loaded import sparing
-from attnflow.models.offload import device_of
+from attnflow.models.subject import Subject
 from attnflow.models.watching import Call, Watch, calls_of
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
 
 def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Pad sequences of ids on the right and return keyword arguments of a forward pass."""
-    device = device_of(model)
+    device = Subject(model).device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     ids = pad_sequence([torch.tensor(list(row), device=device) for row in rows], batch_first=True)
     mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
@@ -180,7 +179,7 @@ def read_moments(
     with Watch(layers, add):
         for start in range(0, len(ids), window):
             piece = ids[start : start + window]
-            cast(Any, model)(**{**batch(model, [piece]), **sparing(model)})
+            cast(Any, model)(**{**batch(model, [piece]), **Subject(model).sparing})
             if progress is not None:
                 progress(start + len(piece), len(ids), "tokens of text")
     for moment in sums.values():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.layered import LayerReader, observed
 from attnflow.knowledge.reader import LayerReading
-from attnflow.models.loaded import sparing
+from attnflow.models.subject import Subject
 from attnflow.models.watching import Call, Watch
 
 _TOKENS: Final = 1 << 14  # of all sequences of one batch
@@ -92,7 +92,7 @@ def logits_without(
     odd = [name for name, value in arguments.items() if value.ndim == 0 or len(value) != 1]
     if odd:
         raise ValueError(f"entries are taken out in a batch of copies, but the first axis of {odd[0]} is not the batch")
-    options = sparing(model)
+    options = Subject(model).sparing
     if "logits_to_keep" in options:
         options["logits_to_keep"] = tokens - position
     untouched: list[Tensor] = []

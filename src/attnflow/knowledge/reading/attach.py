@@ -22,8 +22,7 @@ from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.entry import StoreStats, Vectors, matrix
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.loaded import split
-from attnflow.models.subject import Loaded
+from attnflow.models.subject import Loaded, Subject
 
 
 def attach(
@@ -81,7 +80,7 @@ def attach(
     ...     print(handle)
     1 layer of LlamaForCausalLM reads all of the 8 entries of memory
     """
-    module, _ = split(model)
+    module = Subject.of(model).model
     if not isinstance(cast(object, store), Store):
         raise TypeError(f"store must be an open store, af.knowledge.Store.open(uri), got {type(store).__name__}")
     modular = next((one for one in module.modules() if isinstance(one, ModularModel)), None)

@@ -22,18 +22,7 @@ from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
 from attnflow.knowledge.reading.results import Chance, EntryReport, Example, Near, Pushed, Removal
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import (
-    accepts,
-    model_inputs,
-    model_name,
-    ordinary_tokens,
-    sequence_texts,
-    sparing,
-    split,
-    token_texts,
-)
-from attnflow.models.offload import device_of, refuse_offloaded
-from attnflow.models.subject import Loaded, Text
+from attnflow.models.subject import Loaded, Subject, Text
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -95,25 +84,25 @@ def entry(
     >>> len(found.removal.chances) >= 3
     True
     """
-    model, own = split(model)
-    tokenizer = tokenizer or own
-    refuse_offloaded(model, "entry")
+    subject = Subject.of(model, tokenizer)
+    subject.require_weights("entry")
     checks.integer("count", count, 1)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(f"entry needs a model with one stack, but {type(model).__name__} has two")
-    if not reads_entries(model):
-        model = from_ffn(model)
+    if subject.encodes_and_decodes:
+        raise UnsupportedArchitecture(f"entry needs a model with one stack, but {subject.kind} has two")
+    if not reads_entries(subject.model):
+        subject = Subject(from_ffn(subject.model), subject.tokenizer)
+    model = subject.model
     one = _found(model, checks.integer("id", id), layer, head)
     with evaluating(model), torch.no_grad():
-        place = torch.tensor([one.place], device=device_of(model))
+        place = torch.tensor([one.place], device=subject.device)
         value = one.reader.values(place)[head]
-        named = _Names(model, tokenizer)
+        named = _Names(subject)
         raised, lowered = named.pushed(value, count)[0]
-        examples, read, active = _examples(model, one, texts, count, tokenizer, progress)
+        examples, read, active = _examples(subject, one, texts, count, progress)
         by_value, by_key = _nearest(model, one, head, count, named)
         threshold = float(one.reader.thresholds(place)[0, head, 0])
     return EntryReport(
-        model=model_name(model),
+        model=subject.name,
         entry=id,
         layer=one.reader.layer,
         head=head,
@@ -129,13 +118,13 @@ def entry(
         active=active,
         near_by_value=by_value,
         near_by_key=by_key,
-        removal=None if ablate is None else _removal(model, tokenizer, one, ablate, position, count),
+        removal=None if ablate is None else _removal(subject, one, ablate, position, count),
     )
 
 
 def removal(model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0) -> Removal:
     """`entry(model, id, ablate=text).removal` alone, of a model that reads entries."""
-    return _removal(*model, _found(model.model, id, layer, head), text, position, 8)
+    return _removal(Subject.of(model), _found(model.model, id, layer, head), text, position, 8)
 
 
 def _found(model: nn.Module, id: int, layer: int | None, head: int) -> LocatedEntry:
@@ -157,7 +146,7 @@ def _found(model: nn.Module, id: int, layer: int | None, head: int) -> LocatedEn
     reader = next((one for one in every if layer in (None, one.layer)), None)
     if reader is None:
         raise ValueError(f"layer must be one of {numbers}, which read entries, got {layer}")
-    places = reader.every().to(device_of(model))
+    places = reader.every().to(Subject(model).device)
     place = places[reader.ids(places) == id][:1]
     if not len(place):
         raise ValueError(f"no entry {id}: layer {reader.layer} reads {reader.num_entries:,} entries")
@@ -168,13 +157,14 @@ def _found(model: nn.Module, id: int, layer: int | None, head: int) -> LocatedEn
 class _Names:
     """Names the tokens whose logits a value raises or lowers; `without` says why it cannot."""
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        ids = torch.tensor([ordinary_tokens(cast(Any, model), 2)], device=device_of(model))
-        run = partial(cast(Any, model), input_ids=ids, **sparing(model))
+    def __init__(self, subject: Subject) -> None:
+        model = subject.model
+        ids = torch.tensor([subject.ordinary_tokens(2)], device=subject.device)
+        run = partial(cast(Any, model), input_ids=ids, **subject.sparing)
         with unobserved(model):
             found = directions(Stream(model, [1]), run, lambda _: [0])
         self._directions, self.without = (None, found) if isinstance(found, str) else (found, "")
-        self._tokenizer = tokenizer
+        self._subject = subject
 
     def pushed(self, values: Tensor, count: int) -> list[tuple[tuple[Pushed, ...], tuple[Pushed, ...]]]:
         """Return the tokens that each value raises most, and those that it lowers most."""
@@ -188,7 +178,7 @@ class _Names:
         def one(row: int, side: int) -> tuple[Pushed, ...]:
             ids = sides[side].indices[row].tolist()
             strengths = sides[side].values[row].tolist()
-            return tuple(map(Pushed, token_texts(ids, self._tokenizer), ids, strengths))
+            return tuple(map(Pushed, self._subject.texts(ids), ids, strengths))
 
         return [(one(row, 0), one(row, 1)) for row in range(len(values))]
 
@@ -198,17 +188,16 @@ class _Read(Exception):
 
 
 def _examples(
-    model: nn.Module,
+    subject: Subject,
     one: LocatedEntry,
     texts: Sequence[str | Sequence[int]],
     count: int,
-    tokenizer: PreTrainedTokenizerBase | None,
     progress: Progress | None,
 ) -> tuple[tuple[Example, ...], int, int]:
     """Find the texts in which an entry has its largest weights; also count tokens, and those with a positive score."""
     if isinstance(texts, str):
         raise ValueError("texts must be a list of texts, got one text: put it in a list")
-    rows = [model_inputs(model, text, tokenizer, 0)["input_ids"][0, :_LONGEST] for text in texts]
+    rows = [subject.read(text, ids=True)["input_ids"][0, :_LONGEST] for text in texts]
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     found: list[tuple[float, int, Tensor]] = []
     read = active = done = 0
@@ -217,7 +206,7 @@ def _examples(
         while done + size < len(order) and (size + 1) * len(rows[order[done + size]]) <= _BATCH:
             size += 1
         some = order[done : done + size]
-        weights, scores = _read_batch(model, one, [rows[index] for index in some])
+        weights, scores = _read_batch(subject, one, [rows[index] for index in some])
         for index, weight, score in zip(some, weights, scores, strict=True):
             length = len(rows[index])
             read, active = read + length, active + int((score[:length] > 0).sum())
@@ -226,18 +215,18 @@ def _examples(
         if progress is not None:
             progress(done, len(order), "reading texts")
     best = sorted((each for each in found if each[0] > 0), key=lambda each: (-each[0], each[1]))[:count]
-    return tuple(_example(index, rows[index], weight, tokenizer) for _, index, weight in best), read, active
+    return tuple(_example(index, rows[index], weight, subject) for _, index, weight in best), read, active
 
 
-def _example(index: int, ids: Tensor, weights: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> Example:
+def _example(index: int, ids: Tensor, weights: Tensor, subject: Subject) -> Example:
     at = int(weights.abs().argmax())
     first = max(0, at - _AROUND)
     shown = slice(first, at + _AROUND + 1)
-    tokens = sequence_texts(ids[shown].tolist(), tokenizer)
+    tokens = subject.texts_in_sequence(ids[shown].tolist())
     return Example(index, at, float(weights[at]), first, tuple(tokens), tuple(weights[shown].tolist()))
 
 
-def _read_batch(model: nn.Module, one: LocatedEntry, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _read_batch(subject: Subject, one: LocatedEntry, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return an entry's weights and scores at each token of texts, [texts, longest]; 0 where it was not read."""
     ids, mask = (pad_sequence(each, batch_first=True) for each in ([*rows], [torch.ones_like(row) for row in rows]))
     seen: list[Tensor] = []
@@ -247,9 +236,9 @@ def _read_batch(model: nn.Module, one: LocatedEntry, rows: Sequence[Tensor]) -> 
         seen.extend(column.reshape(ids.shape).to(wide(column.dtype)) for column in columns)
         raise _Read
 
-    masked = {"attention_mask": mask} if accepts(model, "attention_mask") else {}
-    with unobserved(model), observed([(one.reader, see)]), suppress(_Read):
-        cast(Any, model)(input_ids=ids, **masked, **sparing(model))
+    masked = {"attention_mask": mask} if subject.accepts("attention_mask") else {}
+    with unobserved(subject.model), observed([(one.reader, see)]), suppress(_Read):
+        cast(Any, subject.model)(input_ids=ids, **masked, **subject.sparing)
     return seen[0], seen[1]
 
 
@@ -260,7 +249,7 @@ def _nearest(model: nn.Module, one: LocatedEntry, head: int, count: int, names: 
     def keys(reader: LayerReader, places: Tensor) -> Tensor:
         return reader.keys(places)[0, head]
 
-    mine = torch.tensor([one.place], device=device_of(model))
+    mine = torch.tensor([one.place], device=Subject(model).device)
     width = values(one.reader, mine).shape[-1]
     own = [reader for reader in readers(model) if isinstance(reader, LayerEntries) and reader.layout.model_dim == width]
     for vectors in (values, keys):
@@ -285,15 +274,14 @@ def _nearest(model: nn.Module, one: LocatedEntry, head: int, count: int, names: 
 
 
 def _removal(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
+    subject: Subject,
     one: LocatedEntry,
     text: Text,
     position: int,
     count: int,
 ) -> Removal:
     """Run a text with an entry and without it."""
-    arguments = model_inputs(model, text, tokenizer, 0)
+    model, arguments = subject.model, subject.read(text, ids=True)
     ids = arguments["input_ids"][0]
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"expected one sequence, got {len(arguments['input_ids'])}")
@@ -306,15 +294,15 @@ def _removal(
     count = min(count, len(before))
     likely = dict.fromkeys(before.topk(count).indices.tolist() + after.topk(count).indices.tolist())
     listed: list[int] = sorted(likely, key=lambda token: -float(before[token]))
-    texts = token_texts(listed, tokenizer)
+    texts = subject.texts(listed)
     chances = zip(texts, listed, before[listed].exp().tolist(), after[listed].exp().tolist(), strict=True)
     reader = one.reader
     return Removal(
-        model=model_name(model),
+        model=subject.name,
         layer=reader.layer,
         entry=int(reader.ids(torch.tensor([one.place], device=ids.device))[0]),
         head=cast(int, one.head),
-        tokens=tuple(sequence_texts(ids.tolist(), tokenizer)),
+        tokens=tuple(subject.texts_in_sequence(ids.tolist())),
         position=position,
         kl=max(0.0, kl),
         chances=tuple(Chance(*each) for each in chances),

@@ -32,9 +32,8 @@ from attnflow.models.interception import (
     check_implementation,
     intercept,
 )
-from attnflow.models.loaded import ordinary_tokens
-from attnflow.models.offload import device_of
-from attnflow.models.sites import Stack, models_around, stack_of
+from attnflow.models.sites import Stack, models_around
+from attnflow.models.subject import Subject
 from attnflow.models.trial import DoesNotRun, read, trial
 from attnflow.models.watching import calls_of
 
@@ -231,7 +230,7 @@ def add_readers(
             "converted model in its base, model.knowledge"
         )
     check_unwrapped(model, "reader")
-    stack = stack_of(model)
+    stack = Subject(model).stack
     saved = None if folder is None else _saved(folder, stack, store, encoder)
     if saved is not None:
         if layers is not None:
@@ -252,7 +251,7 @@ def add_readers(
         module = stack.attention[reader.layer].module
         parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
         if parameter is not None:  # half precision is too coarse to learn in
-            reader.to(device_of(module), torch.promote_types(parameter.dtype, torch.float32))
+            reader.to(Subject(module).device, torch.promote_types(parameter.dtype, torch.float32))
         reader.train(module.training)
     if saved is not None:
         saved.fill(_tensors_of(added))
@@ -270,7 +269,7 @@ def save_readers(
         "key_dim": first.key_dim,
         "num_heads": first.num_heads,
     }
-    return save_addon(folder, _KIND, _tensors_of(readers), config, stack_of(model).identity(_CHILD))
+    return save_addon(folder, _KIND, _tensors_of(readers), config, Subject(model).stack.identity(_CHILD))
 
 
 def _put(stack: Stack, pool: PooledValues, readers: Sequence[StoreReader]) -> ExitStack:
@@ -326,7 +325,7 @@ def _measured(stack: Stack, chosen: Sequence[int]) -> dict[int, tuple[int, int]]
         other = "sdpa" if base_implementation(model.config) == "flex_attention" else None
         with trial(model, {stack.attention[one]: partial(look, one) for one in chosen}, implementation=other):
             layers = {number: stack.layers[number] for number in chosen}
-            calls = calls_of(layers, lambda: read(model, [ordinary_tokens(model, 2)]))
+            calls = calls_of(layers, lambda: read(model, [Subject(model).ordinary_tokens(2)]))
     except DoesNotRun as error:
         raise UnsupportedArchitecture(
             f"attaching a reader needs a model that runs on two token ids, which {type(model).__name__} does not: "

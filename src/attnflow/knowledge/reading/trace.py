@@ -21,9 +21,7 @@ from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, d
 from attnflow.knowledge.reading.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.store.source import EntrySource
 from attnflow.models.evaluation import evaluating
-from attnflow.models.loaded import model_inputs, model_name, sequence_texts, sparing, split, token_texts
-from attnflow.models.offload import refuse_offloaded
-from attnflow.models.subject import Loaded, Text
+from attnflow.models.subject import Loaded, Subject, Text
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -88,29 +86,29 @@ def trace(
     >>> bool((result.layer(0).explained - 1).abs().max() < 1e-5)
     True
     """
-    model, own_tokenizer = split(model)
-    refuse_offloaded(model, "trace")
-    tokenizer = tokenizer or own_tokenizer
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    subject = Subject.of(model, tokenizer)
+    subject.require_weights("trace")
+    if subject.encodes_and_decodes:
         raise UnsupportedArchitecture(
-            f"trace needs a model with one residual stream, but {type(model).__name__} has an encoder and a decoder"
+            f"trace needs a model with one residual stream, but {subject.kind} has an encoder and a decoder"
         )
     checks.integer("top", top, 1)
     checks.integer("promoted", promoted)
     checks.integer("ablate", ablate, 0, top)
     if by not in (None, "norm", "effect"):
         raise ValueError(f"by must be 'norm' or 'effect', got {by!r}")
-    if not reads_entries(model):
-        model = from_ffn(model)
+    if not reads_entries(subject.model):
+        subject = Subject(from_ffn(subject.model), subject.tokenizer)
+    model, tokenizer = subject.model, subject.tokenizer
     every = readers(model)
-    arguments = model_inputs(model, inputs, tokenizer, 0)
+    arguments = subject.read(inputs, ids=True)
     if len(arguments["input_ids"]) > 1:
         raise ValueError(f"trace takes one sequence, got {len(arguments['input_ids'])}: pass one row of the inputs")
     ids = arguments["input_ids"][0].tolist()
     rows = _positions(positions, len(ids))
     stream = Stream(model, rows)
     effects: dict[tuple[Kind, int], Tensor] = {}
-    run = partial(cast(Any, model), **arguments, **sparing(model))
+    run = partial(cast(Any, model), **arguments, **subject.sparing)
     with evaluating(model), torch.no_grad(), unobserved(model):
         towards = directions(stream, run, partial(_targets, targets, ids, rows, tokenizer))
         if isinstance(towards, str) and (by == "effect" or (targets is not None and not ablate)):
@@ -130,7 +128,7 @@ def trace(
             one for one in watched if one.pieces
         ] or watched  # layers of another stack, such as an image tower, do not run
         traced = tuple(one.finish(effects) for one in watched)
-        words = () if frozen is None else _promoted(watched, frozen, promoted, tokenizer)
+        words = () if frozen is None else _promoted(watched, frozen, promoted, subject)
         about: dict[str, Any] = {"without": towards}
         if frozen is not None:
             about = {
@@ -145,9 +143,9 @@ def trace(
             if not isinstance(last, Tensor):
                 raise UnsupportedArchitecture(f"{type(model).__name__} returns no logits that an ablation could change")
             about["target_ids"] = tuple(_targets(targets, ids, rows, tokenizer, last[0, -1]))
-        about["targets"] = tuple(token_texts(about.get("target_ids", ()), tokenizer))
-        texts, tokens = _texts(every[0], traced), tuple(sequence_texts(ids, tokenizer))
-        result = Trace(model_name(model), tokens, tuple(rows), traced, texts=texts, promoted=words, by=order, **about)
+        about["targets"] = tuple(subject.texts(about.get("target_ids", ())))
+        texts, tokens = _texts(every[0], traced), tuple(subject.texts_in_sequence(ids))
+        result = Trace(subject.name, tokens, tuple(rows), traced, texts=texts, promoted=words, by=order, **about)
         return _ablated(result, model, arguments, watched, ablate) if ablate else result
 
 
@@ -229,9 +227,7 @@ def _target(word: str, tokenizer: PreTrainedTokenizerBase | None) -> int:
     return ids[0]
 
 
-def _promoted(
-    watched: Sequence[LayerWatch], frozen: Directions, count: int, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[Promoted, ...]:
+def _promoted(watched: Sequence[LayerWatch], frozen: Directions, count: int, subject: Subject) -> tuple[Promoted, ...]:
     places, heads, effects = (
         torch.cat([one.joined(name) for one in watched], dim=1).cpu() for name in ("places", "heads", "effects")
     )
@@ -251,7 +247,7 @@ def _promoted(
             pushes = frozen.pushes(values)
             sides = [pushes.topk(min(_PROMOTED, pushes.shape[-1]), largest=up).indices.tolist() for up in (True, False)]
             for entry, (_, head), *moved in zip(ids, mine, *sides, strict=True):
-                texts = (tuple(token_texts(tokens, tokenizer)) for tokens in moved)
+                texts = (tuple(subject.texts(tokens)) for tokens in moved)
                 words.append(Promoted(one.reader.layer, entry, head, *texts))
     return tuple(words)
 
