@@ -321,13 +321,3 @@ def test_the_page_says_what_is_shown_and_what_is_not():
     above = int((result.scores > result.weights @ result.scores).sum())
     assert prompt.count("token attract-") == above
     assert len(shown.html) < 2_000_000
-
-
-@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", "\x00\u202e", '"><img src=x>', "$x^2$"])
-def test_tokens_and_names_stay_text(hostile):
-    result = made(model=hostile, query_token=hostile, tokens=(hostile,) * 5)
-    result = replace(result, components=(ComponentName(None, hostile, hostile), *components(2)[1:]))
-    shown = page(result)
-    parse_page(shown.html)
-    assert shown.html.count("<script") == 1
-    assert "<img src=x" not in shown.html

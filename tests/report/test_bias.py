@@ -67,18 +67,6 @@ def test_a_bias_of_zero_says_so():
     assert "attends exactly as its base model does" in read(report).text
 
 
-@pytest.mark.parametrize("token", ["</script><script>alert(1)</script>", "\u202e\x00", "&lt;", "字" * 40, ""])
-def test_hostile_tokens(token):
-    given = found(tokens=[token, "b", "c", "d", "e", token])
-    report = page(given, title=token)
-    shown = read(report)
-    assert report.html.count("<script") == 1
-    assert "\x00" not in report.html
-    assert "\u202e" not in shown.text
-    for svg in svgs(report.html):
-        assert svg.tag == "svg"
-
-
 def test_long_contexts_show_the_keys_that_matter():
     n, torch_n = 3000, torch.ones(1, 8, 3000)
     bias = 0.1 * torch.randn(1, 8, n)

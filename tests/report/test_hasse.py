@@ -341,8 +341,3 @@ def test_crossings_that_can_be_avoided_are():
     placed = place([(40.0, 28.0)] * 6, [0, 0, 0, 1, 1, 1], edges)
     x = [centre[0] for centre in placed.centres]
     assert all((x[a] - x[c]) * (x[b] - x[d]) > 0 for (a, b), (c, d) in combinations(edges, 2))
-
-
-def test_an_edge_that_does_not_go_up_is_refused():
-    with pytest.raises(ValueError, match="must go up"):
-        place([(40.0, 28.0)] * 2, [0, 0], [(0, 1)])

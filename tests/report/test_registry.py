@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from attnflow._core.handles import Handle
 from attnflow._core.results import Result
 from attnflow.bias.map import LayerQuery, QueryBias
 from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
+from attnflow.models.recording import ComponentName
 from attnflow.order import analyze
 from attnflow.report import registry, svg
 from attnflow.report.svg import Svg
@@ -24,6 +25,7 @@ from tests.models import tiny
 from tests.models.saved import word_tokenizer
 from tests.report.reading import parse_page, parse_svg, texts
 from tests.report.test_attribution import made as attribution
+from tests.report.test_bias import found as bias_page_map
 from tests.report.test_entry import entry_report
 from tests.report.test_geometry import scores
 from tests.report.test_page import audit_report, bad_audit, clean_task, leaking_task
@@ -115,6 +117,42 @@ def made(name):
 
 
 KINDS = sorted(kind.__name__ for kind in registry.DISPLAYS)
+
+
+def _hostile_entry(text):
+    found = entry_report()
+    example = replace(found.examples[0], tokens=(text,) * len(found.examples[0].tokens))
+    return replace(found, examples=(example,), raised=(replace(found.raised[0], token=text),))
+
+
+def _hostile_trace(text):
+    found = trace()
+    return replace(found, tokens=(text,) * 4, texts={found.fired(-1, count=1)[0].entry: text}, model=text)
+
+
+def _hostile_attribution(text):
+    result = attribution(model=text, query_token=text, tokens=(text,) * 5)
+    return replace(result, components=(ComponentName(None, text, text), *result.components[1:]))
+
+
+HOSTILE = {
+    "BiasMap": lambda text: bias_page_map(tokens=[text, "b", "c", "d", "e", text]),
+    "EntryReport": _hostile_entry,
+    "ScoreAttribution": _hostile_attribution,
+    "Trace": _hostile_trace,
+}
+
+
+@pytest.mark.parametrize(
+    "text", ["</script><script>alert(1)</script>", "\x00\u202e", '"><img src=x>', "$x^2$", "&lt;", ""]
+)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_tokens_and_names_stay_text(name, text):
+    shown = report.page(HOSTILE[name](text), title=text or None).html
+    assert shown.count("<script") == 1
+    assert "<img src=x" not in shown
+    assert "\x00" not in shown
+    assert "\u202e" not in parse_page(shown).text
 
 
 AS_TABLES = {

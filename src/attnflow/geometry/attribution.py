@@ -93,14 +93,6 @@ class ScoreAttribution(Result):
             for h, j, c, d in places
         ]
 
-    def by_query_component(self, *, raw: bool = False) -> Tensor:
-        """Sum the terms over the key's components: [keys, query components], centred unless `raw`."""
-        return (self.raw if raw else self.centred).sum(-1)
-
-    def by_key_component(self, *, raw: bool = False) -> Tensor:
-        """Sum the terms over the query's components: [keys, key components], centred unless `raw`."""
-        return (self.raw if raw else self.centred).sum(-2)
-
     def rows(self) -> Sequence[Mapping[str, object]]:
         """One row for each head, key and pair of components."""
         raw, centred = self._with_heads(self.raw), self._with_heads(self.centred)

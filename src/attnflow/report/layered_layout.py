@@ -42,8 +42,7 @@ class _Rows:
         self.widths, self.row_of = list(widths), list(levels)
         self.trails: list[list[int]] = []  # the dummies of each edge
         for lower, upper in edges:
-            if levels[lower] >= levels[upper]:
-                raise ValueError(f"edge ({lower}, {upper}) must go up, got levels {levels[lower]} and {levels[upper]}")
+            assert levels[lower] < levels[upper]
             passed = range(levels[lower] + 1, levels[upper])
             self.trails.append(list(range(len(self.row_of), len(self.row_of) + len(passed))))
             self.row_of += passed

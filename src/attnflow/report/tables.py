@@ -88,12 +88,12 @@ def _table(rows: Sequence[Mapping[str, object]]) -> tuple[str, float, float]:
         sizes = [abs(value) if isinstance(value, int | float) else 0.0 for value in values]
         largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
         bars = numeric and largest and len(rows) > 1 and name not in _NAMES and not name.endswith(("_id", "_index"))
-        for at, (text, size) in enumerate(zip(cells, sizes, strict=True), 1):
+        for at, (shown, size) in enumerate(zip(cells, sizes, strict=True), 1):
             if bars and size:
                 share = min(size / largest, 1.0) if math.isfinite(size) else 1.0
                 box = {"x": x - 4, "y": _LINE * at - 2, "width": (width + 8) * share, "height": _LINE - 3}
                 parts.append(element("rect", **box, fill=_COLOUR, fill_opacity=0.3, class_="af-cell"))
-            parts.append(_text(text, x + width * numeric, _LINE * at + 12, numeric))
+            parts.append(_text(shown, x + width * numeric, _LINE * at + 12, numeric))
         x += width + _GAP
     return "".join(parts), x - _GAP + 4, _LINE * (len(rows) + 1)
 
