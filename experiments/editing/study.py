@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.progress import Progress
-from attnflow.knowledge import facts as taught
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.convert import from_ffn
+from attnflow.knowledge.editing import facts as taught
 from attnflow.knowledge.editing.edit import Edited, edited_layers, layer_change, value_changes
 from attnflow.knowledge.editing.edit_targets import (
     Layers,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnflow.knowledge.editing.edit_targets import token_ids
 from attnflow.knowledge.layered import observed
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.store_reader import StoreReader
 from experiments.knowledge_ablation.facts import RELATIONS, Fact, last_logits, text_losses
 from experiments.reader.world import ABSENT, GROUPS, KINDS, WORDINGS, Asked
@@ -71,7 +71,7 @@ def said(
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         shares: dict[int, Tensor] = {}
 
-        def see(reading: Reading, shares: dict[int, Tensor] = shares) -> None:
+        def see(reading: LayerReading, shares: dict[int, Tensor] = shares) -> None:
             if reading.layer not in shares:  # of the prompt; later ones are of the answer
                 shares[reading.layer] = reading.weights[:, -1].mean(dim=1)
 

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from attnflow._core.files import write_atomically
 from attnflow._core.progress import Progress
-from attnflow.knowledge.reader import Reading
+from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.attach import Attached
 from attnflow.knowledge.reading.store_reader import StoreReader
 from attnflow.models.sites import stack_of
@@ -251,20 +251,20 @@ class Run:
         missing = ~(pool[None] == wanted[:, None]).any(dim=1)
         ids, mask, labels = self._batch(questions, True)
         first = labels.ne(-100).int().argmax(dim=1) - 1  # the last token of the prompt
-        readings: list[Reading] = []
+        readings: list[LayerReading] = []
         logits = self._read(ids, mask, self.entries[pool], readings)
         labels[missing] = -100
         answer = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         rows = torch.arange(len(ids), device=self._device)
         reading = torch.stack([reading_loss(one.scores[0][rows, first], place, missing) for one in readings]).mean()
         text = self.texts[_TEXT_MEASURED + torch.randperm(len(self.texts) - _TEXT_MEASURED, generator=draw)]
-        silent: list[Reading] = []
+        silent: list[LayerReading] = []
         self._read(text[:_TEXT_BATCH], torch.ones_like(text[:_TEXT_BATCH]), self.entries[pool], silent)
         nothing = torch.stack([nothing_loss(one.scores[0].flatten(0, 1)) for one in silent]).mean()
         parts = {"answer": answer, "reading": reading, "nothing": nothing}
         return answer + reading + nothing, {name: float(value.detach()) for name, value in parts.items()}
 
-    def _read(self, ids: Tensor, mask: Tensor, entries: Tensor, readings: list[Reading]) -> Tensor:
+    def _read(self, ids: Tensor, mask: Tensor, entries: Tensor, readings: list[LayerReading]) -> Tensor:
         before = self.readers[0].source
         for reader in self.readers:
             reader.source, reader.observer = entries, readings.append
@@ -281,7 +281,7 @@ class Run:
             ids, mask, labels = self._batch(questions[start : start + 2 * _BATCH], True)
             first = labels.ne(-100).int().argmax(dim=1)
             rows = torch.arange(len(ids), device=self._device)
-            readings: list[Reading] = []
+            readings: list[LayerReading] = []
             with torch.no_grad():
                 said = self._read(ids, mask, entries, readings)[rows, first - 1].argmax(dim=-1)
             right.append(said == labels[rows, first])
