@@ -1,8 +1,15 @@
-"""A claim of a paper, and what settles it."""
+"""The claims of the papers, read from `claims.csv`, and what settles each.
+
+A row names an experiment, or gives a verdict with the proofs of it and their tags, separated by spaces.
+"""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
 
 from experiments.runner.experiment import Tag, Verdict
 
@@ -68,3 +75,31 @@ class Paper:
     name: str
     title: str
     claims: tuple[Claim, ...]
+
+
+_TITLES: Final = {
+    "hasse": "Hasse Diagrams for Attention: A Partial Order Framework for Designing Transformer Masks",
+    "daa": "Dynamic Asymmetric Attention",
+    "geometry": "The underlying structures of self-attention: symmetry, directionality, and emergent dynamics in "
+    "Transformer training",
+    "knowledge": "Decoupling Knowledge and Reasoning in Transformers: A Modular Architecture with Generalized "
+    "Cross-Attention",
+}
+
+
+def _read() -> Iterator[Paper]:
+    with Path(__file__).with_name("claims.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name, title in _TITLES.items():
+        yield Paper(name, title, tuple(_claim(row) for row in rows if row["paper"] == name))
+
+
+def _claim(row: Mapping[str, str]) -> Claim:
+    by: Settled | Measured = Measured(row["experiment"])
+    if not row["experiment"]:
+        proof, tags = tuple(row["proof"].split()), cast("tuple[Tag, ...]", tuple(row["tags"].split()))
+        by = Settled(cast("Verdict", row["verdict"]), row["sentence"], proof, tags)
+    return Claim(row["number"], row["where"], row["text"], by, row["effect"])
+
+
+PAPERS: Final = tuple(_read())

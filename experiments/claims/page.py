@@ -8,15 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from experiments.claims.claim import Claim, Measured, Settled
-from experiments.claims.daa import DAA
+from experiments.claims.claim import PAPERS, Claim, Measured, Settled
 from experiments.claims.findings import findings
-from experiments.claims.geometry import GEOMETRY
-from experiments.claims.hasse import HASSE
-from experiments.claims.knowledge import KNOWLEDGE
 from experiments.runner.experiment import ROOT, Judgement, find, names
 
-PAPERS: Final = (HASSE, DAA, GEOMETRY, KNOWLEDGE)
 PAGE: Final = ROOT.parent / "docs" / "claims.md"
 NOT_RUN: Final = "not run yet"
 _LARGE: Final = ("small", "paper")  # scales that need a GPU; all others are parts of "tiny"

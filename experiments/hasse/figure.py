@@ -1,15 +1,48 @@
-"""The figure of the study."""
+"""The curve of an arm, and the figure of all curves of the study."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from experiments.runner.figures import SIZE, canvas, colour, enlarge, label_ends, plot_band
-from experiments.runner.statistics import student
+from experiments.runner.jobs import Record
+from experiments.runner.statistics import Array, student
 
-if TYPE_CHECKING:
-    from experiments.hasse.summary import Curve
+
+@dataclass(frozen=True)
+class Curve:
+    """One arm at its chosen learning rate.
+
+    Attributes:
+        arm: its name.
+        rate: chosen on the first seed.
+        runs: finished ones, by seed.
+        steps: of the measurements.
+        tokens: of the text, that a run has read by then.
+        flops: that it has taken by then.
+        held_out: nats per token, [seeds, steps].
+    """
+
+    arm: str
+    rate: float
+    runs: Mapping[int, Record]
+    steps: tuple[int, ...]
+    tokens: Array
+    flops: Array
+    held_out: Array
+
+    def at(self, flops: float) -> Array:
+        """[seeds], where that much compute is spent, between measurements by a straight line; at most the last."""
+        return np.array([np.interp(flops, self.flops, row) for row in self.held_out])
+
+    def pair(self, other: Curve, mine: Array, theirs: Array) -> list[float]:
+        """Differences on the seeds that both have, of arrays [seeds]."""
+        seeds, others = list(self.runs), list(other.runs)
+        return [float(mine[seeds.index(s)] - theirs[others.index(s)]) for s in seeds if s in others]
 
 
 def figure(content: Mapping[str, Any], curves: Mapping[str, Curve]) -> Any:

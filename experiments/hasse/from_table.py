@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.hasse.figure import figure
-from experiments.hasse.summary import Curve, contents, curve, numbers
+from experiments.hasse.figure import Curve, figure
+from experiments.hasse.summary import contents, curve, numbers
 from experiments.runner.experiment import ROOT
 from experiments.runner.files import read, write
 

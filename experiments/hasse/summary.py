@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +10,11 @@ import numpy as np
 
 from attnflow._core.markup import aligned
 from experiments.hasse.arms import Arm
-from experiments.hasse.figure import figure
+from experiments.hasse.figure import Curve, figure
 from experiments.runner.files import write, write_table
 from experiments.runner.jobs import DIVERGED, Chosen, Job, Record, choosing_loss, chosen
 from experiments.runner.statistics import Array, said, student
 from experiments.runner.study import read_study
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One arm at its chosen learning rate.
-
-    Attributes:
-        arm: its name.
-        rate: chosen on the first seed.
-        runs: finished ones, by seed.
-        steps: of the measurements.
-        tokens: of the text, that a run has read by then.
-        flops: that it has taken by then.
-        held_out: nats per token, [seeds, steps].
-    """
-
-    arm: str
-    rate: float
-    runs: Mapping[int, Record]
-    steps: tuple[int, ...]
-    tokens: Array
-    flops: Array
-    held_out: Array
-
-    def at(self, flops: float) -> Array:
-        """[seeds], where that much compute is spent, between measurements by a straight line; at most the last."""
-        return np.array([np.interp(flops, self.flops, row) for row in self.held_out])
-
-    def pair(self, other: Curve, mine: Array, theirs: Array) -> list[float]:
-        """Differences on the seeds that both have, of arrays [seeds]."""
-        seeds, others = list(self.runs), list(other.runs)
-        return [float(mine[seeds.index(s)] - theirs[others.index(s)]) for s in seeds if s in others]
 
 
 def read_curves(folder: Path) -> tuple[Mapping[str, Any], dict[str, Curve]]:

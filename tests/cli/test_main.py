@@ -11,7 +11,7 @@ import pytest
 
 from attnflow._core import version
 from attnflow._core.errors import AttnflowError
-from attnflow.cli import _main, doctor, mask
+from attnflow.cli import _main, mask, single
 
 
 def attnflow_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -150,7 +150,7 @@ def test_doctor(run: Callable) -> None:
 
 def test_doctor_names_packages_that_are_newer_than_any_tried(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "NEWEST_TRIED", {"transformers": "4.57", "peft": "0.1", "torch": "99.0"})
-    monkeypatch.setattr(doctor, "NEWEST_TRIED", version.NEWEST_TRIED)
+    monkeypatch.setattr(single, "NEWEST_TRIED", version.NEWEST_TRIED)
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     verdict, *newer = out.split("\n\n")[0].splitlines()
@@ -161,7 +161,7 @@ def test_doctor_names_packages_that_are_newer_than_any_tried(run: Callable, monk
 
 
 def test_a_package_that_is_missing_is_a_finding(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_requirements", lambda: {"scipy": (None, None), "typer": (None, "1.0")})
+    monkeypatch.setattr(single, "_requirements", lambda: {"scipy": (None, None), "typer": (None, "1.0")})
     code, out, _ = run("doctor")
     assert code == 1
     assert re.search(r"^scipy +not installed +pip install scipy", out, re.MULTILINE)

@@ -1,112 +1,13 @@
 """Gold solutions by likelihood: wrong ones are of equal length, scores are those of a plain pass, rules are kept."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from attnflow.bias import GuidanceConfig, attach
-from attnflow.models.subject import Loaded
-from experiments.daa_evaluation import likelihood
-from experiments.daa_evaluation.compared import complete, difference, measured
-from experiments.daa_evaluation.likelihood import Likelihood, scores
-from experiments.daa_evaluation.perturbed import Gold, programs, word_problems
-from experiments.daa_evaluation.recipe import judge, miniature
+from experiments.daa_evaluation.compared import difference, measured
+from experiments.daa_evaluation.recipe import judge
 from experiments.runner.files import write
-from experiments.runner.jobs import Job
-from tests.experiments.miniature import language_model, reader
-
-SUMS = [
-    {"question": "Tom has 5 bags of 12. How many?", "solution": "5*12 = 60 So 60+9=69 and $8", "answer": "69"},
-    {"question": "Half of 3?", "solution": "3/2 =1.5", "answer": "1.5"},
-    {"question": "None?", "solution": "There are none.", "answer": "9"},
-]
-PROGRAMS = [
-    {"task_id": "a", "prompt": "def f(x):\n    '''x < 2 and 3'''\n", "canonical_solution": "    return x - 19 < 2\n"},
-    {"task_id": "b", "prompt": "def f(x):\n", "canonical_solution": "    return sorted(x)\n"},
-]
-
-
-def text(ids: Any) -> str:
-    return reader().decode(list(ids))
-
-
-def test_a_wrong_solution_has_as_many_tokens_and_one_change() -> None:
-    golds = [*word_problems(SUMS, reader()), *programs(PROGRAMS, reader())]
-    again = [*word_problems(SUMS, reader()), *programs(PROGRAMS, reader())]
-    assert golds == again
-    for gold in golds:
-        for wrong in gold.wrong:
-            rest = gold.solution[wrong.start :]
-            assert len(wrong.rest) == len(rest)
-            assert wrong.rest[0] != rest[0]
-    assert [[wrong.kind for wrong in gold.wrong] for gold in golds] == [
-        *([["result", "answer"]] * 2),
-        ["answer"],
-        ["program"] * 2,
-        [],
-    ]
-    assert text(golds[0].solution) == " 5*12 = 60 So 60+9=69 and $8 The answer is 69."
-    assert text(golds[0].solution[golds[0].split :]) == " The answer is 69."
-    for wrong in golds[3].wrong:
-        changed = text((*golds[3].solution[: wrong.start], *wrong.rest))
-        compile(PROGRAMS[0]["prompt"] + changed, "program", "exec")
-        assert sum(a != b for a, b in zip(changed, text(golds[3].solution), strict=True)) == 1
-
-
-def test_likelihoods_are_those_of_a_plain_pass_in_float64() -> None:
-    model = language_model().double()
-    handle = attach(model, GuidanceConfig(hidden_dim=4, layers="every", init="kaiming"))
-    for parameter in handle.parameters():
-        parameter.data = 2 * parameter.data.double()
-    golds = [*word_problems(SUMS, reader()), *programs(PROGRAMS, reader())]
-
-    def nats(before: list[int], after: list[int]) -> float:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*before, *after]]), use_cache=False).logits[0]
-        chosen = logits.log_softmax(-1)[len(before) - 1 : -1]
-        return -float(chosen.gather(1, torch.tensor(after)[:, None]).sum())
-
-    def margin(gold: Gold, number: int) -> float:
-        wrong, prompt = gold.wrong[number], list(gold.prompt)
-        whole = nats(prompt, [*gold.solution[: wrong.start], *wrong.rest])
-        return whole - nats(prompt, list(gold.solution))
-
-    model.eval()
-    for gold, row in zip(golds, scores(model, golds, 128), strict=True):
-        assert row["nats"] == pytest.approx(nats(list(gold.prompt), list(gold.solution)), rel=1e-9)
-        assert row["split"][1] == pytest.approx(nats(list(gold.prompt), list(gold.solution[: gold.split])), rel=1e-9)
-        expected = [margin(gold, number) for number in range(len(gold.wrong))]
-        assert [value for _, value in row["margins"]] == pytest.approx(expected, rel=1e-7)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_an_arm_is_scored_the_same_when_its_weights_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Runs that were committed without checkpoints are gone on with; and the model comes out as it went in."""
-    for place, value in {
-        "load_model": lambda *_, **__: Loaded(language_model(), reader()),
-        "_items": lambda: {"gsm8k": SUMS, "humaneval": PROGRAMS},
-        "shown": lambda _: "Q: One?\nA: 1\n\n",
-    }.items():
-        monkeypatch.setattr(likelihood, place, value)
-    for name in ("reasoned_answers", "functions"):
-        monkeypatch.setattr(f"experiments.daa_evaluation.practice.{name}", lambda: ["one two three " * 9] * 20)
-    config = miniature(Likelihood())
-    assert isinstance(config, Likelihood)
-    run = likelihood.setup(config).run
-
-    def made(job: Job, place: str) -> Any:
-        (tmp_path / place / job.name).mkdir(parents=True, exist_ok=True)
-        return run(job, tmp_path / place / job.name, lambda *_: None)
-
-    before = made(Job("0 base"), "here")
-    made(Job("guidance", 0.5, 0), "here")
-    scored = made(Job("0 guidance", 0.5, 0), "here")
-    assert scored == made(Job("0 guidance", 0.5, 0), "elsewhere")
-    assert scored["scores"]["gsm8k"] != before["scores"]["gsm8k"]
-    assert made(Job("0 base"), "here") == before
 
 
 def test_differences_are_paired_by_item_and_by_seed() -> None:
@@ -123,18 +24,6 @@ def test_differences_are_paired_by_item_and_by_seed() -> None:
     assert found["items"][2] == pytest.approx(2.0 + 12.706 * 0.5, rel=1e-4)  # 1.5 and 2.5
     assert found["seeds"][1] == pytest.approx(2.0 - 12.706 * 0.5, rel=1e-4)
     assert difference(arm, arm, "margin")["items"] == [0.0, 0.0, 0.0]
-
-
-def test_a_study_that_was_cut_short_has_what_all_arms_have() -> None:
-    config = {"arms": ["guidance", "key"], "seeds": [0, 1], "parts": 2}
-    scored: set[tuple[int, str, Any]] = {(part, name, None) for part in (0, 1) for name in ("base", "alibi")}
-    scored |= {(0, "guidance", 0), (0, "key", 0), (0, "guidance", 1)}
-    assert complete(scored, config) == ([0], [0])
-    scored |= {(0, "key", 1), (1, "guidance", 0), (1, "key", 0)}
-    assert complete(scored, config) == ([0], [0, 1])
-    scored |= {(1, "guidance", 1), (1, "key", 1)}
-    assert complete(scored, config) == ([0, 1], [0, 1])
-    assert complete(scored - {(0, "base", None)}, config) == ([1], [0, 1])
 
 
 def around(value: float, over_seeds: float = 0.01) -> dict[str, list[float]]:

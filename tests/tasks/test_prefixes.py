@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import attnflow as af
-from attnflow.tasks.prefixes import Batch, Cost, Trie, plan
+from attnflow.tasks.prefixes import Batch, PassCost, Trie, plan
 
 SEQUENCES = st.lists(st.lists(st.sampled_from([-3, 0, 1, 2**62]), max_size=7), max_size=9)
 
@@ -70,7 +70,7 @@ def test_no_items(sequences):
     assert (trie.size, mask_of(trie).shape) == (0, (0, 0))
 
 
-COSTS = [Cost(1.0, 0.0, 1.0), Cost(10.0, 1.0, 1.0), Cost(0.0, 1.0, 0.0)]
+COSTS = [PassCost(1.0, 0.0, 1.0), PassCost(10.0, 1.0, 1.0), PassCost(0.0, 1.0, 0.0)]
 
 
 @st.composite
@@ -96,7 +96,7 @@ IDS = np.array([[5, 6, 7, 8, 5, 6, 9, 9]])
 PACKED = Batch(IDS, IDS > 0, np.arange(8)[None] % 4, starts=np.arange(8)[None] % 4 == 0)
 
 
-@example(PACKED, Cost(1.0, 0.0, 0.0), True, 2)
+@example(PACKED, PassCost(1.0, 0.0, 0.0), True, 2)
 @given(batches(), st.sampled_from(COSTS), st.booleans(), st.none() | st.integers(1, 8))
 def test_every_token_sees_what_it_saw_in_its_row(batch, cost, one_row, window):
     chosen = plan(batch, cost, one_row)

@@ -1,11 +1,12 @@
-"""Turns the arguments of commands into masks, models, texts, settings and numbers."""
+"""Declares the arguments of commands, and turns them into masks, models, texts, settings and numbers."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -15,18 +16,31 @@ if TYPE_CHECKING:
     from attnflow.masks import Mask
     from attnflow.models.subject import Loaded
 
-MaskLength = Annotated[
-    int | None, typer.Option("--n", metavar="N", min=0, help="Number of tokens of the mask (default: 16).")
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter, as in window=4 (repeatable).")
-]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write to FILE.")]
-FigureOption = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write .svg, .png, .html, .csv or .json.")
-]
-Text = Annotated[str | None, typer.Argument(metavar="TEXT", help='The text to read; "-" reads stdin.')]
-Ids = Annotated[str | None, typer.Option("--ids", metavar="LIST", help="Token ids in place of TEXT, such as 5,6,7.")]
+
+def option(form: str, text: str) -> Any:
+    """Declares an option by its form, such as "--output -o FILE" or "--count N>=1", and its help."""
+    flags = [word for word in form.split() if word.startswith("-")]
+    metavar, least, most = _bounded(form.removeprefix(" ".join(flags)).strip())
+    return typer.Option(*flags, metavar=metavar, min=least, max=most, help=text)
+
+
+def argument(form: str, text: str) -> Any:
+    return typer.Argument(metavar=form, help=text)
+
+
+def _bounded(form: str) -> tuple[str | None, int | None, int | None]:
+    match = re.fullmatch(r"([^<>]*)(?:>=(\d+))?(?:<=(\d+))?", form)
+    assert match is not None, form
+    metavar, least, most = match.groups()
+    return metavar or None, int(least) if least else None, int(most) if most else None
+
+
+MaskLength = Annotated[int | None, option("--n N>=0", "Number of tokens of the mask (default: 16).")]
+Settings = Annotated[list[str] | None, option("--set NAME=VALUE", "Set a parameter, as in window=4 (repeatable).")]
+OutputOption = Annotated[Path | None, option("--output -o FILE", "Also write to FILE.")]
+FigureOption = Annotated[Path | None, option("--output -o FILE", "Also write .svg, .png, .html, .csv or .json.")]
+Text = Annotated[str | None, argument("TEXT", 'The text to read; "-" reads stdin.')]
+Ids = Annotated[str | None, option("--ids LIST", "Token ids in place of TEXT, such as 5,6,7.")]
 
 FIGURES: Final = (".svg", ".png", ".html", ".csv", ".json")
 _DEFAULT_N: Final = 16
@@ -47,7 +61,6 @@ def example(name: str) -> str:
 
 
 def is_file(name: str) -> bool:
-    """Tells whether `name` is a JSON file; "-" is stdin."""
     return name == "-" or name.endswith(".json")
 
 
@@ -98,7 +111,6 @@ def settings_from(texts: Iterable[str], option: str = "--set") -> dict[str, str]
 
 
 def integers(text: str, option: str) -> list[int]:
-    """Parses the integers of `5,6,7`."""
     try:
         return [int(item) for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
     except ValueError:

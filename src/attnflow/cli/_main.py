@@ -14,7 +14,7 @@ import typer
 
 from attnflow._core.errors import AttnflowError
 from attnflow._core.version import __version__
-from attnflow.cli import audit, bias, doctor, geometry, knowledge, mask, report, studio
+from attnflow.cli import audit, geometry, knowledge, mask, single
 from attnflow.cli._output import BadUsage, complain
 
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -35,13 +35,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for command in (report.report, studio.studio, doctor.doctor):
-    app.command(command.__name__)(command)
+for function in (single.report, single.studio, single.doctor):
+    app.command(function.__name__)(function)
+_bias = typer.Typer(help="Learned attention biases: show.", rich_markup_mode=None)
+_bias.command("show")(single.bias_show)
 
 GROUPS: Final = {
     "mask": mask.app,
     "audit": audit.app,
-    "bias": bias.app,
+    "bias": _bias,
     "geometry": geometry.app,
     "knowledge": knowledge.app,
 }

@@ -152,7 +152,6 @@ def output_path(path: Path, suffixes: Sequence[str], chart: str = "") -> Path:
 
 
 def write(subject: Mask | Result, path: Path, **options: Any) -> None:
-    """Writes the file whole or not at all; `options` go to the picture."""
     from attnflow._core.files import write_atomically
     from attnflow.report import figure, page
     from attnflow.report.svg import encode

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from attnflow._core.errors import AttnflowError
 from attnflow.cli import batch
-from attnflow.cli._arguments import describe, integers, is_file, load, mask_argument, require, sample
+from attnflow.cli._arguments import argument, describe, integers, is_file, load, mask_argument, option, require, sample
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_json, print_result, say, working
 
 _MODEL: Final = "MODEL"  # the command's name stands for its argument in `attnflow audit --help`
@@ -48,29 +48,22 @@ app = typer.Typer(
 def audit(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL",
-            help="smollm2-135m, minilm, a folder, a GGUF file, a hub id, or SCRIPT.py:NAME (a function or module).",
+        argument(
+            "MODEL", "smollm2-135m, minilm, a folder, a GGUF file, a hub id, or SCRIPT.py:NAME (a function or module)."
         ),
     ],
-    text: Annotated[str | None, typer.Option("--text", help="The text to read (default: Shakespeare).")] = None,
-    ids: Annotated[str | None, typer.Option("--ids", metavar="5,6,7", help="Token ids in place of --text.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", min=2, help="The most tokens to read (default: 64).")
-    ] = None,
+    text: Annotated[str | None, option("--text", "The text to read (default: Shakespeare).")] = None,
+    ids: Annotated[str | None, option("--ids 5,6,7", "Token ids in place of --text.")] = None,
+    tokens: Annotated[int | None, option("--tokens N>=2", "The most tokens to read (default: 64).")] = None,
     order: Annotated[
-        str | None,
-        typer.Option("--order", metavar="MASK", help="causal, full or a JSON file (default: what the model declares)."),
+        str | None, option("--order MASK", "causal, full or a JSON file (default: what the model declares).")
     ] = None,
-    passes: Annotated[int, typer.Option("--passes", metavar="N", min=1, help="Number of changes to try.")] = 32,
-    cache: Annotated[bool, typer.Option("--cache", help="Also audit decoding with the key-value cache.")] = False,
-    double: Annotated[bool, typer.Option("--float64", help="Audit in float64, which finds weaker leaks.")] = False,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Also measure the order of 16 tokens and save it.")
-    ] = None,
+    passes: Annotated[int, option("--passes N>=1", "Number of changes to try.")] = 32,
+    cache: Annotated[bool, option("--cache", "Also audit decoding with the key-value cache.")] = False,
+    float64: Annotated[bool, option("--float64", "Audit in float64, which finds weaker leaks.")] = False,
+    save: Annotated[Path | None, option("--save FILE", "Also measure the order of 16 tokens and save it.")] = None,
     against: Annotated[
-        Path | None,
-        typer.Option("--against", metavar="FILE", help="Also measure the order and compare with a saved one."),
+        Path | None, option("--against FILE", "Also measure the order and compare with a saved one.")
     ] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -128,7 +121,7 @@ def audit(
             title, size = describe(model, audited), sum(tensor.shape[1] for tensor in inputs.values())
         if order in ("causal", "full"):
             declared = masks.causal(size) if order == "causal" else masks.full(size)
-        dtype = torch.float64 if double else None
+        dtype = torch.float64 if float64 else None
         with scripts.blaming(model) if scripted else nullcontext(), _naming_flags():
             report = check(audited, inputs, declared, cache=cache, passes=passes, dtype=dtype, progress=spinner)
         measured = None if save is None and golden is None else record(cast(Any, audited), inputs, progress=spinner)
@@ -169,8 +162,8 @@ _FLAGS: Final = {
 
 
 def _with_flags(text: str) -> str:
-    for argument, flag in _FLAGS.items():
-        text = re.sub(argument, flag, text)
+    for name, flag in _FLAGS.items():
+        text = re.sub(name, flag, text)
     return text
 
 
@@ -185,7 +178,6 @@ def _naming_flags() -> Generator[None]:
 
 
 def _golden(against: Path | None, save: Path | None, given: list[object]) -> dict[str, object] | None:
-    """Reads the saved order from a file, before anything is loaded."""
     if against is None:
         return None
     if save is not None:

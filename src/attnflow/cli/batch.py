@@ -15,7 +15,7 @@ import typer
 
 from attnflow._core.errors import AttnflowError, MissingExtra
 from attnflow._core.markup import plural, shorten
-from attnflow.cli._arguments import describe, load, require
+from attnflow.cli._arguments import argument, describe, load, option, require
 from attnflow.cli._output import BadUsage, JsonFlag, console, print_json, say, style, working
 
 if TYPE_CHECKING:
@@ -28,23 +28,17 @@ _LONGEST: Final = 1 << 26  # bytes of one line
 
 
 def batch(
-    data: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Rows as JSONL (one object a line; .gz too) or Parquet.")
-    ],
+    data: Annotated[Path, argument("FILE", "Rows as JSONL (one object a line; .gz too) or Parquet.")],
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="NAME", help="The model to train: smollm2-135m, a folder, a GGUF file, a hub id."
-        ),
+        str | None, option("--model NAME", "The model to train: smollm2-135m, a folder, a GGUF file, a hub id.")
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", metavar="NAME", help="A tokenizer alone, or another one than the model's."),
+        str | None, option("--tokenizer NAME", "A tokenizer alone, or another one than the model's.")
     ] = None,
     pack: Annotated[
-        bool, typer.Option("--pack", help="Join the rows to one, as padding-free collators do (default: pad them).")
+        bool, option("--pack", "Join the rows to one, as padding-free collators do (default: pad them).")
     ] = False,
-    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Read the first N rows.")] = 8,
+    rows: Annotated[int, option("--rows N>=1", "Read the first N rows.")] = 8,
     json_output: JsonFlag = False,
 ) -> None:
     """Check rows of training data as one batch: labels, documents, masks, positions.
@@ -196,7 +190,6 @@ def _tokenizer(name: str) -> Any:
 
 
 def _model(name: str, tokenizer: Any, texts: bool) -> Any:
-    """Load the model, with its tokenizer if it has one or must have one."""
     if tokenizer is not None:
         return load(name, tokenizer=False)._replace(tokenizer=tokenizer)
     try:
@@ -239,7 +232,6 @@ class _Places:
         return moved if named is None else moved.replace(named[0], self.lines.names[home], 1)
 
     def token(self, sequence: int, position: int) -> str:
-        """Return the token at a place, as text if there is a tokenizer."""
         token = int(self.read.tensors["input_ids"][sequence, position])
         text = "" if self.tokenizer is None else shorten(self.tokenizer.decode([token]), 20)
         return repr(text) if text else f"token {token}"

@@ -13,7 +13,18 @@ import typer
 from typer.core import TyperGroup
 
 from attnflow._core.markup import aligned, plural, token_label
-from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, load, require, settings_from, text_or_ids
+from attnflow.cli._arguments import (
+    FIGURES,
+    FigureOption,
+    Ids,
+    Text,
+    argument,
+    load,
+    option,
+    require,
+    settings_from,
+    text_or_ids,
+)
 from attnflow.cli._output import BadUsage, JsonFlag, complain, console, output_path, print_result, say, working, write
 
 if TYPE_CHECKING:
@@ -47,27 +58,21 @@ app = typer.Typer(
 
 @app.command("score")
 def geometry_score(
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL", help="One or more: smollm2-135m, minilm, folders, files, hub ids.")
-    ],
-    per_head: Annotated[bool, typer.Option("--per-head", help="Also score and list each head.")] = False,
-    attention: Annotated[
-        Literal["self", "cross", "all"], typer.Option("--attention", help="Which attention to score.")
-    ] = "self",
+    models: Annotated[list[str], argument("MODEL", "One or more: smollm2-135m, minilm, folders, files, hub ids.")],
+    per_head: Annotated[bool, option("--per-head", "Also score and list each head.")] = False,
+    attention: Annotated[Literal["self", "cross", "all"], option("--attention", "Which attention to score.")] = "self",
     gamma: Annotated[
-        float, typer.Option("--gamma", help="A norm counts when this many standard deviations above the mean.")
+        float, option("--gamma", "A norm counts when this many standard deviations above the mean.")
     ] = 2.0,
     mode: Annotated[
-        Literal["excess", "norm"],
-        typer.Option("--mode", help="What is summed: the excess over the threshold, or the whole norm."),
+        Literal["excess", "norm"], option("--mode", "What is summed: the excess over the threshold, or the whole norm.")
     ] = "excess",
     config: Annotated[
-        list[str] | None,
-        typer.Option("--config", metavar="NAME=N", help="Supply what config.json lacks: num_attention_heads=12."),
+        list[str] | None, option("--config NAME=N", "Supply what config.json lacks: num_attention_heads=12.")
     ] = None,
     output: FigureOption = None,
     picture: Annotated[
-        Literal["plane", "layers", "heads"], typer.Option("--picture", help="What to draw in an .svg or .png.")
+        Literal["plane", "layers", "heads"], option("--picture", "What to draw in an .svg or .png.")
     ] = "plane",
     json_output: JsonFlag = False,
 ) -> None:
@@ -112,24 +117,18 @@ def geometry_score(
 
 @app.command("why")
 def geometry_why(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2-135m, minilm, a folder, a file or a hub id.")],
-    layer: Annotated[int, typer.Option("--layer", metavar="N", min=0, help="The layer of the head.")],
+    model: Annotated[str, argument("MODEL", "smollm2-135m, minilm, a folder, a file or a hub id.")],
+    layer: Annotated[int, option("--layer N>=0", "The layer of the head.")],
     text: Text = None,
-    head: Annotated[
-        int | None, typer.Option("--head", metavar="N", min=0, help="The head (default: one is chosen and named).")
-    ] = None,
-    query: Annotated[
-        int, typer.Option("--query", metavar="N", help="Position of the token that looks (-1: the last).")
-    ] = -1,
-    key: Annotated[
-        int | None, typer.Option("--key", metavar="N", help="Position looked at (default: that of the largest weight).")
-    ] = None,
+    head: Annotated[int | None, option("--head N>=0", "The head (default: one is chosen and named).")] = None,
+    query: Annotated[int, option("--query N", "Position of the token that looks (-1: the last).")] = -1,
+    key: Annotated[int | None, option("--key N", "Position looked at (default: that of the largest weight).")] = None,
     ids: Ids = None,
     attention: Annotated[
-        Literal["self", "cross"], typer.Option("--attention", help="Which attention, of an encoder-decoder.")
+        Literal["self", "cross"], option("--attention", "Which attention, of an encoder-decoder.")
     ] = "self",
-    raw: Annotated[bool, typer.Option("--raw", help="Show terms as they are, not centred over the row.")] = False,
-    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Terms and keys to list.")] = 10,
+    raw: Annotated[bool, option("--raw", "Show terms as they are, not centred over the row.")] = False,
+    count: Annotated[int, option("--count N>=1", "Terms and keys to list.")] = 10,
     output: FigureOption = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -185,7 +184,6 @@ def _chosen(found: ScoreAttribution, row: HeadRow) -> str:
 
 
 def _explained(found: ScoreAttribution, row: HeadRow, count: int) -> str:
-    """Describes why the query looked at the key: the leading terms, and the keys with the largest weights."""
     from attnflow.report.attribution import key_name, query_name, remark
     from attnflow.report.html import numbers
 
@@ -226,7 +224,6 @@ def _terms(found: ScoreAttribution, row: HeadRow, count: int) -> list[str]:
 
 
 def _overview(models: Sequence[GeometryScores]) -> str:
-    """Describes several models: medians, quartiles, what was left out, and the published numbers."""
     from attnflow.geometry.table import IGNORED
     from attnflow.report.geometry import rows_of
 

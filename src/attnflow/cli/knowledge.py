@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from attnflow._core.markup import plural
-from attnflow.cli._arguments import FIGURES, FigureOption, Ids, Text, integers, load, require, text_or_ids
+from attnflow.cli._arguments import (
+    FIGURES,
+    FigureOption,
+    Ids,
+    Text,
+    argument,
+    integers,
+    load,
+    option,
+    require,
+    text_or_ids,
+)
 from attnflow.cli._output import BadUsage, JsonFlag, console, output_path, print_result, say, show, working, write
 
 if TYPE_CHECKING:
@@ -22,10 +33,11 @@ app = typer.Typer(help="Knowledge in feed-forward layers: build, stats, edit, tr
 
 @app.command("build")
 def build(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="A new folder or s3://BUCKET/PATH.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A short name, a folder, a GGUF file or a hub id.")],
+    store: Annotated[str, argument("STORE", "A new folder or s3://BUCKET/PATH.")],
+    model: Annotated[str, argument("MODEL", "A short name, a folder, a GGUF file or a hub id.")],
     json_output: JsonFlag = False,
 ) -> None:
+    """Make a store of the entries of a model's feed-forward layers."""
     require(model)
     from attnflow.knowledge.convert import from_ffn, save_entries
     from attnflow.knowledge.store import Store
@@ -46,9 +58,9 @@ def build(
 
 @app.command("stats")
 def stats(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="The folder or s3:// address of a store.")],
-    duplicates: Annotated[bool, typer.Option("--duplicates", help="Also find near-duplicate entries.")] = False,
-    threshold: Annotated[float, typer.Option("--threshold", metavar="X", help="Least cosine of duplicates.")] = 0.95,
+    store: Annotated[str, argument("STORE", "The folder or s3:// address of a store.")],
+    duplicates: Annotated[bool, option("--duplicates", "Also find near-duplicate entries.")] = False,
+    threshold: Annotated[float, option("--threshold X", "Least cosine of duplicates.")] = 0.95,
     json_output: JsonFlag = False,
 ) -> None:
     """Count the entries of a store.
@@ -89,22 +101,14 @@ _WITHOUT: Final = "give token ids, as in --ids 5,6,7"
 
 @app.command("edit")
 def knowledge_edit(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A causal language model; its files are not changed.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the edited model.")],
-    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="The prompt to answer.")] = None,
-    answer: Annotated[str | None, typer.Option("--answer", metavar="TEXT", help="The new answer.")] = None,
-    subject: Annotated[
-        str, typer.Option("--subject", metavar="TEXT", help="The part of the prompt that it is about.")
-    ] = "",
-    file: Annotated[
-        Path | None, typer.Option("--file", metavar="FILE", help="A .jsonl file of facts: prompt, answer, subject.")
-    ] = None,
-    keep: Annotated[
-        Path | None, typer.Option("--keep", metavar="FILE", help="Texts, one per line, that must not change.")
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option("--layers", metavar="LIST", help="Layers to change, such as 7,9,11.")
-    ] = None,
+    model: Annotated[str, argument("MODEL", "A causal language model; its files are not changed.")],
+    output: Annotated[Path, option("--output -o DIR", "Folder for the edited model.")],
+    prompt: Annotated[str | None, option("--prompt TEXT", "The prompt to answer.")] = None,
+    answer: Annotated[str | None, option("--answer TEXT", "The new answer.")] = None,
+    subject: Annotated[str, option("--subject TEXT", "The part of the prompt that it is about.")] = "",
+    file: Annotated[Path | None, option("--file FILE", "A .jsonl file of facts: prompt, answer, subject.")] = None,
+    keep: Annotated[Path | None, option("--keep FILE", "Texts, one per line, that must not change.")] = None,
+    layers: Annotated[str | None, option("--layers LIST", "Layers to change, such as 7,9,11.")] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Edit what a model says.
@@ -141,26 +145,15 @@ def knowledge_edit(
 
 @app.command("trace")
 def knowledge_trace(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Any model; its feed-forward layers are read as entries.")
-    ],
+    model: Annotated[str, argument("MODEL", "Any model; its feed-forward layers are read as entries.")],
     text: Text = None,
     ids: Ids = None,
-    layer: Annotated[int | None, typer.Option("--layer", metavar="N", min=0, help="One layer (default: all).")] = None,
-    position: Annotated[
-        int, typer.Option("--position", metavar="N", help="Position of the token to explain (-1: the last).")
-    ] = -1,
-    target: Annotated[
-        str | None, typer.Option("--target", metavar="TOKEN", help="Token to explain (default: the predicted one).")
-    ] = None,
-    top: Annotated[
-        int | None,
-        typer.Option("--top", metavar="N", min=1, help="Entries kept per token and layer (default: at least 16)."),
-    ] = None,
-    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Entries to list.")] = 12,
-    ablate: Annotated[
-        int, typer.Option("--ablate", metavar="N", min=0, help="Leading entries to take out of the model, one by one.")
-    ] = 0,
+    layer: Annotated[int | None, option("--layer N>=0", "One layer (default: all).")] = None,
+    position: Annotated[int, option("--position N", "Position of the token to explain (-1: the last).")] = -1,
+    target: Annotated[str | None, option("--target TOKEN", "Token to explain (default: the predicted one).")] = None,
+    top: Annotated[int | None, option("--top N>=1", "Entries kept per token and layer (default: at least 16).")] = None,
+    count: Annotated[int, option("--count N>=1", "Entries to list.")] = 12,
+    ablate: Annotated[int, option("--ablate N>=0", "Leading entries to take out of the model, one by one.")] = 0,
     output: FigureOption = None,
     json_output: JsonFlag = False,
 ) -> None:

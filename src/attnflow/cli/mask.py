@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from attnflow._core.markup import aligned, percent, plural
-from attnflow.cli._arguments import MaskLength, OutputOption, Settings, example, mask_argument, settings_from
+from attnflow.cli._arguments import (
+    MaskLength,
+    OutputOption,
+    Settings,
+    argument,
+    example,
+    mask_argument,
+    option,
+    settings_from,
+)
 from attnflow.cli._output import JsonFlag, console, output_path, print_json, say, show, style, working, write
 
 if TYPE_CHECKING:
@@ -20,9 +29,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Masks and tasks: list, show, check, merge, export, debug.", rich_markup_mode=None)
 
 _SUFFIXES: Final = (".svg", ".html")
-_Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="A mask of the catalogue, or a JSON file with a mask or a task.")
-]
 
 
 @app.command("list")
@@ -56,12 +62,11 @@ def mask_list(json_output: JsonFlag = False) -> None:
 
 @app.command("show")
 def mask_show(
-    name: _Name,
+    name: Annotated[str, argument("NAME", "A mask of the catalogue, or a JSON file with a mask or a task.")],
     n: MaskLength = None,
     settings: Settings = None,
     block_size: Annotated[
-        int | None,
-        typer.Option("--block-size", metavar="N", min=1, help="Block size to count (default: 128 and smaller)."),
+        int | None, option("--block-size N>=1", "Block size to count (default: 128 and smaller).")
     ] = None,
     output: OutputOption = None,
     json_output: JsonFlag = False,
@@ -86,12 +91,8 @@ def mask_show(
 
 @app.command("check")
 def mask_check(
-    spec: Annotated[
-        str, typer.Argument(metavar="SPEC.json", help='A JSON file with inputs, labels and mask; "-" reads stdin.')
-    ],
-    layers: Annotated[
-        int | None, typer.Option("--layers", metavar="N", min=0, help="Layers of the model (default: any number).")
-    ] = None,
+    spec: Annotated[str, argument("SPEC.json", 'A JSON file with inputs, labels and mask; "-" reads stdin.')],
+    layers: Annotated[int | None, option("--layers N>=0", "Layers of the model (default: any number).")] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Prove that no label of a task leaks, or show the path of the leak.
@@ -110,10 +111,8 @@ def mask_check(
 
 @app.command("merge")
 def mask_merge(
-    name: Annotated[str, typer.Argument(metavar="FAMILY", help="causal_lm, block_two_stream, butterfly, ...")],
-    tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", min=1, max=10_000, help="Number of tokens of the sample.")
-    ],
+    name: Annotated[str, argument("FAMILY", "causal_lm, block_two_stream, butterfly, ...")],
+    tokens: Annotated[int, option("--tokens N>=1<=10000", "Number of tokens of the sample.")],
     settings: Settings = None,
     output: OutputOption = None,
     json_output: JsonFlag = False,
@@ -147,8 +146,8 @@ def mask_merge(
 
 @app.command("export")
 def mask_export(
-    name: _Name,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="flashmask, varlen or magi.")],
+    name: Annotated[str, argument("NAME", "A mask of the catalogue, or a JSON file with a mask or a task.")],
+    to: Annotated[str, option("--to FORMAT", "flashmask, varlen or magi.")],
     n: MaskLength = None,
     settings: Settings = None,
     json_output: JsonFlag = False,
@@ -180,13 +179,9 @@ def mask_export(
 
 @app.command("debug")
 def mask_debug(
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help='A mask as .json, .npy, .pt or .safetensors; "-" reads JSON from stdin.'),
-    ],
+    file: Annotated[str, argument("FILE", 'A mask as .json, .npy, .pt or .safetensors; "-" reads JSON from stdin.')],
     masked_true: Annotated[
-        bool,
-        typer.Option("--masked-true", help="True or 1 forbids a pair, as in Transformer Engine (not additive masks)."),
+        bool, option("--masked-true", "True or 1 forbids a pair, as in Transformer Engine (not additive masks).")
     ] = False,
     json_output: JsonFlag = False,
 ) -> None:

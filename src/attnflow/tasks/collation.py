@@ -32,24 +32,22 @@ from attnflow.tasks.task import Task
 _log: Final = logging.getLogger("attnflow.tasks")
 _ROWS: Final = 2  # of the labels: target ids and weights
 _DROPPED: Final = "; a Trainer drops entries that the model's forward does not name: set remove_unused_columns=False"
-_SYMBOL: Final = 1 << 40
-"""Ids from here on stand for "data token number id - _SYMBOL" in the merged task of a length."""
+_UNKNOWN: Final = 1 << 40  # in the merged task of a length, id _UNKNOWN + i stands for data token i
 
 Tasks = Task | Sequence[Task]
 MaskForm = Literal["dense", "intervals"]
 
 
-class _Symbol(int):
-    """A token id that a `Token` may hold but no code may inspect: its value is not yet known."""
+def _refuse(*_: object) -> NoReturn:
+    raise ValueError(
+        "family_fn reads the values of tokens, so its tasks do not depend on the length alone: "
+        "use Collator(..., by_length=False)"
+    )
 
-    def _refuse(self, *_: object) -> NoReturn:
-        raise ValueError(
-            "family_fn reads the values of tokens, so its tasks do not depend on the length alone: "
-            "use Collator(..., by_length=False)"
-        )
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = _refuse  # pyright: ignore[reportAssignmentType]
-    __add__ = __sub__ = __mul__ = __mod__ = __floordiv__ = __and__ = __rshift__ = _refuse  # pyright: ignore[reportAssignmentType]
+_OPERATIONS: Final = "eq ne lt le gt ge hash bool add sub mul mod floordiv and rshift"
+# A token id that a `Token` may hold but that no function may compare or compute with: its value is not yet known.
+_UnknownId: Final = type("_UnknownId", (int,), {f"__{name}__": _refuse for name in _OPERATIONS.split()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +69,7 @@ class _Template:
 
     def filled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         ids, targets = (
-            torch.where(table >= _SYMBOL, tokens[(table - _SYMBOL).clamp(min=0)], table)
+            torch.where(table >= _UNKNOWN, tokens[(table - _UNKNOWN).clamp(min=0)], table)
             for table in (self.ids, self.labels[:, 0])
         )
         labels = torch.cat([targets[:, None], self.labels[:, 1:]], dim=1)
@@ -185,7 +183,7 @@ class Collator:
         if not self.by_length:
             return _Template.of(_one_task(self.family_fn(tokens)))
         if len(tokens) not in self._templates:
-            family = self.family_fn([_Symbol(_SYMBOL + index) for index in range(len(tokens))])
+            family = self.family_fn([_UnknownId(_UNKNOWN + index) for index in range(len(tokens))])
             template = _Template.of(_one_task(family))
             if self._test_first and not template.says(_Template.of(_one_task(self.family_fn(tokens))), tokens):
                 raise ValueError("family_fn's tasks depend on the tokens, not on their number: use by_length=False")

@@ -18,7 +18,7 @@ from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.masks.stretches import pieces_of
-from attnflow.tasks.layout import Layout
+from attnflow.tasks.layout import TasksLayout
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import as_they_appear
 
@@ -83,7 +83,7 @@ def repeats_below(task: Task, inputs: IntArray) -> bool:
     return False
 
 
-def classify(layout: Layout) -> tuple[list[IntArray], IntArray, IntArray, IntervalRows]:
+def classify(layout: TasksLayout) -> tuple[list[IntArray], IntArray, IntArray, IntervalRows]:
     """The classes of equivalent positions, checked exactly, numbered so that merged rows have few intervals.
 
     No down-set may repeat an input number. Returns, for each task, the class of each position; of each class the node
@@ -117,7 +117,7 @@ def image(task: Task, names: IntArray, size: int) -> IntervalRows:
 
 
 def is_embedding(
-    layout: Layout, classes: Sequence[IntArray], images: Sequence[IntervalRows], merged: IntervalRows
+    layout: TasksLayout, classes: Sequence[IntArray], images: Sequence[IntervalRows], merged: IntervalRows
 ) -> bool:
     """Whether each position's down-set maps one to one onto that of its class, keeping inputs and order (def. 3.5)."""
     token = np.full(merged.num_rows, -1)

@@ -21,8 +21,8 @@ from attnflow._core.checks import permutation as permuted
 from attnflow.masks.catalogue import block_causal, causal, full
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.tasks.task import Labels, Task
-from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
+from attnflow.tasks.task import LabelTable, Task
+from attnflow.tasks.tokens import Ragged, TokenSequence, TokenTable
 
 Family = tuple[Task, ...]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
@@ -140,7 +140,7 @@ def butterfly(
     table = TokenTable.stack([data.table.take(place), TokenTable(Ragged.of(ids), place, neighbours)])
     labels = data.labels(place, place, place)
     return tuple(
-        Task(Inputs(table, np.where(place == k, n + k, place)), labels.part(k, k + 1), _towards(n, k, k + 1))
+        Task(TokenSequence(table, np.where(place == k, n + k, place)), labels.part(k, k + 1), _towards(n, k, k + 1))
         for k in range(n)
     )
 
@@ -282,11 +282,11 @@ class _Data:
             blanks = TokenTable(Ragged.single(blank), place, Ragged.empty(self.size))
             self.table = TokenTable.stack([self.table, blanks])
 
-    def inputs(self, index: IntArray) -> Inputs:
-        return Inputs(self.table, index)
+    def inputs(self, index: IntArray) -> TokenSequence:
+        return TokenSequence(self.table, index)
 
-    def labels(self, position: IntArray, data_index: IntArray, task: object, weight: object = 1.0) -> Labels:
-        return Labels.columns(position, self.ids[data_index], data_index, data_index, task=task, weight=weight)
+    def labels(self, position: IntArray, data_index: IntArray, task: object, weight: object = 1.0) -> LabelTable:
+        return LabelTable.columns(position, self.ids[data_index], data_index, data_index, task=task, weight=weight)
 
 
 def beginning(rows: IntervalRows, name: str, **parameters: int) -> Mask:

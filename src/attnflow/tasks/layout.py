@@ -24,7 +24,7 @@ from attnflow.tasks.tokens import TokenTable, as_they_appear
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class TasksLayout:
     """What the order depends on besides the classes: dense tasks, numbered inputs, and which positions are labelled."""
 
     tasks: Sequence[Task]

@@ -19,10 +19,10 @@ from attnflow._core.markup import plural
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
 from attnflow.tasks import equivalence
-from attnflow.tasks.layout import Layout
+from attnflow.tasks.layout import TasksLayout
 from attnflow.tasks.posets import Poset, Work, amalgamate, isomorphism, typed
-from attnflow.tasks.task import Labels, Task
-from attnflow.tasks.tokens import Inputs, numbered
+from attnflow.tasks.task import LabelTable, Task
+from attnflow.tasks.tokens import TokenSequence, numbered
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -167,22 +167,22 @@ def merge(family: Sequence[Task]) -> MergedTask:
         labelled[of][task.targets.table["position"]] = True
     tokens, inputs = numbered([task.sequence for task in longest])
     repeats = any(equivalence.repeats_below(task, own) for task, own in zip(longest, inputs, strict=True))
-    layout = Layout(longest, inputs, labelled, tokens)
+    layout = TasksLayout(longest, inputs, labelled, tokens)
     place, node, token, mask, lower_bound, is_minimal = _by_search(layout) if repeats else _by_hash(layout)
     positions = [place[of][: task.size] for task, of in zip(tasks, within, strict=True)]
     [node] = equivalence.renumber([node])
-    merged = Task(Inputs(tokens, token), _labels(tasks, positions), mask)
+    merged = Task(TokenSequence(tokens, token), _labels(tasks, positions), mask)
     return MergedTask(merged, tuple(positions), node, lower_bound, is_minimal)
 
 
-def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> Labels:
+def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> LabelTable:
     table = np.concatenate([task.targets.table for task in tasks])
     counts = [len(task.targets) for task in tasks]
     table["task"] = np.repeat(np.arange(len(tasks)), counts)
     table["position"] = np.concatenate(
         [part[task.targets.table["position"]] for task, part in zip(tasks, positions, strict=True)]
     )
-    return Labels(table[np.argsort(table["position"], kind="stable")])
+    return LabelTable(table[np.argsort(table["position"], kind="stable")])
 
 
 def embedding(task: Task, family: Sequence[Task]) -> Embedding:
@@ -235,7 +235,7 @@ def _require_dense(number: int, task: Task) -> None:
         )
 
 
-def _by_hash(layout: Layout) -> _Quotient:
+def _by_hash(layout: TasksLayout) -> _Quotient:
     position, node, place, rows = equivalence.classify(layout)
     rank = np.argsort(place)
     n = len(rank)
@@ -246,7 +246,7 @@ def _by_hash(layout: Layout) -> _Quotient:
     return position, node[rank], numbers, mask, len(np.unique(node)), True
 
 
-def _by_search(layout: Layout) -> _Quotient:
+def _by_search(layout: TasksLayout) -> _Quotient:
     posets, examples = typed(layout.tasks, layout.inputs)
     types, strictly_below, lower_bound, is_minimal = amalgamate(examples)
     numbers = [poset.inputs[node] for poset, node in (examples[kind] for kind in types)]

@@ -135,7 +135,7 @@ def common(a: IntArray, b: IntArray) -> int:
 
 
 @dataclass(frozen=True)
-class Cost:
+class PassCost:
     """The work of a pass in any unit: of a token, a query-key pair, and a token whose logits are made."""
 
     token: float
@@ -187,7 +187,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class SharedPlan:
     """The prefix trees [trees, width] that run in place of a batch; slots after a tree's nodes are padding.
 
     `columns` is the place of each node in its sequence. `place` is the slot of each token in the flattened trees, -1 at
@@ -213,7 +213,7 @@ class Plan:
         """The number of tokens that are run, with copies but without padding."""
         return sum(tree.size for tree in self.trees)
 
-    def cost(self, cost: Cost) -> float:
+    def cost(self, cost: PassCost) -> float:
         """The work of the plan, with logits for every slot if it has labels, else for every token of the batch."""
         slots = self.ids.size if self.labels is not None else self.place.size
         return cost.rows(*self.shape) + cost.head * slots
@@ -235,7 +235,7 @@ class Plan:
         return Mask(IntervalRows.stack([tree.ancestors(columns, window), padding], width), "prefix_tree")
 
 
-def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
+def plan(batch: Batch, cost: PassCost, one_row: bool = False) -> SharedPlan | None:
     """The prefix trees of a batch, with its labels if it has some; None if no sequence has a token.
 
     Dense attention also computes forbidden pairs, so a sequence joins a tree only where that is less work; with
@@ -278,13 +278,13 @@ def plan(batch: Batch, cost: Cost, one_row: bool = False) -> Plan | None:
         ids[row, : len(source)], positions[row, : len(source)] = flat_ids[source], flat_positions[source]
     columns = tuple(column[source] for source in sources)
     if predicts is None:
-        return Plan(ids, positions, tuple(trees), columns, place, len(keys))
+        return SharedPlan(ids, positions, tuple(trees), columns, place, len(keys))
     labels, label_place = np.full(ids.shape, NO_ID), np.full((len(batch.ids), batch.ids.shape[1] - 1), -1)
     at = np.flatnonzero(prediction >= 0)
     labels[token_row[at], prediction[at] + 1] = predicts[at]
     row, source_column = np.nonzero(batch.real)
     label_place[row[at], source_column[at]] = prediction[at] + token_row[at] * (width - 1)
-    return Plan(ids, positions, tuple(trees), columns, place, len(keys), labels, label_place)
+    return SharedPlan(ids, positions, tuple(trees), columns, place, len(keys), labels, label_place)
 
 
 def _with_labels(tree: Trie, items: IntArray, predicts: IntArray, prediction: IntArray) -> Trie:
@@ -302,7 +302,7 @@ def _with_labels(tree: Trie, items: IntArray, predicts: IntArray, prediction: In
     return tree.with_copies(copied)
 
 
-def _groups(tree: Trie, rows: IntArray, cost: Cost) -> list[IntArray]:
+def _groups(tree: Trie, rows: IntArray, cost: PassCost) -> list[IntArray]:
     """The sequences of each tree, in leaf order; one joins if that is less work than its own tree."""
     offsets, node_of = tree.offsets, tree.node_of
     order = rows[np.argsort(node_of[offsets[rows + 1] - 1], kind="stable")].tolist()

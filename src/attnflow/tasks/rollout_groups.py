@@ -15,8 +15,8 @@ from attnflow._core.checks import number as finite
 from attnflow.masks.catalogue import causal
 from attnflow.tasks.families import Family, TokenIds, beginning
 from attnflow.tasks.prefixes import Trie
-from attnflow.tasks.task import Labels, Task
-from attnflow.tasks.tokens import Inputs, TokenTable
+from attnflow.tasks.task import LabelTable, Task
+from attnflow.tasks.tokens import TokenSequence, TokenTable
 
 _Array = npt.NDArray[Any] | Tensor
 Several = Sequence[TokenIds] | _Array
@@ -72,8 +72,8 @@ def rollouts(
         size = len(path) - 1 if len(answer) else 0
         target = path[len(start) :]
         place = np.arange(len(start) - 1, len(start) - 1 + len(answer))
-        labels = Labels.columns(place, ids[target], trie.depth[target], target, number, weight)
-        tasks.append(Task(Inputs(table, path[:size]), labels, masks[size]))
+        labels = LabelTable.columns(place, ids[target], trie.depth[target], target, number, weight)
+        tasks.append(Task(TokenSequence(table, path[:size]), labels, masks[size]))
     return tuple(tasks)
 
 

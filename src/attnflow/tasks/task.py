@@ -1,6 +1,6 @@
 """`Task`: inputs (each a `Token`), labels (each a `Label`: what a position must predict) and a mask.
 
-`Labels` are many labels as one array, as a task stores them.
+`LabelTable` are many labels as one array, as a task stores them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask, not_a_mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
-from attnflow.tasks.tokens import Inputs, Token
+from attnflow.tasks.tokens import Token, TokenSequence
 
 _Built = TypeVar("_Built")
 _VERSION: Final = 1
@@ -95,14 +95,14 @@ _ROW: Final = np.dtype(
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Labels:
+class LabelTable:
     """Labels as one structured array; its fields are those of `_ROW`."""
 
     table: npt.NDArray[Any]
 
     @classmethod
-    def of(cls, labels: Iterable[Label]) -> Labels:
-        if isinstance(labels, Labels):
+    def of(cls, labels: Iterable[Label]) -> LabelTable:
+        if isinstance(labels, LabelTable):
             return labels
         listed = list(labels)
         for label in listed:
@@ -130,7 +130,7 @@ class Labels:
         data_index: object,
         task: object = 0,
         weight: object = 1.0,
-    ) -> Labels:
+    ) -> LabelTable:
         table = np.empty(len(target_id), dtype=_ROW)
         columns = (position, target_id, target_position, data_index, task, weight)
         for name, column in zip(_ROW.names or (), columns, strict=True):
@@ -144,9 +144,9 @@ class Labels:
         for position, id, place, index, task, weight in self.table.tolist():
             yield Label(position, Token(id, place, () if index < 0 else (index,)), task, weight)
 
-    def part(self, first: int, last: int) -> Labels:
+    def part(self, first: int, last: int) -> LabelTable:
         """A view of labels `first` to `last - 1`."""
-        return Labels(self.table[first:last])
+        return LabelTable(self.table[first:last])
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -171,8 +171,8 @@ class Task:
     (2, True)
     """
 
-    sequence: Inputs
-    targets: Labels
+    sequence: TokenSequence
+    targets: LabelTable
     masks: tuple[Mask, ...]
     num_layers: int | None
 
@@ -194,7 +194,7 @@ class Task:
         for each in masks:
             if not isinstance(each, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise not_a_mask(each)
-        sequence, targets = Inputs.of(inputs), Labels.of(labels)
+        sequence, targets = TokenSequence.of(inputs), LabelTable.of(labels)
         size = len(sequence)
         for each in masks:
             if each.num_queries != each.num_keys:

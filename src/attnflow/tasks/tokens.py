@@ -1,4 +1,4 @@
-"""`Token`: what one input vector is made of; `Inputs` and `TokenTable` hold the many tokens of tasks as arrays."""
+"""`Token`: what one input vector is made of; `TokenSequence` and `TokenTable` hold many tokens of tasks as arrays."""
 
 from __future__ import annotations
 
@@ -196,15 +196,15 @@ class TokenTable:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Inputs:
+class TokenSequence:
     """A sequence of tokens as arrays: input i is token `index[i]` of a table that a family's tasks share."""
 
     table: TokenTable
     index: IntArray
 
     @classmethod
-    def of(cls, tokens: Iterable[Token]) -> Inputs:
-        if isinstance(tokens, Inputs):
+    def of(cls, tokens: Iterable[Token]) -> TokenSequence:
+        if isinstance(tokens, TokenSequence):
             return tokens
         listed = list(tokens)
         for token in listed:
@@ -222,7 +222,7 @@ class Inputs:
         tokens = [Token(*row) for row in rows]
         return (tokens[i] for i in place.tolist())
 
-    def equals(self, other: Inputs) -> bool:
+    def equals(self, other: TokenSequence) -> bool:
         if len(self) != len(other):
             return False
         if self.table is other.table and np.array_equal(self.index, other.index):
@@ -241,7 +241,7 @@ class Inputs:
         return rows.values[order], owner[order]
 
 
-def numbered(sequences: Sequence[Inputs]) -> tuple[TokenTable, list[IntArray]]:
+def numbered(sequences: Sequence[TokenSequence]) -> tuple[TokenTable, list[IntArray]]:
     tables = {id(inputs.table): inputs.table for inputs in sequences}
     whole = TokenTable.stack(list(tables.values())) if tables else TokenTable.of([])
     first, number = as_they_appear(whole.numbers())

@@ -20,7 +20,7 @@ from attnflow.models.subject import Loaded, Subject
 from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.merging import MergedTask
 from attnflow.tasks.task import Task
-from attnflow.tasks.tokens import Inputs
+from attnflow.tasks.tokens import TokenSequence
 
 _FLOOR: Final = 1e-3  # of the largest gradient of the model: below it, a parameter's own gradient is rounding
 _Sums = dict[tuple[int, int], float]  # what the labels of each (subtask, merged position) add to the loss
@@ -159,7 +159,7 @@ def verify(
 def _require_same_family(tasks: list[Task], merged: MergedTask) -> None:
     sequence = merged.task.sequence
     same = len(tasks) == len(merged.positions) and all(
-        len(place) == task.size and Inputs(sequence.table, sequence.index[place]).equals(task.sequence)
+        len(place) == task.size and TokenSequence(sequence.table, sequence.index[place]).equals(task.sequence)
         for task, place in zip(tasks, merged.positions, strict=True)
     )
     if not same:

@@ -325,10 +325,10 @@ def test_an_error_in_the_model_leaves_no_plan_behind():
 
 
 def test_gradients_of_rows_add_up_in_float32():
-    from attnflow.tasks.prefixes import Batch, Cost, plan
+    from attnflow.tasks.prefixes import Batch, PassCost, plan
 
     ids = torch.ones(257, 3, dtype=torch.int64).numpy()
-    chosen = plan(Batch(ids, ids > 0, ids * [0, 1, 2]), Cost(1.0, 0.0, 0.0))
+    chosen = plan(Batch(ids, ids > 0, ids * [0, 1, 2]), PassCost(1.0, 0.0, 0.0))
     assert chosen is not None
     states = torch.zeros(1, 3, 2, dtype=torch.bfloat16, requires_grad=True)
     to_rows(states, chosen).backward(torch.ones(257, 3, 2, dtype=torch.bfloat16) * 1.5)

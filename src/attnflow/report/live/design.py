@@ -19,8 +19,8 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.spec import mask_from_dict
 from attnflow.order.flow import Flow, analyze
 from attnflow.tasks.leaks import LeakReport, survey
-from attnflow.tasks.task import Labels, Task
-from attnflow.tasks.tokens import Inputs, Ragged, TokenTable
+from attnflow.tasks.task import LabelTable, Task
+from attnflow.tasks.tokens import Ragged, TokenSequence, TokenTable
 
 MAX_POSITIONS: Final = 131_072
 MAX_LAYERS: Final = 64
@@ -133,10 +133,10 @@ class Design:
         made = Ragged.single(own)
         if self.sources:
             made = Ragged.of([self.sources.get(i, (i,)) for i in range(self.size)])
-        inputs = Inputs(TokenTable(Ragged.single(own), own, made), own)
+        inputs = TokenSequence(TokenTable(Ragged.single(own), own, made), own)
         position, token = np.array(self.labels, dtype=np.int64).reshape(-1, 2).T
         masks = [layer.mask for layer in self.layers]
-        task = Task(inputs, Labels.columns(position, token, token, token), masks if self.stacked else masks[0])
+        task = Task(inputs, LabelTable.columns(position, token, token, token), masks if self.stacked else masks[0])
         vars(task)["flow"] = self.flow  # what the masks let flow is analysed once
         return task
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnflow.audit.packing import BOUNDARIES
 from attnflow.models.arguments import CACHES
-from attnflow.tasks.prefixes import Batch, Plan
+from attnflow.tasks.prefixes import Batch, SharedPlan
 
 CACHE: Final = "a cache was in use or requested (pass use_cache=False)"
 _ROWS: Final = {"input_ids", "attention_mask", "position_ids", "labels"}
@@ -87,7 +87,7 @@ def text_config(model: nn.Module) -> object:
     return text() if callable(text) else config
 
 
-def in_rows(output: object, chosen: Plan) -> object:
+def in_rows(output: object, chosen: SharedPlan) -> object:
     if isinstance(output, Tensor):
         return to_rows(output, chosen)
     if isinstance(output, tuple | list):
@@ -99,7 +99,7 @@ def in_rows(output: object, chosen: Plan) -> object:
     return output
 
 
-def to_rows(tensor: Tensor, chosen: Plan) -> Tensor:
+def to_rows(tensor: Tensor, chosen: SharedPlan) -> Tensor:
     """The values in the trees' slots, at the tokens of the rows (0 at pads) or at their labels."""
     if tensor.ndim == 0:
         return tensor
@@ -122,6 +122,6 @@ def to_rows(tensor: Tensor, chosen: Plan) -> Tensor:
     return read.masked_fill(pads.reshape(*place.shape, *[1] * (tensor.ndim - 2)), 0) if bool(pads.any()) else read
 
 
-def router_rows(logits: Tensor, chosen: Plan) -> Tensor:
+def router_rows(logits: Tensor, chosen: SharedPlan) -> Tensor:
     """The router logits [batch * tokens, experts] of the rows; 0 at pads, which the loss leaves out."""
     return to_rows(logits.reshape(*chosen.shape, logits.shape[-1]), chosen).flatten(0, 1)

@@ -22,7 +22,7 @@ from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
 from attnflow.tasks.hf.sharing import check_sharing, head_of, prepared
 from attnflow.tasks.merging import MergedTask, merge
-from attnflow.tasks.prefixes import Batch, Cost, Plan, common, plan
+from attnflow.tasks.prefixes import Batch, PassCost, SharedPlan, common, plan
 from attnflow.tasks.task import Task
 
 Text = str | Sequence[int] | Tensor
@@ -166,7 +166,7 @@ class Scorer:
         before = sum(len(context) + len(rest) - 1 for context, rest in requests)
         return Scores(tuple(log_probs), tuple(greedy), before, after, passes)
 
-    def _pass(self, requests: Sequence[Request], softmax: Dtype) -> tuple[Plan, list[tuple[float, bool]]]:
+    def _pass(self, requests: Sequence[Request], softmax: Dtype) -> tuple[SharedPlan, list[tuple[float, bool]]]:
         """One forward pass: its plan, and (log-probability, greedy) of each request."""
         rows = [[*context, *rest][:-1] for context, rest in requests]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
@@ -175,7 +175,7 @@ class Scorer:
             ids[number, : len(row)], real[number, : len(row)] = row, True
         positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
         flex, cost = skips_pairs(self._backbone.module), self._calls.cost
-        cost = Cost(cost.token, 0.0, cost.head) if flex else cost
+        cost = PassCost(cost.token, 0.0, cost.head) if flex else cost
         chosen = plan(Batch(ids, real, positions), cost, one_row=flex)
         assert chosen is not None
         places = [chosen.place[n, len(row) - len(requests[n][1]) : len(row)] for n, row in enumerate(rows)]
@@ -192,7 +192,7 @@ class Scorer:
             for value, all_best in zip(values.split(sizes), best.split(sizes), strict=True)
         ]
 
-    def _logits(self, chosen: Plan, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
+    def _logits(self, chosen: SharedPlan, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
         """The logits [slots, vocabulary] of these slots alone."""
         device = Subject(self._backbone.module).device
         index = torch.from_numpy(slots).to(device)

@@ -34,7 +34,7 @@ from attnflow.tasks.hf.call_rows import (
     router_rows,
     text_config,
 )
-from attnflow.tasks.prefixes import Batch, Cost, Plan, plan
+from attnflow.tasks.prefixes import Batch, PassCost, SharedPlan, plan
 
 _NOTHING: Final = "its sequences share no prefix, or one so short that sharing is more work"
 _STATES: Final = ("last_hidden_state", "hidden_states")
@@ -94,8 +94,8 @@ class SharingReport(Result):
 
 @dataclass(eq=False)
 class _Running:
-    plan: Plan | None = None  # of the call of the backbone
-    outer: Plan | None = None  # of the call of the model around it
+    plan: SharedPlan | None = None  # of the call of the backbone
+    outer: SharedPlan | None = None  # of the call of the model around it
     refused: str = ""  # why the call of the model around it must not be shared
     call: tuple[dict[str, Any], list[Tensor]] | None = None  # of the backbone, and the random generators before it
     positions: Tensor | None = None  # of the slots of the trees that the backbone runs on
@@ -113,7 +113,7 @@ class Calls:
     """
 
     windows: Mapping[str, int | None]
-    cost: Cost
+    cost: PassCost
     attention: Sequence[nn.Module]
     long_positions: bool = False
     with_labels: bool = True
@@ -278,14 +278,14 @@ class Calls:
     def _by_column(self) -> bool:
         return any(window is not None for window in self.windows.values())
 
-    def _cost(self, model: nn.Module) -> Cost:
-        return Cost(self.cost.token, 0.0, self.cost.head) if skips_pairs(model) else self.cost
+    def _cost(self, model: nn.Module) -> PassCost:
+        return PassCost(self.cost.token, 0.0, self.cost.head) if skips_pairs(model) else self.cost
 
     def _cost_of_rows(self, model: nn.Module, batch: Batch) -> float:
         cost = self._cost(model)
         return cost.rows(*batch.ids.shape) + cost.head * batch.ids.size
 
-    def _planned(self, model: nn.Module, batch: Batch) -> Plan:
+    def _planned(self, model: nn.Module, batch: Batch) -> SharedPlan:
         """The trees of a batch; raises `NotShared` if there is nothing to share."""
         chosen = plan(batch, self._cost(model), one_row=skips_pairs(model))
         if chosen is None:
@@ -310,7 +310,7 @@ class Calls:
 
 
 def attention_masks(
-    model: nn.Module, windows: Mapping[str, int | None], chosen: Plan, device: torch.device
+    model: nn.Module, windows: Mapping[str, int | None], chosen: SharedPlan, device: torch.device
 ) -> dict[str, object]:
     implementation = _implementation(model)
     if implementation == FLEX:

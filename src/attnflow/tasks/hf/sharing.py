@@ -38,7 +38,7 @@ from attnflow.models.subject import Loaded, Subject
 from attnflow.models.trial import DoesNotRun, trial
 from attnflow.tasks.hf.shared_calls import Calls, SharingReport, rounding
 from attnflow.tasks.hf.trainers import shuffle_groups
-from attnflow.tasks.prefixes import Cost
+from attnflow.tasks.prefixes import PassCost
 
 _log: Final = logging.getLogger("attnflow.tasks")
 _LENGTH: Final = 7
@@ -294,13 +294,13 @@ class Backbone:
         extra = {name: False for name in asked if getattr(config.get_text_config(), name, False)}
         return {"use_cache": False, **extra, **({} if config.return_dict else {"return_dict": True})}
 
-    def cost(self, head: nn.Module | None) -> Cost:
+    def cost(self, head: nn.Module | None) -> PassCost:
         table = self.module.get_input_embeddings()
         fixed = {id(parameter) for parameter in table.parameters()}
         weights = sum(p.numel() for p in self.module.parameters() if id(p) not in fixed)
         width = int(cast(Any, self.module.config).get_text_config().hidden_size)
         logits = 0 if head is None else sum(p.numel() for p in head.parameters())
-        return Cost(float(weights), 2.0 * width * len(self.sites), float(logits))
+        return PassCost(float(weights), 2.0 * width * len(self.sites), float(logits))
 
     def windows(self) -> dict[str, int | None]:
         """How far back each kind of attention layer reads (`Calls.windows`); refuses all but causal windows."""
