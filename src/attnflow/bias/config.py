@@ -148,7 +148,7 @@ class BiasConfig:
             raise ValueError(f"layers must be one of {', '.join(map(repr, _STEP))} or indices, got {self.layers!r}")
 
     def module(self, shape: LayerShape) -> nn.Module:
-        """Make the module of one layer, a `ScoreTerm`, freshly initialised.
+        """Make the module of one layer, a `BiasTerm`, freshly initialised.
 
         Raises:
             ValueError: such a layer cannot have this kind.

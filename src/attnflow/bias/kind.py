@@ -21,7 +21,7 @@ _Config = TypeVar("_Config", bound=BiasConfig)
 
 
 @runtime_checkable
-class ScoreTerm(Protocol):
+class BiasTerm(Protocol):
     """The protocol of one bias of one attention layer; its features of keys, `columns`, are cached with the keys."""
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
@@ -48,7 +48,7 @@ class CustomConfig(BiasConfig):
     """The config of a user-defined bias.
 
     Attributes:
-        build: makes the module of one layer from its `LayerShape`. The module may have the methods of `ScoreTerm`.
+        build: makes the module of one layer from its `LayerShape`. The module may have the methods of `BiasTerm`.
             Otherwise it is called with (query, key), [batch, queries, width] and [batch, keys, width] as `reference`
             says, and returns B as [batch or 1, maps, queries, keys], which holds every pair.
         name: written into saved files; loading needs the config again, since it never imports code by name.
@@ -68,7 +68,7 @@ class CustomConfig(BiasConfig):
         module = cast(object, self.build(shape))
         if not isinstance(module, nn.Module):
             raise TypeError(f"{self.name}: build must return an nn.Module, got {type(module).__name__}")
-        return module if isinstance(module, ScoreTerm) else Pairwise(module, self.reference)
+        return module if isinstance(module, BiasTerm) else Pairwise(module, self.reference)
 
     def to_dict(self) -> dict[str, object]:
         """The fields to compare with the config that is passed on loading: all but the code."""
@@ -122,7 +122,7 @@ class LayerBias(nn.Module):
 
     def columns(self, keys: Vectors) -> Float[Tensor, "batch tokens width"]:
         """What all summands must know of each new key, side by side."""
-        parts = [cast(ScoreTerm, kind).columns(keys) for kind in self.kinds]
+        parts = [cast(BiasTerm, kind).columns(keys) for kind in self.kinds]
         batch = max(part.shape[0] for part in parts)
         self._widths = [part.shape[-1] for part in parts]
         return torch.cat([part.expand(batch, -1, -1) for part in parts], dim=-1)
@@ -132,7 +132,7 @@ class LayerBias(nn.Module):
     ) -> tuple[Term, ...]:
         parts = columns.split(self._widths, dim=-1)
         return tuple(
-            cast(ScoreTerm, kind).term(queries, part, slots) for kind, part in zip(self.kinds, parts, strict=True)
+            cast(BiasTerm, kind).term(queries, part, slots) for kind, part in zip(self.kinds, parts, strict=True)
         )
 
     def is_zero(self) -> bool:
@@ -142,7 +142,7 @@ class LayerBias(nn.Module):
         """
         if self._trained or torch.compiler.is_compiling():
             return False
-        self._trained = not all(cast(ScoreTerm, kind).is_zero() for kind in self.kinds)
+        self._trained = not all(cast(BiasTerm, kind).is_zero() for kind in self.kinds)
         return not self._trained
 
 
