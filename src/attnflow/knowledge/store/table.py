@@ -141,8 +141,9 @@ class EntryTable:
             search = self._table.search(queries).distance_type("dot").limit(k)
             found = (search.nprobes(lists) if lists else search).select(["id", "_distance"]).to_arrow()
         ids = found["id"].to_numpy()
-        # LanceDB numbers the queries only where there are several.
-        return found["query_index"].to_numpy() if len(queries) > 1 else np.zeros(len(ids), np.int64), ids
+        # LanceDB numbers the queries, in int32, only where there are several.
+        owners = found["query_index"].to_numpy() if len(queries) > 1 else np.zeros(len(ids))
+        return owners.astype(np.int64), ids
 
     def records(self, ids: IntArray) -> dict[int, dict[str, Any]]:
         """Return all columns but the vector, by id; unknown ids are left out."""
