@@ -265,8 +265,9 @@ class AloneComparison:
         name = gap.output
         sides = [self.batch.where(o[name], alone[name], part, "encoder" in name) for o in (self.base, outputs)]
         before, after = (None if isinstance(side, str) else side[0] for side in sides)
-        moved = before is not None and after is not None and self._distance(name, before, after)
-        return bool(moved) and moved.difference > self._least(gap)
+        if before is None or after is None:
+            return False
+        return self._distance(name, before, after).difference > self._least(gap)
 
     def _equal(self, outputs: Outputs, suspect: Suspect) -> bool:
         return self._apart(outputs, suspect, self.batch) <= self._least(suspect.gap)

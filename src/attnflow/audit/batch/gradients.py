@@ -45,7 +45,7 @@ class Targets:
         """Which positions are trained, bool [batch, positions]."""
         return self.token != NOTHING
 
-    def changed(self, change: Callable[[Tensor, float], Tensor]) -> Targets:
+    def changed(self, change: Callable[[Tensor, int | float], Tensor]) -> Targets:
         """All columns by `change`, which gets each with what fills it where nothing is trained."""
         columns = {name: change(getattr(self, name), empty) for name, empty in _UNTRAINED.items()}
         return replace(self, **cast(Any, columns))

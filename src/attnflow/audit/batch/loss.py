@@ -65,7 +65,7 @@ def in_columns(targets: Targets, reading: BatchReading) -> Targets | None:
     if (token.reshape(batch, -1)[:, : -width - 1] != NOTHING).any():  # but for the last, which predicts the first token
         return None
 
-    def columns(values: Tensor, empty: float) -> Tensor:  # what stands before has none
+    def columns(values: Tensor, empty: int | float) -> Tensor:  # what stands before has none
         return F.pad(values.reshape(batch, -1)[:, -width:], (start, n - start - width), value=empty)
 
     return with_shift(targets.changed(columns), reading)

@@ -248,7 +248,7 @@ def _scattered(part: Returned, wide: Sequence[Tensor]) -> tuple[Targets, Tensor 
         return targets, None
     states, rows = places
 
-    def spread(values: Tensor, empty: float) -> Tensor:
+    def spread(values: Tensor, empty: int | float) -> Tensor:
         whole = torch.full((states.shape[0] * states.shape[1],), empty, dtype=values.dtype)
         return whole.scatter(0, rows, values.flatten()).reshape(states.shape[:2])
 
