@@ -112,7 +112,6 @@ def weights():
 
 
 CODE = (types.FunctionType, types.MethodType, functools.partial)
-STILL_HOLD_THEIR_MODEL = {"EntryReport"}  # its `ablate` becomes a method of a handle
 
 
 def reached(value):
@@ -127,9 +126,7 @@ def reached(value):
 
 
 @every_kind
-def test_it_is_data_on_which_no_model_hangs(kind, weights, request):
-    if kind.__name__ in STILL_HOLD_THEIR_MODEL:
-        request.applymarker(pytest.mark.xfail(strict=True))
+def test_it_is_data_on_which_no_model_hangs(kind, weights):
     here = reached(sample(kind))
     assert {type(one).__name__ for one in here if isinstance(one, (torch.nn.Module, *CODE))} == set()
     memory = {one.untyped_storage().data_ptr() for one in weights if one is not None and one.numel()}

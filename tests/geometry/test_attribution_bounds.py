@@ -299,8 +299,7 @@ def test_inputs_in_other_forms(what):
 
 @pytest.mark.parametrize("keys", [3, -6, torch.tensor(3), (3,), range(3, 4), [3, 5]])
 def test_chosen_keys(keys):
-    attribute = getattr(af.geometry.attribute, "__wrapped__", af.geometry.attribute)  # a type checker wants sequences
-    result = attribute(_shared(), IDS, layer=2, head=1, keys=keys)
+    result = af.geometry.attribute(_shared(), IDS, layer=2, head=1, keys=keys)
     assert result.keys == ((3, 5) if keys == [3, 5] else (3,))
     torch.testing.assert_close(result.centred, plain().centred[1, list(result.keys)], atol=1e-12, rtol=0)
 

@@ -33,7 +33,7 @@ def attribute(
     layer: int,
     head: int | None = None,
     query: int = -1,
-    keys: int | Sequence[int] | None = None,
+    keys: int | Sequence[int] | Tensor | None = None,
     *,
     attention: AttentionKind = "self",
     tokenizer: Any = None,
@@ -145,7 +145,7 @@ class AttentionReading(Handle):
         layer: int,
         head: int | None = None,
         query: int = -1,
-        keys: int | Sequence[int] | None = None,
+        keys: int | Sequence[int] | Tensor | None = None,
         *,
         attention: AttentionKind = "self",
     ) -> ScoreAttribution:
