@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -16,7 +16,7 @@ from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.models.recording import ComponentName
 from attnflow.report import charts, html
-from attnflow.report.charts import INK, NEGATIVE, POSITIVE, SIGNED, SOFT, blank, chart, literal, name_axis
+from attnflow.report.charts import INK, SIGNED, SOFT, blank, chart, colours, draw_bars, literal, name_axis, signed
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, PagePart, Section
@@ -300,30 +300,8 @@ def _draw_terms(panel: Any, row: HeadRow, best: Leading) -> None:
     names.append("sum of all" if row.centred else "the score")
     values.append(best.total)
     axes = panel.subplots()
-    _draw_bars(axes, names, values, len(best.terms))
+    draw_bars(axes, names, values, len(best.terms))
     axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
-
-
-def _draw_bars(axes: Any, names: Sequence[str], values: Sequence[float], count: int) -> None:
-    """Bars with their numbers at the right: the first `count`, and after a gap their sums."""
-    places = np.arange(len(values)) + np.where(np.arange(len(values)) >= count, 0.4, 0.0)
-    axes.barh(places, values, color=[*colours(values[:-1]), INK], height=0.7)
-    axes.set_yticks(places, [literal(name) for name in names])
-    axes.tick_params(axis="y", length=0, labelsize=7.5)
-    beside = {"xycoords": ("axes fraction", "data"), "xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-    for place, value in zip(places, values, strict=True):
-        axes.annotate(signed(value), (1, place), fontsize=7.5, **beside)
-    axes.axvline(0, color=SOFT, linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set_xlabel("logits")
-
-
-def colours(values: Iterable[float]) -> list[str]:
-    return [POSITIVE if value >= 0 else NEGATIVE for value in values]
-
-
-def signed(value: float) -> str:
-    return f"{value:+z.3g}".replace("-", "−")
 
 
 def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
@@ -341,8 +319,8 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
         names.append("constant")
     table = np.stack(lines)
     bars, axes = panel.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 1.7], "hspace": 0.03})
-    colours = [INK if key == row.index else SOFT for key in chosen]
-    bars.bar(np.arange(len(chosen)), row.weights[chosen], color=colours, width=0.75)
+    shades = [INK if key == row.index else SOFT for key in chosen]
+    bars.bar(np.arange(len(chosen)), row.weights[chosen], color=shades, width=0.75)
     bars.set_ylabel("weight")
     bars.tick_params(axis="x", length=0, labelbottom=False)
     limit = _limit(table) or 1.0

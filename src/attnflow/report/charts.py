@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, cast
+
+import numpy as np
 
 from attnflow._core.errors import MissingExtra
 from attnflow._core.markup import columns as display_width
@@ -42,6 +44,28 @@ _NAMED: Final = 64  # rows or columns up to which each has its name
 _WIDEST: Final = 12.0
 _SVG: Final = "{http://www.w3.org/2000/svg}"
 _LINK: Final = "{http://www.w3.org/1999/xlink}href"
+
+
+def colours(values: Iterable[float]) -> list[str]:
+    return [POSITIVE if value >= 0 else NEGATIVE for value in values]
+
+
+def signed(value: float) -> str:
+    return f"{value:+z.3g}".replace("-", "−")
+
+
+def draw_bars(axes: Any, names: Sequence[str], values: Sequence[float], count: int) -> None:
+    """Bars with their numbers at the right: the first `count`, and after a gap their sums."""
+    places = np.arange(len(values)) + np.where(np.arange(len(values)) >= count, 0.4, 0.0)
+    axes.barh(places, values, color=[*colours(values[:-1]), INK], height=0.7)
+    axes.set_yticks(places, [literal(name) for name in names])
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    beside = {"xycoords": ("axes fraction", "data"), "xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(signed(value), (1, place), fontsize=7.5, **beside)
+    axes.axvline(0, color=SOFT, linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("logits")
 
 
 def chart(draw: Callable[P, Figure]) -> Callable[P, Figure]:
