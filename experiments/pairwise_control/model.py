@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from attnflow.bias import GuidanceConfig, KeyConfig, LowRankConfig, attention
 from attnflow.bias.config import BiasConfig, LayerShape, Vectors
-from attnflow.bias.kind import ScoreTerm
+from attnflow.bias.kind import BiasTerm
 from experiments.pairwise_control.task import Problems, Task
 
 Rung = Literal["nothing", "norm", "attention", "network", "block"]
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         terms = []
         if bias is not None:
             places = torch.arange(key.shape[1] + 1)[None]
-            kind = cast(ScoreTerm, bias)
+            kind = cast(BiasTerm, bias)
             columns = kind.columns(Vectors(key, None, None, places[:, :-1]))
             terms = [kind.term(Vectors(query, None, None, places[:, -1:]), columns, None)]
         value = self.value(values)

@@ -43,7 +43,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync(target.parent)
+    sync(target.parent)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def write_folder(path: str | os.PathLike[str]) -> Generator[Path]:
         yield part
         for inner in (*part.rglob("*"), part):
             if inner.is_file() or inner.is_dir():
-                _sync(inner)
+                sync(inner)
         done = False
         while not done:  # until no other process puts its own folder there in between
             old = target.with_name(f".{target.name}.{secrets.token_hex(6)}.old")
@@ -78,10 +78,10 @@ def write_folder(path: str | os.PathLike[str]) -> Generator[Path]:
             shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    _sync(target.parent)
+    sync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     if sys.platform == "win32" and path.is_dir():
         return  # has no such call
     opened = os.open(path, os.O_RDONLY)
