@@ -156,7 +156,7 @@ def test_tokens_and_names_stay_text(name, text):
 
 
 AS_TABLES = {
-    *("AloneReport", "BatchReport", "Cost", "Decoded", "Diagnosis", "Duplicates", "EditReport", "OrderDifference"),
+    *("AloneReport", "BatchReport", "Decoded", "Diagnosis", "Duplicates", "EditReport", "OrderDifference"),
     *("PairScores", "Scores", "SharingReport", "StoreStats", "Verification"),
 }
 

@@ -81,7 +81,7 @@ class Removal(Result):
         return f"{head} (KL {self.kl:.3g} nats)\n{aligned(lines, left=[0])}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EntryReport(Result):
     """One entry of a model, as `af.knowledge.entry` returns it.
 
@@ -131,6 +131,9 @@ class EntryReport(Result):
         for kind, near in (("near by value", self.near_by_value), ("near by key", self.near_by_key)):
             table += [(kind, f"layer {one.layer}", one.entry, one.cosine) for one in near]
         return [dict(zip(("kind", "name", "number", "value"), row, strict=True)) for row in table]
+
+    def __repr__(self) -> str:
+        return f"<EntryReport {self.model}, layer {self.layer}, entry {self.entry}>"
 
     def __str__(self) -> str:
         lines = [f"entry {self.entry} of layer {self.layer} of {self.model}"]
