@@ -7,6 +7,7 @@ from torch import nn
 import attnflow as af
 from attnflow.audit import audit, check
 from attnflow.audit.fields import Fields, Relation, plan
+from tests.models import deep
 
 SIZE = 200
 
@@ -85,3 +86,21 @@ def test_blocks_of_a_decoder_and_of_packed_documents():
     assert {tuple(range(row + 1, 90)) for row in (50, 65, 66, 88)} <= cuts(joint, 4, [(0, 50), (50, 90)])
     packed = af.masks.document([45, 45]).dense()
     assert tuple(range(45)) + tuple(range(62, 90)) in cuts(packed, 32)  # the second document's row 16 reads ahead
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        af.masks.sliding_window(11, 4),
+        af.masks.dilated_window(11, 3, 2),
+        af.masks.attention_sink(11, 3, 1),
+    ],
+    ids=lambda order: order.name,
+)
+@pytest.mark.parametrize("passes", [1, 4])
+def test_few_passes_test_what_only_the_first_layers_may_not_read(order, passes):
+    """These fields grow with each layer, and the cuts at borders follow the last of them."""
+    ids = torch.arange(5, 5 + order.num_queries)[None]
+    report = check(deep("Llama"), ids, order=order, passes=passes)
+    assert [violation.kind for violation in report.violations][:1] == ["order"]
+    assert report.violations[0].layer == 0
