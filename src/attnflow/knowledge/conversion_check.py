@@ -228,8 +228,9 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
     end = getattr(config, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < size:
         ids[-1] = end
-    device = Subject(model).device
+    subject = Subject(model)
+    device = subject.device
     named = {"input_ids": torch.tensor([ids], device=device)}
-    if Subject(model).encodes_and_decodes and Subject(model).accepts("decoder_input_ids"):
+    if subject.encodes_and_decodes and subject.accepts("decoder_input_ids"):
         named["decoder_input_ids"] = named["input_ids"]
     return named

@@ -66,7 +66,6 @@ def read(model: PreTrainedModel, ids: Sequence[Sequence[int]], **options: object
     """Run a model on token ids [batch, tokens], without a cache; both halves of an encoder-decoder read them."""
     subject = Subject(model)
     tokens = torch.tensor(ids, device=subject.device)
-    two = getattr(model.config, "is_encoder_decoder", False) is True
-    if two and subject.accepts("decoder_input_ids"):
+    if subject.encodes_and_decodes and subject.accepts("decoder_input_ids"):
         options["decoder_input_ids"] = tokens
     return model(tokens, **subject.sparing, **options)

@@ -170,7 +170,7 @@ def read_moments(
     if not ids:
         raise ValueError("the text is empty: pass some text that the edit should leave unchanged")
     sums = {layer: torch.zeros(one.num_entries, one.num_entries, dtype=torch.float64) for layer, one in layers.items()}
-    window = min(_WINDOW, longest(model) or _WINDOW)
+    window, sparing = min(_WINDOW, longest(model) or _WINDOW), Subject(model).sparing
 
     def add(call: Call) -> None:
         rows = call.first[0].float()
@@ -179,7 +179,7 @@ def read_moments(
     with Watch(layers, add):
         for start in range(0, len(ids), window):
             piece = ids[start : start + window]
-            cast(Any, model)(**{**batch(model, [piece]), **Subject(model).sparing})
+            cast(Any, model)(**{**batch(model, [piece]), **sparing})
             if progress is not None:
                 progress(start + len(piece), len(ids), "tokens of text")
     for moment in sums.values():
