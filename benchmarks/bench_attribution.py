@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from attnflow import geometry, load_model
-from attnflow.models.stream import ResidualStream
+from attnflow.models.passes.stream import ResidualStream
 from benchmarks.harness import Case, main
 
 LAYER, HEAD = 20, 3

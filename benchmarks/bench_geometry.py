@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from attnflow.geometry import score
 from attnflow.geometry.scores import FormScores, full_scores, head_scores
-from attnflow.models.names import MODELS
+from attnflow.models.loading.names import MODELS
 from benchmarks.harness import Case, main
 
 HEAD_DIM = 128

@@ -20,7 +20,7 @@ OPTIONAL = [
 WITHOUT_TRANSFORMERS = [
     "attnflow",
     *(f"attnflow.{room}" for room in ROOMS),
-    *(f"attnflow.models.{name}" for name in ("checkpoints", "families", "names", "subject")),
+    *(f"attnflow.models.{name}" for name in ("weights.checkpoints", "weights.families", "loading.names", "subject")),
 ]
 
 
@@ -115,7 +115,7 @@ BUDGETS = {
     "geometry": 2_725,
     "knowledge": 6_780,
     "masks": 4_240,
-    "models": 5_550,
+    "models": 5_555,
     "order": 1_400,
     "report": 6_310,
     "studio": 700,

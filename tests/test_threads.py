@@ -13,7 +13,7 @@ import torch
 
 import attnflow as af
 from attnflow.geometry.score import layer_scores
-from attnflow.models.watching import Watch
+from attnflow.models.passes.watching import Watch
 from tests.knowledge.readers import opened, store_of
 from tests.models import tiny
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import attnflow as af
 from attnflow.masks.flex import allowed_of_rows, is_row_intervals
-from attnflow.models.evaluation import examined
+from attnflow.models.passes.evaluation import examined
 from attnflow.tasks import Collator, Label, Task, Token
 from attnflow.tasks.embedding import embed
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from attnflow.models.names import Packaged
+from attnflow.models.loading.names import Packaged
 from experiments.runner.packing import Drawn, Packed
 
 REASONED: Final = Packaged(

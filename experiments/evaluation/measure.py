@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attnflow._core.errors import MissingExtra, UnsupportedArchitecture
-from attnflow.models.evaluation import evaluating, precision
+from attnflow.models.passes.evaluation import evaluating, precision
 from experiments.evaluation.benchmarks import Benchmark
 from experiments.runner.statistics import Interval, interval, proportion
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 
 from attnflow.models import sample_text
-from attnflow.models.names import Packaged
+from attnflow.models.loading.names import Packaged
 from experiments.runner.text import TEST, hub_rows
 
 Item = Mapping[str, Any]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnflow.geometry.published import published_scores
 from attnflow.models import MODELS
-from attnflow.models.names import Packaged
+from attnflow.models.loading.names import Packaged
 
 Side = Literal["encoder", "decoder"]
 Form = Literal["as it is", "fairseq", "CTranslate2"]

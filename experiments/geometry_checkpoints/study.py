@@ -16,8 +16,8 @@ from attnflow._core.progress import Progress
 from attnflow.geometry.published import published_of
 from attnflow.geometry.score import layers_of
 from attnflow.geometry.scores import full_scores
-from attnflow.models.attention import AttentionLayer
-from attnflow.models.checkpoints import open_weights
+from attnflow.models.weights.attention import AttentionLayer
+from attnflow.models.weights.checkpoints import open_weights
 from experiments.geometry_checkpoints.checkpoints import Checkpoint, of_the_hub, shipped
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan

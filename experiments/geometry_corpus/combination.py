@@ -17,9 +17,9 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.attention import AttentionLayer, attention_layers
-from attnflow.models.interception import AttentionCall, Output, Proceed, intercept
-from attnflow.models.sites import Site, find_sites, models_around
+from attnflow.models.anatomy.sites import Site, find_sites, models_around
+from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept
+from attnflow.models.weights.attention import AttentionLayer, attention_layers
 
 FIRST: Final = 8  # queries before this one have few keys to put in order
 EVERY: Final = 8  # of the queries after it one in so many is placed against hulls, which takes a solver

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from attnflow.models import MODELS, load_model, sample_text
-from attnflow.models.names import Packaged
+from attnflow.models.loading.names import Packaged
 from experiments.geometry_checkpoints.checkpoints import ctranslate2, shipped
 from experiments.runner.text import TEST
 

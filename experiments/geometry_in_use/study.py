@@ -15,7 +15,7 @@ from torch import Tensor
 import attnflow as af
 from attnflow._core.progress import Progress
 from attnflow.geometry.in_use import Accumulator, LayerTokens, observe
-from attnflow.models.attention import AttentionLayer, attention_layers
+from attnflow.models.weights.attention import AttentionLayer, attention_layers
 from experiments.geometry_in_use.models import UNTRAINED, Reading, needed, read
 from experiments.runner.experiment import Setup
 from experiments.runner.jobs import Job, Plan

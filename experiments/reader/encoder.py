@@ -22,9 +22,9 @@ from transformers.utils.hub import cached_file
 
 from attnflow._core.checks import preview
 from attnflow._core.progress import Progress
-from attnflow.models.evaluation import evaluating
-from attnflow.models.loader import load_model
-from attnflow.models.names import MODELS
+from attnflow.models.loading.loader import load_model
+from attnflow.models.loading.names import MODELS
+from attnflow.models.passes.evaluation import evaluating
 
 _POOLING: Final = "1_Pooling/config.json"
 _BATCH: Final = 32  # texts of a forward pass

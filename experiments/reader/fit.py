@@ -15,7 +15,7 @@ from attnflow._core.progress import Progress
 from attnflow._core.results import Result
 from attnflow.knowledge.reading.attach import attach
 from attnflow.knowledge.store import Store
-from attnflow.models.evaluation import evaluating, seed_all
+from attnflow.models.passes.evaluation import evaluating, seed_all
 from attnflow.models.subject import Loaded, Subject
 from experiments.reader.fitting import Run, Settings
 from experiments.reader.halves import Halves

@@ -18,7 +18,7 @@ from attnflow._core.progress import Progress
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.attach import Attached
 from attnflow.knowledge.reading.store_reader import StoreReader
-from attnflow.models.sites import stack_of
+from attnflow.models.anatomy.sites import stack_of
 from experiments.reader.halves import Halves
 from experiments.reader.practice import Settings, near_enough, practice
 from experiments.reader.questions import NEAR, READ, Question, least_mistakes

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from attnflow._core.errors import MissingExtra
 from attnflow._core.files import write_folder
 from attnflow.models import sample_text
-from attnflow.models.names import TEXTS
+from attnflow.models.loading.names import TEXTS
 from experiments.runner.experiment import ROOT
 from experiments.runner.packing import Packed
 from experiments.runner.processes import launched

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from attnflow._core.errors import AttnflowError, LeakFound, MissingExtra, UnsupportedArchitecture
 from attnflow._core.lazy import install
 from attnflow._core.version import __version__
-from attnflow.models.names import REGISTRATIONS
+from attnflow.models.loading.names import REGISTRATIONS
 
 if TYPE_CHECKING:
     from attnflow import audit, bias, geometry, knowledge, masks, models, order, report, tasks, testing

@@ -5,7 +5,7 @@ import pytest
 
 import attnflow as af
 from attnflow.cli import main
-from attnflow.models import loader
+from attnflow.models.loading import loader
 from attnflow.models.subject import Loaded
 from tests.models.saved import save_tiny_llama
 

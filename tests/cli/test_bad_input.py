@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import attnflow as af
-from attnflow.models import loader
+from attnflow.models.loading import loader
 
 TASK = '{"inputs": [1, 2], "labels": [], "mask": {"name": "causal", "parameters": {"n": 2}}}'
 CASES = [

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from attnflow.models import loader
+from attnflow.models.loading import loader
 from tests.audit.packing import tokenizer
 
 ROW = {"input_ids": [5, 6, 7, 2], "labels": [-100, 6, 7, 2]}

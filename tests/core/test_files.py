@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from attnflow._core.files import write_atomically, write_folder
-from attnflow.models.addons import read_addon, save_addon
+from attnflow.models.loading.addons import read_addon, save_addon
 
 
 class Died(BaseException):

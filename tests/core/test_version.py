@@ -11,7 +11,7 @@ from attnflow._core import version
 
 ROOT = Path(__file__).parents[2]
 TABLE = version.NEWEST_TRIED
-ENTRIES = ["attnflow.masks.hf", "attnflow.models.loader", "attnflow.geometry.in_use"]
+ENTRIES = ["attnflow.masks.hf", "attnflow.models.loading.loader", "attnflow.geometry.in_use"]
 
 
 def test_the_checks_run_with_nothing_newer_than_the_table_says():

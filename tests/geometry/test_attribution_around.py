@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import attnflow as af
-from attnflow.models.stream import ResidualStream
+from attnflow.models.passes.stream import ResidualStream
 from tests.geometry.test_attribution_bounds import (
     IDS,
     UNSUPPORTED,

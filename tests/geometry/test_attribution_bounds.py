@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import attnflow as af
 from attnflow.models.arguments import CACHES
-from attnflow.models.recording import ComponentName
+from attnflow.models.passes.recording import ComponentName
 from tests.conformance.miniature import architectures, build
 from tests.models import deep
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import attnflow as af
-from attnflow.models.evaluation import precision
-from attnflow.models.interception import intercept
-from attnflow.models.sites import find_sites, models_around
+from attnflow.models.anatomy.sites import find_sites, models_around
+from attnflow.models.passes.evaluation import precision
+from attnflow.models.passes.interception import intercept
 from tests.models import deep
 
 IDS = torch.randint(3, 40, (1, 9), generator=torch.Generator().manual_seed(1))

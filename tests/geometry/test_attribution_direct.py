@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import attnflow as af
-from attnflow.models.stream import ResidualStream
+from attnflow.models.passes.stream import ResidualStream
 from tests.models import tiny
 
 parts = import_module("attnflow.geometry.parts")  # the package's `attribute` is the function

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import attnflow as af
 from attnflow.geometry import in_use
 from attnflow.geometry.table import GeometryScores
-from attnflow.models.attention import AttentionLayer, attention_layers
-from attnflow.models.families.rows import blocks
+from attnflow.models.weights.attention import AttentionLayer, attention_layers
+from attnflow.models.weights.families.rows import blocks
 from tests.geometry import oracle
 from tests.models import tiny, tokens
 

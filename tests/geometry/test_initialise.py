@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.models.attention import attention_layers
+from attnflow.models.weights.attention import attention_layers
 from tests.models import WIDTH, ZOO, tiny
 
 MODELS = {

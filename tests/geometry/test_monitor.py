@@ -6,7 +6,7 @@ from transformers import Trainer, TrainingArguments
 
 import attnflow as af
 from attnflow.geometry.scores import full_scores, head_scores
-from attnflow.models.attention import attention_layers
+from attnflow.models.weights.attention import attention_layers
 from tests.models import tiny
 from tests.models.table import AUDITED
 

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import attnflow as af
-from attnflow.models.attention import attention_layers
+from attnflow.models.weights.attention import attention_layers
 from tests.models import deep
 
 MODELS = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from attnflow.geometry.score import layers_of, score
-from attnflow.models.loader import load_model
-from attnflow.models.names import MODELS
+from attnflow.models.loading.loader import load_model
+from attnflow.models.loading.names import MODELS
 from tests.memory import PEAK
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 from attnflow.geometry.published import Quartiles
 from attnflow.geometry.scores import full_scores, head_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
-from attnflow.models.families.find import Place
-from attnflow.models.families.rows import blocks
+from attnflow.models.weights.families.find import Place
+from attnflow.models.weights.families.rows import blocks
 
 
 def row(layer, head, symmetry=0.25, directionality=-0.5, kind="self", tower="", flags=()):

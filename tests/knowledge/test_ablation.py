@@ -7,7 +7,7 @@ from transformers import BertForMaskedLM
 import attnflow as af
 from attnflow.knowledge.layered import readers
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without, without
-from attnflow.models.evaluation import precision
+from attnflow.models.passes.evaluation import precision
 from tests.knowledge.test_experts import IDS, NAMES, columns, expert_readers, logits
 from tests.knowledge.test_experts import made as experts_of
 from tests.knowledge.test_trace import GATED, PLAIN, made

@@ -12,8 +12,8 @@ import attnflow as af
 from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.convert import LinearLayer
 from attnflow.knowledge.layered import EntryScores, EntryValues, readers
-from attnflow.models.evaluation import precision
-from attnflow.models.feed_forward import find_feed_forward, uncovered
+from attnflow.models.anatomy.feed_forward import find_feed_forward, uncovered
+from attnflow.models.passes.evaluation import precision
 from tests.conformance.miniature import Architecture, build
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tiny, tokens
 

@@ -9,7 +9,7 @@ from torch import nn
 import attnflow as af
 from attnflow.knowledge.conversion_check import verify
 from attnflow.knowledge.layered import ExpertEntries, readers
-from attnflow.models.evaluation import precision
+from attnflow.models.passes.evaluation import precision
 from tests.models import deep, outputs, tiny
 from tests.models.table import in_double
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attnflow.geometry.score import layers_of
-from attnflow.models.attention import attention_layers
+from attnflow.models.weights.attention import attention_layers
 
 
 def same_weights(source, model, tolerance=0.0, **options):

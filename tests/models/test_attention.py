@@ -12,7 +12,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
-from attnflow.models.attention import attention_layers
+from attnflow.models.weights.attention import attention_layers
 from tests.geometry.usage import used_form
 from tests.models import ZOO
 

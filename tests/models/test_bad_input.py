@@ -14,8 +14,8 @@ from torch import nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
-from attnflow.models.checkpoints import BadCheckpoint, open_weights
-from attnflow.models.loader import load_model
+from attnflow.models.loading.loader import load_model
+from attnflow.models.weights.checkpoints import BadCheckpoint, open_weights
 from tests.models import ZOO
 from tests.models.checkpoints import repack, same_weights, write_gguf
 

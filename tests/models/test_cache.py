@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.models import loader as cache
+from attnflow.models.loading import loader as cache
 from tests.models.checkpoints import write_llama
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from attnflow.geometry.score import score
-from attnflow.models.attention import attention_layers
+from attnflow.models.weights.attention import attention_layers
 from tests.models import ZOO
 from tests.models.checkpoints import repack, same_weights, write_gguf
 

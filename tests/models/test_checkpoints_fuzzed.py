@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from attnflow._core.errors import AttnflowError
 from attnflow.geometry.score import layers_of
 from attnflow.masks.spec import mask_from_dict
-from attnflow.models.checkpoints import BadCheckpoint, open_weights
+from attnflow.models.weights.checkpoints import BadCheckpoint, open_weights
 from attnflow.tasks.task import Task
 from tests.models import ZOO
 from tests.models.checkpoints import write_gguf

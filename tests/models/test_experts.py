@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnflow.models.feed_forward import packed_experts
+from attnflow.models.anatomy.feed_forward import packed_experts
 
 
 class Unlike(nn.Module):

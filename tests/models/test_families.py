@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attnflow.geometry.score import score
-from attnflow.models.attention import AttentionLayer, attention_layers
-from attnflow.models.families.table import KNOWN, Heads, arranged
+from attnflow.models.weights.attention import AttentionLayer, attention_layers
+from attnflow.models.weights.families.table import KNOWN, Heads, arranged
 from tests.geometry.usage import bypass_norms, used_form
 from tests.models import ZOO
 

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 
 from attnflow.geometry.score import score
-from attnflow.models.checkpoints import BadCheckpoint
+from attnflow.models.weights.checkpoints import BadCheckpoint
 from tests.models import ZOO
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

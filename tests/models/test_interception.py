@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from attnflow.models.interception import intercept
-from attnflow.models.mask_request import asking, request_of
-from attnflow.models.sites import find_sites, models_around
+from attnflow.models.anatomy.sites import find_sites, models_around
+from attnflow.models.passes.interception import intercept
+from attnflow.models.passes.mask_request import asking, request_of
 from tests.conformance.miniature import named
 from tests.models import outputs, state, tiny, tokens
 from tests.models.table import BIDIRECTIONAL, CAUSAL

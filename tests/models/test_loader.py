@@ -12,9 +12,9 @@ from transformers.utils import logging as transformers_logging
 
 import attnflow as af
 from attnflow import geometry
-from attnflow.models import loader, names
-from attnflow.models.checkpoints import BadCheckpoint
-from attnflow.models.names import MissingPackage, Packaged
+from attnflow.models.loading import loader, names
+from attnflow.models.loading.names import MissingPackage, Packaged
+from attnflow.models.weights.checkpoints import BadCheckpoint
 from tests.models import modular, outputs, tiny, tokens
 from tests.models.checkpoints import repack, write_llama
 

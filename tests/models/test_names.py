@@ -6,9 +6,9 @@ import sys
 import pytest
 
 import attnflow as af
-from attnflow.models import names
-from attnflow.models.attention import attention_layers
-from attnflow.models.names import MODELS, MissingPackage, Packaged
+from attnflow.models.loading import names
+from attnflow.models.loading.names import MODELS, MissingPackage, Packaged
+from attnflow.models.weights.attention import attention_layers
 from tests.models.checkpoints import write_gguf
 
 REACHED = "the hub was asked"

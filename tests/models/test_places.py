@@ -9,8 +9,8 @@ from torch import Tensor
 import attnflow as af
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import score
-from attnflow.models.attention import attention_layers
-from attnflow.models.families.rows import Composed, Selected
+from attnflow.models.weights.attention import attention_layers
+from attnflow.models.weights.families.rows import Composed, Selected
 from tests.conformance import inputs, oracles
 from tests.conformance.miniature import Architecture, build, shrink
 

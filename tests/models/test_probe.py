@@ -7,10 +7,10 @@ import torch
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from attnflow.models.attention import projections
-from attnflow.models.interception import intercept
-from attnflow.models.probe import Projections
-from attnflow.models.sites import find_sites, models_around
+from attnflow.models.anatomy.sites import find_sites, models_around
+from attnflow.models.passes.interception import intercept
+from attnflow.models.weights.attention import projections
+from attnflow.models.weights.probe import Projections
 from tests.models import ZOO, tokens
 
 FAMILIES = ["Llama", "GPT2", "GPTNeoX", "Phi3", "OPT", "Qwen3", "Gemma2", "Qwen3Next", "FalconH1", "Bert", "Albert"]

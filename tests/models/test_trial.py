@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnflow.models.sites import find_sites
-from attnflow.models.trial import DoesNotRun, read, trial
+from attnflow.models.anatomy.sites import find_sites
+from attnflow.models.passes.trial import DoesNotRun, read, trial
 from tests.conformance.miniature import Architecture, build
 from tests.models import tiny
 

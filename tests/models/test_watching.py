@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnflow.models.watching import Watch, calls_of
+from attnflow.models.passes.watching import Watch, calls_of
 
 
 class Nested(nn.Module):

@@ -10,7 +10,7 @@ import torch
 
 from attnflow._core.markup import percent
 from attnflow.geometry.attribution import ScoreAttribution
-from attnflow.models.recording import ComponentName
+from attnflow.models.passes.recording import ComponentName
 from attnflow.report import figure, page
 from attnflow.report.attribution import attribution_chart, attribution_part, leading, row_of
 from attnflow.report.charts import NEGATIVE, POSITIVE

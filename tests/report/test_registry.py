@@ -12,7 +12,7 @@ from attnflow._core.handles import Handle
 from attnflow._core.results import Result
 from attnflow.bias.map import LayerQuery, QueryBias
 from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
-from attnflow.models.recording import ComponentName
+from attnflow.models.passes.recording import ComponentName
 from attnflow.order import analyze
 from attnflow.report import registry, svg
 from attnflow.report.svg import Svg

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 import attnflow as af
 from attnflow import tasks
-from attnflow.models.evaluation import precision
+from attnflow.models.passes.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
 from tests.tasks.test_collator import model
 

@@ -27,7 +27,7 @@ from attnflow.audit.rows import OutputLayout, outputs_in_words
 from attnflow.audit.survey import survey
 from attnflow.audit.towers import rows_beside
 from attnflow.masks.catalogue import causal
-from attnflow.models.evaluation import evaluating, precision, unchanged
+from attnflow.models.passes.evaluation import evaluating, precision, unchanged
 from attnflow.models.subject import Loaded, Subject, own_name
 
 _DRAWS: Final = 4  # of the sequences that a function is tested for crosstalk with

@@ -27,13 +27,13 @@ from attnflow.masks.batches import MaskGrid
 from attnflow.masks.build import from_dense
 from attnflow.masks.diagnosis import equal_to
 from attnflow.masks.mask import Mask, not_a_mask
-from attnflow.models.evaluation import evaluating, unchanged
-from attnflow.models.mixing import moves_between_positions
+from attnflow.models.anatomy.mixing import moves_between_positions
+from attnflow.models.passes.evaluation import evaluating, unchanged
 from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow, analyze
 
 if TYPE_CHECKING:
-    from attnflow.models.mask_request import MaskRequest
+    from attnflow.models.passes.mask_request import MaskRequest
 
 Order = Mask | MaskGrid | Sequence[Mask | MaskGrid] | Flow | Literal["mask"] | None
 
@@ -201,7 +201,7 @@ class _DeclaredStack:
     def _asked(self, kind: str | None, request: MaskRequest | None) -> tuple[Tensor, str]:
         if request is None or kind in _POINTWISE or kind in _RECURRENT:
             return self._configured(kind)
-        from attnflow.models.mask_request import asks_causal, pairs_asked
+        from attnflow.models.passes.mask_request import asks_causal, pairs_asked
 
         asked = pairs_asked(request).expand(-1, self.length, -1)
         padding = request.padding
@@ -306,13 +306,13 @@ def _asks_causal(seen: CallSurvey) -> bool | None:
     requests = [call.asked for call in seen.calls if call.asked is not None]
     if not requests:
         return None
-    from attnflow.models.mask_request import asks_causal
+    from attnflow.models.passes.mask_request import asks_causal
 
     return any(map(asks_causal, requests))
 
 
 def _has_causal_head(config: Any) -> bool:
-    from attnflow.models.mask_request import has_causal_head
+    from attnflow.models.passes.mask_request import has_causal_head
 
     return has_causal_head(config)
 

@@ -19,8 +19,8 @@ from attnflow.audit.passes import Event, Recording, Runner, Tracer, Watched, put
 from attnflow.audit.report import Violation
 from attnflow.audit.rounding import other_precision, row_change, scale_of, unit
 from attnflow.models.arguments import CACHES
-from attnflow.models.evaluation import REFUSALS, precision, refusal
-from attnflow.models.watching import Watch
+from attnflow.models.passes.evaluation import REFUSALS, precision, refusal
+from attnflow.models.passes.watching import Watch
 
 
 @dataclass(frozen=True)

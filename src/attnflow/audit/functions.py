@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attnflow.audit.inputs import Inputs, fresh
 from attnflow.audit.rows import leaves
-from attnflow.models.evaluation import seed_all
+from attnflow.models.passes.evaluation import seed_all
 from attnflow.models.subject import Loaded
 
 _OTHER: Final = 0x5EED  # added to a seed that may be the one by which the caller drew the tokens

@@ -28,7 +28,15 @@ from attnflow.audit.packing import BOUNDARIES
 from attnflow.audit.report import AuditReport, Violation
 from attnflow.masks.batches import MaskGrid
 from attnflow.masks.mask import Mask
-from attnflow.models.evaluation import REFUSALS, WithoutDropout, evaluating, examined, examining, refusal, unchanged
+from attnflow.models.passes.evaluation import (
+    REFUSALS,
+    WithoutDropout,
+    evaluating,
+    examined,
+    examining,
+    refusal,
+    unchanged,
+)
 from attnflow.models.subject import Loaded, Subject
 
 _LOG: Final = logging.getLogger("attnflow.audit")

@@ -22,7 +22,7 @@ from attnflow.audit.replay import Outputs, ReplayedLayer, layer_calls, replayed
 from attnflow.audit.rounding import computed_otherwise, other_precision, recurs, rounding_bound, row_change, unit
 from attnflow.audit.survey import survey
 from attnflow.masks.build import from_dense
-from attnflow.models.evaluation import REFUSALS, evaluating, precision, unchanged
+from attnflow.models.passes.evaluation import REFUSALS, evaluating, precision, unchanged
 from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow, analyze
 from attnflow.order.hasse import OrderDifference

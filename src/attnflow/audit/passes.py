@@ -18,9 +18,9 @@ from attnflow.audit.functions import Function
 from attnflow.audit.inputs import Inputs, Slot, Variation, fresh
 from attnflow.audit.packing import real_positions
 from attnflow.audit.rows import Frame, OutputLayout, arranged, canonical, layout_of, leaves, settled
-from attnflow.models.evaluation import seed_all
+from attnflow.models.passes.evaluation import seed_all
+from attnflow.models.passes.watching import Arguments, Call, Watch
 from attnflow.models.subject import own_name
-from attnflow.models.watching import Arguments, Call, Watch
 
 Watched = Literal["modules", "layers"]
 

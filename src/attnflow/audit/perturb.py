@@ -26,7 +26,7 @@ from attnflow.audit.rounding import (
     scale_of,
     unit,
 )
-from attnflow.models.evaluation import REFUSALS, precision
+from attnflow.models.passes.evaluation import REFUSALS, precision
 from attnflow.models.subject import Subject
 
 _NOISE: Final = 4.0  # noise is known from a few runs only

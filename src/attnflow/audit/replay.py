@@ -23,10 +23,10 @@ from attnflow.audit.report import Violation, few
 from attnflow.audit.rounding import row_change
 from attnflow.audit.rows import Frame, canonical
 from attnflow.audit.survey import CallSurvey, LayerCall
-from attnflow.models.evaluation import REFUSALS, precision, refusal
-from attnflow.models.mixing import attends, moves_between_positions
+from attnflow.models.anatomy.mixing import attends, moves_between_positions
+from attnflow.models.passes.evaluation import REFUSALS, precision, refusal
+from attnflow.models.passes.watching import Call, calls_of
 from attnflow.models.subject import unwrapped
-from attnflow.models.watching import Call, calls_of
 
 Outputs = dict[tuple[int, int], Tensor]  # {(joint position of the first row, rows): [batch, rows, features]}
 

@@ -24,7 +24,7 @@ from attnflow.audit.audit import check
 from attnflow.audit.functions import Function, as_function
 from attnflow.audit.inputs import read
 from attnflow.audit.report import AuditReport, Violation
-from attnflow.models.evaluation import REFUSALS, seed_all
+from attnflow.models.passes.evaluation import REFUSALS, seed_all
 from attnflow.models.subject import Subject
 
 _COPIES: Final = 32  # sequences per call, if a function takes more than it was given

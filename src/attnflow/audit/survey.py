@@ -15,11 +15,11 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.audit.inputs import Inputs, Slot, StackEntry, fresh
 from attnflow.audit.passes import Recording, Runner, entering, frame_of
 from attnflow.audit.rows import leaves
-from attnflow.models.evaluation import seed_all
-from attnflow.models.watching import Call, Watch
+from attnflow.models.passes.evaluation import seed_all
+from attnflow.models.passes.watching import Call, Watch
 
 if TYPE_CHECKING:
-    from attnflow.models.mask_request import Asked, MaskRequest
+    from attnflow.models.passes.mask_request import Asked, MaskRequest
 
 
 @dataclass
@@ -61,7 +61,7 @@ def survey(inputs: Inputs, seed: int | None = None) -> CallSurvey:
     events, intact = None, False
     listening: AbstractContextManager[Asked | None] = nullcontext()
     if "transformers" in sys.modules:  # else the model is not one of its own
-        from attnflow.models.mask_request import asking
+        from attnflow.models.passes.mask_request import asking
 
         listening = asking()
     seed_all(0)
@@ -126,7 +126,7 @@ def _positions(inputs: Inputs, calls: Sequence[LayerCall]) -> Inputs:
     parts = [(source, list(calls))]
     if inputs.subject.encodes_and_decodes and target is not None:
         above = [call for call in calls if "decoder" in call.stack.split(".")]
-        from attnflow.models.sites import half  # needs transformers
+        from attnflow.models.anatomy.sites import half  # needs transformers
 
         above = above or [call for call in calls if half(inputs.model, call.stack) == "decoder"]
         if not above:

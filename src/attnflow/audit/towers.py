@@ -11,7 +11,7 @@ from attnflow.audit.passes import Runner
 from attnflow.audit.report import Violation
 from attnflow.audit.rounding import other_precision, recurs, row_change
 from attnflow.audit.rows import as_numbers
-from attnflow.models.evaluation import REFUSALS, precision
+from attnflow.models.passes.evaluation import REFUSALS, precision
 
 
 def rows_beside(runner: Runner, name: str) -> list[Violation]:

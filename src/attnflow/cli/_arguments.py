@@ -132,7 +132,7 @@ def text_or_ids(text: str | None, ids: str | None) -> str | list[int]:
 
 def require(name: str) -> None:
     """Raises BadUsage, before any import, unless `name` is a short name, a file, a folder or a hub id."""
-    from attnflow.models.names import is_out_of_reach, resolve
+    from attnflow.models.loading.names import is_out_of_reach, resolve
 
     if not name.strip():
         raise BadUsage("the model's name is empty: give smollm2-135m, minilm, a folder, a GGUF file or a hub id")
@@ -149,7 +149,7 @@ def require_model(name: str, with_settings: bool) -> None:
     """Reports a typo in `name` at once; it may be a mask or a model, and only masks take settings."""
     from attnflow._core.plain import close_to
     from attnflow.masks.registry import named_masks
-    from attnflow.models.names import MODELS
+    from attnflow.models.loading.names import MODELS
 
     if with_settings:
         raise BadUsage(f"--n and --set apply only to masks; {name!r} is not one{close_to(name, named_masks())}")

@@ -181,7 +181,7 @@ def _parquet(path: Path, limit: int) -> _Lines:
 def _tokenizer(name: str) -> Any:
     if find_spec("transformers") is None:
         raise MissingExtra("transformers", "hf", "a tokenizer")
-    from attnflow.models.loader import load_tokenizer
+    from attnflow.models.loading.loader import load_tokenizer
 
     try:
         return load_tokenizer(name)

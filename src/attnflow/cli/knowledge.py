@@ -126,7 +126,7 @@ def knowledge_edit(
     from attnflow._core.files import write_folder
     from attnflow.knowledge import edit, from_ffn, to_ffn
     from attnflow.knowledge.editing.facts import Fact, read_facts
-    from attnflow.models.loader import quiet
+    from attnflow.models.loading.loader import quiet
 
     facts = [Fact(str(prompt), str(answer), subject)] if file is None else read_facts(file)
     texts = [] if keep is None else [line for line in keep.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -236,7 +236,7 @@ def doctor(
     needs is missing.
     """
     with working("examining the environment"):
-        from attnflow.models.names import MODELS, TEXTS
+        from attnflow.models.loading.names import MODELS, TEXTS
 
         wanted = _requirements()
         samples = {sample.requirement: sample.find() is not None for sample in (*MODELS.values(), TEXTS)}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnflow._core import checks
 from attnflow._core.results import Result
-from attnflow.models.recording import ComponentName
+from attnflow.models.passes.recording import ComponentName
 
 
 class ScoreTerm(NamedTuple):

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.scores import Mode, from_norms, ratio, summed
-from attnflow.models.attention import AttentionLayer
-from attnflow.models.evaluation import evaluating
-from attnflow.models.families.rows import Composed, Selected
+from attnflow.models.passes.evaluation import evaluating
+from attnflow.models.passes.watching import Call, Watch
 from attnflow.models.subject import Loaded, Subject, Text
-from attnflow.models.watching import Call, Watch
+from attnflow.models.weights.attention import AttentionLayer
+from attnflow.models.weights.families.rows import Composed, Selected
 
 _SCORES: Final = 1 << 21  # scores held at once: heads x queries x keys
 
@@ -161,8 +161,8 @@ def observe(
     tensors: Mapping[str, Tensor],
     see: Callable[[AttentionLayer, LayerTokens], None],
 ) -> None:
-    from attnflow.models.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
-    from attnflow.models.sites import models_around
+    from attnflow.models.anatomy.sites import models_around
+    from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
 
     named = {layer.name: layer for layer in layers}
     sites = [site for site in Subject(model).sites if site.name in named]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer
 from attnflow._core.results import Result
 from attnflow.geometry.in_use import LayerTokens, observe
-from attnflow.models.attention import AttentionLayer, attention_layers
 from attnflow.models.subject import Loaded, Subject, Text
+from attnflow.models.weights.attention import AttentionLayer, attention_layers
 
 
 @dataclass(frozen=True, eq=False)

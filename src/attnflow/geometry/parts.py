@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.reads import direct_path
+from attnflow.models.passes.reads import direct_path
 
 if TYPE_CHECKING:
-    from attnflow.models.stream import Component, RecordedCall, ResidualStream
+    from attnflow.models.passes.stream import Component, RecordedCall, ResidualStream
 
 _CHECKS = 8  # random directions in which the summands must add up to the stream
 

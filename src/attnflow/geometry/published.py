@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from attnflow.models.families.find import Kind
+from attnflow.models.weights.families.find import Kind
 
 Matrix = Literal["all", "head"]
 

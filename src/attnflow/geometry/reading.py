@@ -19,9 +19,9 @@ from attnflow.geometry.terms import attribution_of, head_terms
 from attnflow.models.subject import Loaded, Subject, Text
 
 if TYPE_CHECKING:
-    from attnflow.models.interception import AttentionCall
-    from attnflow.models.sites import Site
-    from attnflow.models.stream import RecordedCall, ResidualStream
+    from attnflow.models.anatomy.sites import Site
+    from attnflow.models.passes.interception import AttentionCall
+    from attnflow.models.passes.stream import RecordedCall, ResidualStream
 
 AttentionKind = Literal["self", "cross"]
 _PRECISE: Final = (torch.float32, torch.float64)
@@ -190,7 +190,7 @@ class AttentionReading(Handle):
         return int(weights.amax(1).argmax())
 
     def _pass(self, layer: int, attention: AttentionKind) -> _LayerPass:
-        from attnflow.models.stream import ResidualStream
+        from attnflow.models.passes.stream import ResidualStream
 
         if not self.active:
             raise RuntimeError("this reading was removed: call af.geometry.reading again")
@@ -264,7 +264,7 @@ def _read(subject: Subject, inputs: object) -> dict[str, Tensor]:
 
 
 def _layer_site(model: nn.Module, every: Sequence[Site], layer: object, attention: object) -> tuple[int, Site]:
-    from attnflow.models.sites import one_owner
+    from attnflow.models.anatomy.sites import one_owner
 
     if attention not in ("self", "cross"):
         raise ValueError(f'attention must be "self" or "cross", got {attention!r}')

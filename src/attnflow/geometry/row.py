@@ -12,7 +12,7 @@ from torch import Tensor
 from attnflow._core.errors import UnsupportedArchitecture
 
 if TYPE_CHECKING:
-    from attnflow.models.interception import AttentionCall
+    from attnflow.models.passes.interception import AttentionCall
 
 _ADDED: Final = ("position_bias", "relative_position_bias", "alibi")
 _UNKNOWN: Final = ("head_mask",)

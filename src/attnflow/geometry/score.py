@@ -19,9 +19,9 @@ from attnflow._core.results import Result
 from attnflow.geometry.in_use import InUse, measure
 from attnflow.geometry.scores import Mode, check_reading, full_scores, head_scores
 from attnflow.geometry.table import GeometryScores, MatrixScores, rows_of
-from attnflow.models.attention import AttentionLayer, attention_layers, stored_layers
-from attnflow.models.checkpoints import BadCheckpoint, Weights, open_weights
 from attnflow.models.subject import Loaded, Subject, Text
+from attnflow.models.weights.attention import AttentionLayer, attention_layers, stored_layers
+from attnflow.models.weights.checkpoints import BadCheckpoint, Weights, open_weights
 
 Attention = Literal["self", "cross", "all"]
 Source = nn.Module | Loaded | str | os.PathLike[str]

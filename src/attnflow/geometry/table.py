@@ -12,7 +12,7 @@ from attnflow._core.results import Result
 from attnflow.geometry.in_use import InUse
 from attnflow.geometry.published import Matrix, PublishedComparison, Quartiles, Summary, published_of
 from attnflow.geometry.scores import FormScores, Mode
-from attnflow.models.families.find import Kind, Place
+from attnflow.models.weights.families.find import Kind, Place
 
 Bands = dict[str, tuple[float, float]]
 

@@ -16,8 +16,8 @@ from attnflow.geometry.row import ScoreRow
 from attnflow.models.subject import Subject
 
 if TYPE_CHECKING:
-    from attnflow.models.interception import AttentionCall
-    from attnflow.models.stream import ResidualStream
+    from attnflow.models.passes.interception import AttentionCall
+    from attnflow.models.passes.stream import ResidualStream
 
 CLOSE: Final = 1e-5  # of the range of a row: how far a sum of terms may be from the score
 

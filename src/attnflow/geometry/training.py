@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.geometry.score import layers_in_memory
 from attnflow.geometry.scores import full_symmetry, head_symmetry
-from attnflow.models.attention import AttentionLayer
-from attnflow.models.families.rows import Selected
 from attnflow.models.subject import Loaded, Subject
+from attnflow.models.weights.attention import AttentionLayer
+from attnflow.models.weights.families.rows import Selected
 
 Target = Literal["symmetric", "skew"]
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.base import LayeredKnowledge
 from attnflow.knowledge.layered import ExpertEntries, LayerReader
-from attnflow.models.evaluation import seed_all
+from attnflow.models.passes.evaluation import seed_all
+from attnflow.models.passes.trial import DoesNotRun, trial
+from attnflow.models.passes.watching import Arguments, Call, Watch
 from attnflow.models.subject import Subject
-from attnflow.models.trial import DoesNotRun, trial
-from attnflow.models.watching import Arguments, Call, Watch
 
 _TOKENS: Final = 6
 

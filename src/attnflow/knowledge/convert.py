@@ -21,7 +21,7 @@ from attnflow.knowledge.base import PARTS, EntryLayout, LayeredKnowledge
 from attnflow.knowledge.conversion_check import conditions, verify
 from attnflow.knowledge.layered import EntryScores, EntryValues, ExpertEntries
 from attnflow.knowledge.store import Store
-from attnflow.models.feed_forward import FeedForward, PackedExperts, stored, uncovered
+from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, stored, uncovered
 from attnflow.models.subject import Loaded, Subject
 
 KNOWLEDGE: Final = "knowledge"  # the base, as a child of the model

@@ -18,7 +18,7 @@ from attnflow.knowledge.base import EntryLayout, LayeredKnowledge
 from attnflow.knowledge.reader import KnowledgeReader, LayerReading, Observer
 from attnflow.knowledge.retrieval import Retrieval
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.feed_forward import PackedExperts, by_expert
+from attnflow.models.anatomy.feed_forward import PackedExperts, by_expert
 
 
 class LayerReader(ABC):

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.arguments import as_tensor, batched_ids, named_tensors, rows_of_ids, special_ids
-from attnflow.models.names import MODELS
-from attnflow.models.offload import device_of, without_numbers
+from attnflow.models.loading.names import MODELS
+from attnflow.models.loading.offload import device_of, without_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from attnflow.models.feed_forward import FeedForward, PackedExperts
-    from attnflow.models.sites import Site, Stack
+    from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts
+    from attnflow.models.anatomy.sites import Site, Stack
 
 _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 ENCODER: Final = ("input_ids", "inputs_embeds")
@@ -162,21 +162,21 @@ class Subject:
     @cached_property
     def sites(self) -> tuple[Site, ...]:
         """The modules that call the attention interface of transformers; see `sites.find_sites` for what it raises."""
-        from attnflow.models.sites import find_sites
+        from attnflow.models.anatomy.sites import find_sites
 
         return find_sites(self.model)
 
     @cached_property
     def stack(self) -> Stack:
         """The one list of layers whose self-attention calls the interface; see `sites.stack_of`."""
-        from attnflow.models.sites import stack_of
+        from attnflow.models.anatomy.sites import stack_of
 
         return stack_of(self.model)
 
     @cached_property
     def feed_forward(self) -> list[FeedForward | PackedExperts]:
         """The feed-forward layers; see `feed_forward.find_feed_forward`."""
-        from attnflow.models.feed_forward import find_feed_forward
+        from attnflow.models.anatomy.feed_forward import find_feed_forward
 
         return list(find_feed_forward(self.model))
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution, telling
-from attnflow.models.recording import ComponentName
+from attnflow.models.passes.recording import ComponentName
 from attnflow.report import charts, html
 from attnflow.report.charts import INK, SIGNED, SOFT, blank, chart, colours, draw_bars, literal, name_axis, signed
 from attnflow.report.displays import describes, draws

@@ -15,7 +15,7 @@ from attnflow._core.checks import boolean
 from attnflow._core.checks import number as finite
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
-from attnflow.models.evaluation import evaluating, precision
+from attnflow.models.passes.evaluation import evaluating, precision
 from attnflow.models.subject import Loaded, Subject
 from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.merging import MergedTask

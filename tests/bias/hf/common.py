@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import attnflow as af
 from attnflow.bias.hf.attach import handle_of
 from attnflow.bias.kind import layer_biases
-from attnflow.models.addons import read_addon, save_addon
+from attnflow.models.loading.addons import read_addon, save_addon
 from tests.bias.cases import KINDS, config_of
 from tests.models import BIDIRECTIONAL, CAUSAL, outputs, tokens
 from tests.models import tiny as family
@@ -100,7 +100,7 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor] | None = None, *, bas
     """A saved bias as `save` would write it, with other tensors, or with changes of its config or its base."""
     saved = read_addon(folder, "bias")
     about = {**saved.config, **(config or {})}, {**saved.base, **(base or {})}
-    with patch("attnflow.models.addons._nonfinite", lambda tensors: []):  # which `save` would refuse
+    with patch("attnflow.models.loading.addons._nonfinite", lambda tensors: []):  # which `save` would refuse
         save_addon(folder, "bias", saved.tensors if tensors is None else tensors, *about)
 
 

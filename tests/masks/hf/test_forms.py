@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import attnflow as af
 from attnflow.masks.hf.attention import Positions
 from attnflow.masks.hf.forms import GridForms, Span
-from attnflow.models.mask_request import MaskRequest
+from attnflow.models.passes.mask_request import MaskRequest
 from tests.strategies import square_masks
 
 TABLES = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "full_q_num_blocks"]

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
 import attnflow as af
-from attnflow.models.loader import quiet
+from attnflow.models.loading.loader import quiet
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionMaskInterface, DynamicCache, LightGlueConfig, LightGlueForKeypointMatching
 
 import attnflow as af
-from attnflow.models import interception
+from attnflow.models.passes import interception
 from tests.masks.hf.test_gradients import additive
 from tests.models import outputs, tiny, tokens
 

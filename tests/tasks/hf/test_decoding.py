@@ -9,7 +9,7 @@ from torch import nn
 
 import attnflow as af
 from attnflow import tasks
-from attnflow.models.evaluation import precision
+from attnflow.models.passes.evaluation import precision
 from attnflow.tasks.embedding import run
 from tests.models import tiny
 

@@ -9,7 +9,7 @@ import torch
 
 import attnflow as af
 from attnflow import tasks
-from attnflow.models.evaluation import precision
+from attnflow.models.passes.evaluation import precision
 from attnflow.tasks.embedding import run
 from tests.audit.packing import EOS, PAD, WORDS, texts, tokenizer
 from tests.models import CAUSAL, ZOO, tiny

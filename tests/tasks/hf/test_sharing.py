@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import attnflow as af
-from attnflow.models.evaluation import precision
+from attnflow.models.passes.evaluation import precision
 from attnflow.tasks.hf.call_rows import to_rows
 from tests.models import CAUSAL, WINDOW, ZOO, deep
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attnflow as af
-from attnflow.models.evaluation import precision
+from attnflow.models.passes.evaluation import precision
 from tests.audit.packing import EOS, PAD, WORDS, texts, tokenizer
 from tests.models import CAUSAL
 

@@ -17,7 +17,7 @@ from attnflow._core.results import Result
 from attnflow.audit.batch.comparison import AloneComparison, Difference
 from attnflow.audit.batch.cutting import BOUNDARY_NAME
 from attnflow.audit.inputs import LOSS_ARGUMENTS, read, with_decoder_inputs
-from attnflow.models.evaluation import WithoutDropout, evaluating, unchanged
+from attnflow.models.passes.evaluation import WithoutDropout, evaluating, unchanged
 from attnflow.models.subject import Loaded, Subject
 
 

@@ -26,7 +26,7 @@ from attnflow.audit.batch.reading import IGNORED, WEIGHTS, BatchReading, Family,
 from attnflow.audit.batch.rows import DataRows, as_batch
 from attnflow.audit.batch.targets import LossUnread, call_of, least_width, read_targets, run_model
 from attnflow.audit.packing import as_tensor
-from attnflow.models.evaluation import REFUSALS, refusal
+from attnflow.models.passes.evaluation import REFUSALS, refusal
 from attnflow.models.subject import Loaded
 
 Verdict = Literal["no mistake", "mistakes", "nothing tested"]

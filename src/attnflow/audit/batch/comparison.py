@@ -16,7 +16,7 @@ from attnflow.audit.batch.cutting import Cut, CutBatch, Place, attached_masks, r
 from attnflow.audit.inputs import fresh
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import as_numbers, leaves
-from attnflow.models.evaluation import REFUSALS, precision, refusal, seed_all
+from attnflow.models.passes.evaluation import REFUSALS, precision, refusal, seed_all
 from attnflow.models.subject import Subject
 
 _KEPT: Final = ("logits_to_keep", "num_logits_to_keep")  # the last columns of a padded row are not those of the row

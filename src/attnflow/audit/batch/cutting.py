@@ -304,7 +304,7 @@ def stirred(rows: CutBatch, place: int, where: Tensor, seed: int) -> dict[str, A
 def attached_masks(model: nn.Module) -> list[Any]:
     try:
         from attnflow.masks.hf.attention import MaskedAttention
-        from attnflow.models.interception import in_force
+        from attnflow.models.passes.interception import in_force
     except ImportError:  # without transformers nothing is attached
         return []
     interceptors = (part for module in model.modules() for part in in_force(module, "mask"))

@@ -27,7 +27,7 @@ from attnflow.audit.batch.gradients import UNKNOWN, Targets, of_logits, of_state
 from attnflow.audit.batch.reading import ANSWERS
 from attnflow.audit.packing import as_tensor
 from attnflow.audit.rows import leaves
-from attnflow.models.evaluation import examining, unchanged
+from attnflow.models.passes.evaluation import examining, unchanged
 from attnflow.models.subject import Subject
 
 _KEPT: Final = 64  # of the tensors that modules return, the last ones

@@ -19,11 +19,11 @@ from attnflow.bias.content import GuidanceConfig
 from attnflow.bias.hf.forward import biased
 from attnflow.bias.hf.layers import CHILD, BiasedLayer, Hooks, layers_of
 from attnflow.bias.kind import LayerBias, layer_biases
-from attnflow.models.addons import check_unwrapped
-from attnflow.models.interception import Interception, base_implementation, check_implementation, intercept
-from attnflow.models.probe import OTHER_SEQUENCE
-from attnflow.models.sites import models_around
+from attnflow.models.anatomy.sites import models_around
+from attnflow.models.loading.addons import check_unwrapped
+from attnflow.models.passes.interception import Interception, base_implementation, check_implementation, intercept
 from attnflow.models.subject import Loaded, Subject
+from attnflow.models.weights.probe import OTHER_SEQUENCE
 
 Train = Literal["guidance", "all"]
 

@@ -19,7 +19,7 @@ from attnflow.bias.call import Allow, BiasedCall
 from attnflow.bias.kind import LayerBias, layer_biases
 from attnflow.bias.map import BiasMap, LayerMap
 from attnflow.bias.terms import Dense, Term, wide
-from attnflow.models.evaluation import evaluating
+from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject, Text
 
 Heads = Sequence[int] | Literal["all"] | None

@@ -17,8 +17,8 @@ from attnflow.bias.hf.cache import extend, new_slots
 from attnflow.bias.hf.layers import CHILD, Hooks
 from attnflow.bias.kind import LayerBias
 from attnflow.bias.terms import Dense, Term
-from attnflow.models.addons import check_loaded
-from attnflow.models.interception import AttentionCall, Output, Proceed
+from attnflow.models.loading.addons import check_loaded
+from attnflow.models.passes.interception import AttentionCall, Output, Proceed
 
 # What else transformers adds to scores, [batch or 1, heads, queries, keys]: T5's buckets. The rest is refused.
 _ADDED: Final = "position_bias"

@@ -17,11 +17,11 @@ from attnflow._core.threads import PerThread
 from attnflow.bias.config import LayerShape
 from attnflow.bias.hf.cache import refuse_biased
 from attnflow.bias.kind import LayerBias
-from attnflow.models.attention import projections
-from attnflow.models.interception import in_force
-from attnflow.models.probe import Columns, Projections
-from attnflow.models.sites import Site
+from attnflow.models.anatomy.sites import Site
+from attnflow.models.passes.interception import in_force
 from attnflow.models.subject import Subject
+from attnflow.models.weights.attention import projections
+from attnflow.models.weights.probe import Columns, Projections
 
 CHILD: Final = "score_terms"  # not "bias": Trainer exempts every parameter with that word from weight decay
 _THREADS: Final = "; if several threads run this compiled model with other handles beside its bias, give each a copy"

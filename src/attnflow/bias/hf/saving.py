@@ -14,7 +14,7 @@ from attnflow.bias.config import BiasConfig, config_from_dict
 from attnflow.bias.hf.attach import BiasHandle, Train, attach_to, handle_of, placed
 from attnflow.bias.hf.layers import CHILD, BiasedLayer, layers_of
 from attnflow.bias.kind import CustomConfig, layer_biases
-from attnflow.models.addons import Addon, identity, read_addon, save_addon
+from attnflow.models.loading.addons import Addon, identity, read_addon, save_addon
 from attnflow.models.subject import Loaded, Subject
 
 _SIZES: Final = ("num_heads", "num_kv_heads", "head_dim", "hidden_size")

@@ -31,8 +31,8 @@ from attnflow.knowledge.editing.edit_targets import (
 )
 from attnflow.knowledge.editing.facts import EditReport, Fact, FactChange, read_facts
 from attnflow.knowledge.layered import EntryValues, readers
-from attnflow.models.evaluation import evaluating
-from attnflow.models.names import sample_text
+from attnflow.models.loading.names import sample_text
+from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from attnflow._core.progress import Progress
 from attnflow.knowledge.editing.facts import Fact
 from attnflow.knowledge.layered import EntryValues
+from attnflow.models.passes.watching import Call, Watch, calls_of
 from attnflow.models.subject import Subject
-from attnflow.models.watching import Call, Watch, calls_of
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

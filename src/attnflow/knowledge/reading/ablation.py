@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.knowledge.layered import LayerReader, observed
 from attnflow.knowledge.reader import LayerReading
+from attnflow.models.passes.watching import Call, Watch
 from attnflow.models.subject import Subject
-from attnflow.models.watching import Call, Watch
 
 _TOKENS: Final = 1 << 14  # of all sequences of one batch
 

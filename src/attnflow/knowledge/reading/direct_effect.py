@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attnflow.knowledge.layered import LayerReader
-from attnflow.models.mixing import attends
-from attnflow.models.watching import Call, Watch, calls_of
+from attnflow.models.anatomy.mixing import attends
+from attnflow.models.passes.watching import Call, Watch, calls_of
 
 Kind = Literal["embedding", "attention", "entries"]
 Add = Callable[[Kind, int, Tensor], object]

@@ -21,7 +21,7 @@ from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
 from attnflow.knowledge.reading.results import Chance, EntryReport, Example, Near, Pushed, Removal
-from attnflow.models.evaluation import evaluating
+from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject, Text
 
 if TYPE_CHECKING:

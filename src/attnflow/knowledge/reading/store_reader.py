@@ -23,8 +23,9 @@ from attnflow.knowledge.attention import GeneralizedCrossAttention, softmax_one
 from attnflow.knowledge.layered import SharedReader, reads_entries
 from attnflow.knowledge.store import Store
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.addons import Addon, check_loaded, check_unwrapped, read_addon, save_addon
-from attnflow.models.interception import (
+from attnflow.models.anatomy.sites import Stack, models_around
+from attnflow.models.loading.addons import Addon, check_loaded, check_unwrapped, read_addon, save_addon
+from attnflow.models.passes.interception import (
     AttentionCall,
     Output,
     Proceed,
@@ -32,10 +33,9 @@ from attnflow.models.interception import (
     check_implementation,
     intercept,
 )
-from attnflow.models.sites import Stack, models_around
+from attnflow.models.passes.trial import DoesNotRun, read, trial
+from attnflow.models.passes.watching import calls_of
 from attnflow.models.subject import Subject
-from attnflow.models.trial import DoesNotRun, read, trial
-from attnflow.models.watching import calls_of
 
 _CHILD: Final = "knowledge_reader"  # of an attention module
 _POOL: Final = "knowledge_pool"  # of attention modules and readers

@@ -20,7 +20,7 @@ from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Directions, Kind, Stream, directions, wide
 from attnflow.knowledge.reading.provenance import By, LayerTrace, Promoted, Trace
 from attnflow.knowledge.store.source import EntrySource
-from attnflow.models.evaluation import evaluating
+from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject, Text
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnflow.knowledge.layered import ExpertEntries, LayerEntries, LayerReader, observed, readers
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.results import ActivityReport, LayerActivity
-from attnflow.models.watching import Call, Watch
+from attnflow.models.passes.watching import Call, Watch
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from attnflow.masks.hf.attention import BatchAttention, FlexOnCpu, MaskedAttenti
 from attnflow.masks.hf.forms import GridForms
 from attnflow.masks.hf.selfcheck import Check, check_stack
 from attnflow.masks.mask import Mask, not_a_mask
-from attnflow.models.interception import FLEX, Interception, base_implementation, check_implementation, intercept
-from attnflow.models.sites import Site, mixers_beside, models_around, one_owner
+from attnflow.models.anatomy.sites import Site, mixers_beside, models_around, one_owner
+from attnflow.models.passes.interception import FLEX, Interception, base_implementation, check_implementation, intercept
 from attnflow.models.subject import Loaded, Subject
 
 AnyMask = Mask | MaskGrid

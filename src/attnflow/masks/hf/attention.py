@@ -12,8 +12,8 @@ from torch import Tensor
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.masks.flex import allowed_of_rows, block_mask_of_rows, is_row_intervals
 from attnflow.masks.hf.forms import GridForms, MaskForms, Span
-from attnflow.models.interception import AttentionCall, Output, Proceed
-from attnflow.models.mask_request import FLEX, AttentionMask, MaskRequest
+from attnflow.models.passes.interception import AttentionCall, Output, Proceed
+from attnflow.models.passes.mask_request import FLEX, AttentionMask, MaskRequest
 
 _NATIVE: Final = "_attnflow_native"  # of the tensor that a batch brings: what its forms are, for all layers to share
 

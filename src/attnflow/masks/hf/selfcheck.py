@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnflow.models.interception import AttentionCall, Output, Proceed
-from attnflow.models.sites import Site
+from attnflow.models.anatomy.sites import Site
+from attnflow.models.passes.interception import AttentionCall, Output, Proceed
+from attnflow.models.passes.trial import DoesNotRun, read, trial
 from attnflow.models.subject import Subject
-from attnflow.models.trial import DoesNotRun, read, trial
 
 _LENGTH: Final = 4
 _CHANGED: Final = 1  # the position whose token is another one

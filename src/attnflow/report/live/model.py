@@ -23,7 +23,7 @@ from attnflow.knowledge.layered import reads_entries
 from attnflow.knowledge.reading.entry import removal
 from attnflow.knowledge.reading.provenance import Trace
 from attnflow.models import load_model
-from attnflow.models.recording import ComponentName
+from attnflow.models.passes.recording import ComponentName
 from attnflow.models.subject import Loaded, Subject
 from attnflow.report.attribution import Array, key_name, query_name, remark, row_of
 from attnflow.report.audit import LISTED, effort, strips_of

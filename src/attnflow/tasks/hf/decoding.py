@@ -18,9 +18,9 @@ from attnflow._core.checks import index_array, integer, number
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.results import Result
 from attnflow.masks.hf.selfcheck import check_stack
+from attnflow.models.anatomy.sites import mixers_beside
 from attnflow.models.arguments import CACHES
-from attnflow.models.evaluation import evaluating
-from attnflow.models.sites import mixers_beside
+from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject
 from attnflow.tasks.embedding import additive, require_runnable
 from attnflow.tasks.families import mask_id

@@ -15,9 +15,9 @@ from attnflow._core.checks import index_array, integer
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.markup import plural
 from attnflow._core.results import Result
-from attnflow.models.evaluation import evaluating
+from attnflow.models.passes.evaluation import evaluating
+from attnflow.models.passes.watching import Arguments, Call, Watch
 from attnflow.models.subject import Loaded, Subject
-from attnflow.models.watching import Arguments, Call, Watch
 from attnflow.tasks.embedding import require_runnable, require_targets, run
 from attnflow.tasks.hf.shared_calls import attention_masks, skips_pairs
 from attnflow.tasks.hf.sharing import check_sharing, head_of, prepared

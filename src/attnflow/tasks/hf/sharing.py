@@ -23,8 +23,9 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow._core.handles import Handle
 from attnflow.masks.catalogue import causal
 from attnflow.masks.hf.attach import attach
-from attnflow.models.evaluation import REFUSALS, refusal
-from attnflow.models.interception import (
+from attnflow.models.anatomy.sites import Site
+from attnflow.models.passes.evaluation import REFUSALS, refusal
+from attnflow.models.passes.interception import (
     AttentionCall,
     Output,
     Proceed,
@@ -32,10 +33,9 @@ from attnflow.models.interception import (
     check_implementation,
     in_force,
 )
-from attnflow.models.mask_request import MaskRequest
-from attnflow.models.sites import Site
+from attnflow.models.passes.mask_request import MaskRequest
+from attnflow.models.passes.trial import DoesNotRun, trial
 from attnflow.models.subject import Loaded, Subject
-from attnflow.models.trial import DoesNotRun, trial
 from attnflow.tasks.hf.shared_calls import Calls, SharingReport, rounding
 from attnflow.tasks.hf.trainers import shuffle_groups
 from attnflow.tasks.prefixes import PassCost

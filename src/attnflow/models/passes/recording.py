@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from attnflow.models.reads import ModuleCall, Reads, hold, may_be_norm
-from attnflow.models.watching import Arguments, Call, handed_again, hidden_of, mapped, tensors_in, with_hidden
+from attnflow.models.passes.reads import ModuleCall, Reads, hold, may_be_norm
+from attnflow.models.passes.watching import Arguments, Call, handed_again, hidden_of, mapped, tensors_in, with_hidden
 
 Keep = Callable[[Tensor], object]
 LARGE: Final = 4096.0  # tokens, beyond which the outputs of sublayers are not kept

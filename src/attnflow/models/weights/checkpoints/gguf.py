@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import MissingExtra
-from attnflow.models.checkpoints.files import BadCheckpoint, Folder, Weights
+from attnflow.models.weights.checkpoints.files import BadCheckpoint, Folder, Weights
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from attnflow._core.errors import AttnflowError
-from attnflow.models.families.rows import Read
-from attnflow.models.names import short_names
+from attnflow.models.loading.names import short_names
+from attnflow.models.weights.families.rows import Read
 
 SAFETENSORS: Final = ".safetensors"
 GGUF: Final = ".gguf"

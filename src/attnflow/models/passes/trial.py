@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.evaluation import REFUSALS, evaluating, refusal, unchanged
-from attnflow.models.interception import Interceptor, Role, intercept, without_masks
-from attnflow.models.sites import Site, models_around
+from attnflow.models.anatomy.sites import Site, models_around
+from attnflow.models.passes.evaluation import REFUSALS, evaluating, refusal, unchanged
+from attnflow.models.passes.interception import Interceptor, Role, intercept, without_masks
 from attnflow.models.subject import Subject
 
 _NONE: Final[Mapping[Site, Interceptor]] = MappingProxyType({})

@@ -28,8 +28,10 @@ from attnflow._core.checks import boolean, preview
 from attnflow._core.errors import AttnflowError, MissingExtra, UnsupportedArchitecture
 from attnflow._core.files import write_folder
 from attnflow._core.version import warn_of_untried
-from attnflow.models.checkpoints import open_weights
-from attnflow.models.checkpoints.files import (
+from attnflow.models.loading.names import REGISTRATIONS, resolve
+from attnflow.models.subject import Loaded
+from attnflow.models.weights.checkpoints import open_weights
+from attnflow.models.weights.checkpoints.files import (
     MERGE,
     BadCheckpoint,
     Folder,
@@ -39,8 +41,6 @@ from attnflow.models.checkpoints.files import (
     refuse_adapter,
     shards,
 )
-from attnflow.models.names import REGISTRATIONS, resolve
-from attnflow.models.subject import Loaded
 
 _LOG: Final = logging.getLogger("attnflow.models")
 _Entry = TypeVar("_Entry", PreTrainedModel, PreTrainedTokenizerBase)

@@ -41,8 +41,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.mask_request import FLEX, AttentionMask, MaskRequest, mask_function, request_of
-from attnflow.models.sites import eager_kernel
+from attnflow.models.anatomy.sites import eager_kernel
+from attnflow.models.passes.mask_request import FLEX, AttentionMask, MaskRequest, mask_function, request_of
 
 Role = Literal["mask", "pool", "bias"]
 Output = tuple[Tensor, Tensor | None]

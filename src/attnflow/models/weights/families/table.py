@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, cast
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.families.rows import Selected, blocks
+from attnflow.models.weights.families.rows import Selected, blocks
 
 _QUERY: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "num_attn_heads")
 _KEY: Final = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")

@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from attnflow.models.evaluation import REFUSALS, refusal
-from attnflow.models.interception import AttentionCall, Output, Proceed
-from attnflow.models.sites import Site, models_around
+from attnflow.models.anatomy.sites import Site, models_around
+from attnflow.models.passes.evaluation import REFUSALS, refusal
+from attnflow.models.passes.interception import AttentionCall, Output, Proceed
+from attnflow.models.passes.trial import read, trial
+from attnflow.models.passes.watching import Arguments, Call, Watch
 from attnflow.models.subject import Subject
-from attnflow.models.trial import read, trial
-from attnflow.models.watching import Arguments, Call, Watch
 
 TOKENS: Final = 16  # so many numbers by which a component is recognised
 # Shapes of the tokens that modules take when they are called alone, and whether with a rotation: sequences of one

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from attnflow._core.errors import WrongBase
 from attnflow._core.files import write_atomically
-from attnflow.models.offload import parameter_of
+from attnflow.models.loading.offload import parameter_of
 
 _VERSION: Final = 1
 _NO_DIGEST: Final = "digest of this file".ljust(64, "-")  # in its place while it is computed

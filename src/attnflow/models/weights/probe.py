@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from attnflow.models.families.rows import Composed, Piece, Selected, run_of, same_input
-from attnflow.models.noise import TOKENS, NoiseTrace
-from attnflow.models.offload import parameter_of
+from attnflow.models.loading.offload import parameter_of
+from attnflow.models.weights.families.rows import Composed, Piece, Selected, run_of, same_input
+from attnflow.models.weights.noise import TOKENS, NoiseTrace
 
 OTHER_SEQUENCE: Final = "it attends to another sequence in the same call"
 _COSINE: Final = 0.9999  # of the same numbers up to a factor, rounded to bfloat16; of others about 0.9 at most

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import MissingExtra
-from attnflow.models.checkpoints.files import (
+from attnflow.models.loading.names import resolve
+from attnflow.models.loading.offload import parameter_of
+from attnflow.models.weights.checkpoints.files import (
     GGUF,
     SAFETENSORS,
     BadCheckpoint,
@@ -27,9 +29,7 @@ from attnflow.models.checkpoints.files import (
     safetensors_weights,
     shards,
 )
-from attnflow.models.checkpoints.gguf import gguf_weights
-from attnflow.models.names import resolve
-from attnflow.models.offload import parameter_of
+from attnflow.models.weights.checkpoints.gguf import gguf_weights
 
 __all__ = ["BadCheckpoint", "Weights", "config_of", "open_weights"]
 

@@ -12,8 +12,8 @@ import torch
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.families.rows import Composed, Selected, blocks, latent
-from attnflow.models.families.table import (
+from attnflow.models.weights.families.rows import Composed, Selected, blocks, latent
+from attnflow.models.weights.families.table import (
     BESIDE,
     FUSED,
     FUSED_WORDS,

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.addons import identity
-from attnflow.models.families.find import CROSS, Kind, inside
-from attnflow.models.mixing import INTERFACE, attends, calls_interface, moves_between_positions
+from attnflow.models.anatomy.mixing import INTERFACE, attends, calls_interface, moves_between_positions
+from attnflow.models.loading.addons import identity
+from attnflow.models.weights.families.find import CROSS, Kind, inside
 
 Part = Literal["", "encoder", "decoder"]
 

@@ -16,16 +16,26 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.checkpoints import BadCheckpoint, Weights, config_of
-from attnflow.models.families.find import Config, Pairs, Place, Shapes, Stem, inside, lacking, ordered, registered
-from attnflow.models.families.rows import Composed, Read, Selected
-from attnflow.models.families.table import UnknownHeads, is_query_or_key, misstated
-from attnflow.models.offload import parameter_of
+from attnflow.models.loading.offload import parameter_of
 from attnflow.models.subject import Subject
+from attnflow.models.weights.checkpoints import BadCheckpoint, Weights, config_of
+from attnflow.models.weights.families.find import (
+    Config,
+    Pairs,
+    Place,
+    Shapes,
+    Stem,
+    inside,
+    lacking,
+    ordered,
+    registered,
+)
+from attnflow.models.weights.families.rows import Composed, Read, Selected
+from attnflow.models.weights.families.table import UnknownHeads, is_query_or_key, misstated
 
 if TYPE_CHECKING:
-    from attnflow.models.probe import Projections
-    from attnflow.models.sites import Site
+    from attnflow.models.anatomy.sites import Site
+    from attnflow.models.weights.probe import Projections
 
 _HEADS: Final = ("num_attention_heads", "num_heads", "num_key_value_heads")
 
@@ -108,8 +118,8 @@ def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projection
     Names are those of the model's own code, under adapters and quantisation too. Costs one forward pass of 16 tokens;
     modules that it misses, such as those of a model of images or on the meta device, are called alone.
     """
-    from attnflow.models.noise import traces
-    from attnflow.models.probe import projections_in
+    from attnflow.models.weights.noise import traces
+    from attnflow.models.weights.probe import projections_in
 
     traced = traces(model, sites)
     read = {trace: projections_in(trace) for trace in dict.fromkeys(traced.values())}
@@ -175,7 +185,7 @@ def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ..
         Subject(model).without_numbers or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
     ):
         try:
-            from attnflow.models.sites import moves_between_positions
+            from attnflow.models.anatomy.sites import moves_between_positions
 
             sites = Subject(model).sites
         except (ImportError, ValueError, UnsupportedArchitecture):
@@ -187,8 +197,8 @@ def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ..
 
 
 def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
-    from attnflow.models.noise import traces
-    from attnflow.models.probe import Unread, weights_in
+    from attnflow.models.weights.noise import traces
+    from attnflow.models.weights.probe import Unread, weights_in
 
     stems = {site.name: Stem(site.name, "", "") for site in sites}
     numbered = any(stem.numbers for stem in (*stems.values(), *(stem for stem, _ in pairs)))

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.evaluation import REFUSALS, evaluating, precision, refusal, unchanged
-from attnflow.models.interception import (
+from attnflow.models.anatomy.mixing import moves_between_positions
+from attnflow.models.anatomy.sites import Site, models_around
+from attnflow.models.passes.evaluation import REFUSALS, evaluating, precision, refusal, unchanged
+from attnflow.models.passes.interception import (
     AttentionCall,
     Output,
     Proceed,
@@ -26,12 +28,9 @@ from attnflow.models.interception import (
     intercept,
     readable_implementation,
 )
-from attnflow.models.mixing import moves_between_positions
-from attnflow.models.reads import HeldNorm, Reads, hold, may_be_norm
-from attnflow.models.recording import LARGE, Component, ComponentName, Keep, Recorder
-from attnflow.models.sites import Site, models_around
-from attnflow.models.subject import Subject
-from attnflow.models.watching import (
+from attnflow.models.passes.reads import HeldNorm, Reads, hold, may_be_norm
+from attnflow.models.passes.recording import LARGE, Component, ComponentName, Keep, Recorder
+from attnflow.models.passes.watching import (
     Arguments,
     Call,
     Watch,
@@ -41,6 +40,7 @@ from attnflow.models.watching import (
     with_hidden,
     with_tensor,
 )
+from attnflow.models.subject import Subject
 
 _Norms = dict[tuple[str, int], HeldNorm | None]  # by path and number of a call
 

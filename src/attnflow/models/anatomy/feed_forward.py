@@ -20,8 +20,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from attnflow._core.errors import UnsupportedArchitecture
-from attnflow.models.evaluation import evaluating
-from attnflow.models.mixing import CONVOLUTIONS, attends, moves_between_positions
+from attnflow.models.anatomy.mixing import CONVOLUTIONS, attends, moves_between_positions
+from attnflow.models.passes.evaluation import evaluating
 
 _BESIDE: Final = re.compile(r"Norm|Embedding|Router|HyperConnection|AltUp", re.IGNORECASE)
 _MAY_BE: Final = re.compile(r"MLP|FFN|Experts|FeedForward", re.IGNORECASE)

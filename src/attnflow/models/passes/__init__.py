@@ -1,0 +1,1 @@
+"""Runs a model: attention intercepted, modules watched, everything restored, one pass recorded."""
