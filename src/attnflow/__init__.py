@@ -9,7 +9,7 @@ from attnflow._core.version import __version__
 from attnflow.models.loading.names import REGISTRATIONS
 
 if TYPE_CHECKING:
-    from attnflow import audit, bias, geometry, knowledge, masks, models, order, report, tasks, testing
+    from attnflow import audit, bias, explain, geometry, knowledge, masks, models, order, report, tasks, testing
     from attnflow.models import load_model
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "__version__",
     "audit",
     "bias",
+    "explain",
     "geometry",
     "knowledge",
     "load_model",

@@ -52,6 +52,7 @@ class ScoreAttribution(Result):
     expected: Float64[Tensor, "*heads query_components key_components"]  # sum_k a_ik slope_k t_ik over all keys
     expected_constants: Mapping[str, Float64[Tensor, "*heads"]]  # the same of each constant
     error: float  # largest difference between sum and score, relative to the range of the row
+    against: int | None = None  # the last of the keys, where the first one is compared with it
 
     @property
     def constant(self) -> Tensor:
@@ -92,6 +93,31 @@ class ScoreAttribution(Result):
             )
             for h, j, c, d in places
         ]
+
+    def contrast(self, k: int = 10) -> list[ScoreTerm]:
+        """List the k terms that most favour or oppose the first key: raw terms of both keys, less each other.
+
+        With `contrast_constant` all of them sum to the difference of the two scores, before a softcap. `value` is what
+        the term adds for the first key, in the scores' own unit.
+
+        Raises:
+            ValueError: the result compares no keys, or holds several heads: pass `against` and a head to `attribute`.
+        """
+        count = checks.integer("k", k, 1)
+        if self.against is None or self.head is None:
+            raise ValueError("expected one head and a key to compare with: af.geometry.attribute(..., against=key)")
+        terms = self.raw[0] - self.raw[1]
+        order = terms.abs().flatten().topk(min(count, terms.numel())).indices
+        pairs = zip(*(axis.tolist() for axis in torch.unravel_index(order, terms.shape)), strict=True)
+        return [
+            ScoreTerm(self.head, self.keys[0], self.components[c], self.key_components[d], float(value), float(value))
+            for (c, d), value in zip(pairs, terms.flatten()[order].tolist(), strict=True)
+        ]
+
+    @property
+    def contrast_constant(self) -> float:
+        """What no pair of components makes of the difference of the two scores."""
+        return float(self.constant[0] - self.constant[1])
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """One row for each head, key and pair of components."""

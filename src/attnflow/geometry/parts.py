@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.passes.evaluation import still
 from attnflow.models.passes.reads import direct_path
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def parts_of(stream: ResidualStream, seen: RecordedCall, heads: Sequence[int], a
         direct = _direct(stream, seen, heads, at, end)
     if direct is not None:
         return direct
-    with stream.still():
+    with still(stream.model):
         return _differentiated(stream, heads, at, end)
 
 
@@ -68,7 +69,7 @@ def _direct(stream: ResidualStream, seen: RecordedCall, heads: Sequence[int], at
         return flat[at].double(), flat[:end].double() @ matrix
 
     if stream.large:
-        with stream.still():
+        with still(stream.model):
             stream.record(keep)
         kept = [component.kept for component in stream.components]
     else:

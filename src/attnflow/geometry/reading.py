@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.parts import parts_of
 from attnflow.geometry.row import ScoreRow, row_of
 from attnflow.geometry.terms import attribution_of, head_terms
+from attnflow.models.passes.evaluation import still
 from attnflow.models.subject import Loaded, Subject, Text
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from attnflow.models.passes.stream import RecordedCall, ResidualStream
 
 AttentionKind = Literal["self", "cross"]
-_PRECISE: Final = (torch.float32, torch.float64)
 
 
 def attribute(
@@ -35,6 +35,7 @@ def attribute(
     query: int = -1,
     keys: int | Sequence[int] | Tensor | None = None,
     *,
+    against: int | Literal["strongest"] | None = None,
     attention: AttentionKind = "self",
     tokenizer: Any = None,
 ) -> ScoreAttribution:
@@ -56,6 +57,8 @@ def attribute(
         head: number of the query head; None for all heads.
         query: position of the query; negative numbers count from the last.
         keys: positions of the keys; by default all that the query may attend to.
+        against: position of another key with which the one in `keys` is compared: `contrast` of the result has the
+            terms of both less each other. "strongest" is the one with most weight that is not the first token.
         attention: "self", or "cross" for a decoder's attention to its encoder, whose keys have the encoder's
             components. "self" means the decoder's, in a model of two halves; pass `model.get_encoder()` for the other.
         tokenizer: needed for a text unless `model` has one; for token ids, it names the tokens.
@@ -84,7 +87,7 @@ def attribute(
     True
     """
     with reading(model, inputs, tokenizer=tokenizer) as handle:
-        return handle.explain(layer, head, query, keys, attention=attention)
+        return handle.explain(layer, head, query, keys, against=against, attention=attention)
 
 
 def reading(
@@ -112,7 +115,7 @@ def reading(
     [('5', '6', '7', '8'), ('5', '6', '7', '8')]
     """
     subject = Subject.of(model, tokenizer)
-    return AttentionReading(subject, _read(subject, inputs))
+    return AttentionReading(subject, subject.read_one(inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +150,7 @@ class AttentionReading(Handle):
         query: int = -1,
         keys: int | Sequence[int] | Tensor | None = None,
         *,
+        against: int | Literal["strongest"] | None = None,
         attention: AttentionKind = "self",
     ) -> ScoreAttribution:
         """Explain why a query attended to its keys: what `attribute` returns for the same arguments.
@@ -162,6 +166,8 @@ class AttentionReading(Handle):
         at = self._query(passed, query)
         rows = [passed.row(index, at) for index in heads]
         chosen = _keys(keys, rows)
+        if against is not None:
+            chosen.append(_other(chosen, against, rows, attention))
         rows = [row.until(max(int(row.allowed.nonzero().amax()) for row in rows) + 1) for row in rows]
         parts = parts_of(passed.stream, passed.seen, heads, at, len(rows[0].allowed))
         where = f"layer {passed.layer} ({passed.stream.site.name}), head"
@@ -172,7 +178,8 @@ class AttentionReading(Handle):
         query_texts, key_texts = self._texts(passed)
         return attribution_of(
             terms, parts, passed.stream, chosen, one_head=head is not None,
-            layer=passed.layer, heads=tuple(heads), attention=passed.attention, query=at, query_token=query_texts[at],
+            against=None if against is None else chosen[-1], layer=passed.layer, heads=tuple(heads),
+            attention=passed.attention, query=at, query_token=query_texts[at],
             tokens=tuple(key_texts[key] for key in chosen),
         )  # fmt: skip
 
@@ -201,7 +208,7 @@ class AttentionReading(Handle):
             if attention == "cross":
                 lists |= {other.layers: "encoder" for other in self._sites if other.part == "encoder"}
             stream = ResidualStream(self.model, {**self._inputs, **self._subject.sparing}, site, self._sites, lists)
-            with stream.still():
+            with still(self.model):
                 passed = _LayerPass(number, attention, stream, stream.record())
             queries, keys = passed.call.query.shape, passed.call.key.shape
             if queries[1] % keys[1] or queries[0] != 1 or keys[0] != 1:
@@ -244,25 +251,6 @@ class AttentionReading(Handle):
         return f"reads the scores of {type(self.model).__name__}; {kept}"
 
 
-def _read(subject: Subject, inputs: object) -> dict[str, Tensor]:
-    model = subject.model
-    if subject.without_numbers or any(parameter.is_inference() for parameter in model.parameters()):
-        raise UnsupportedArchitecture(
-            "the weights are on the meta device, or were made in torch.inference_mode(): load the model outside of both"
-        )
-    kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE), None)
-    if kind is not None:
-        raise UnsupportedArchitecture(
-            f"the weights are {str(kind).removeprefix('torch.')}, whose residual sums are rounded to 2 or 3 digits, so "
-            "that no attribution of a score can be checked; call model.float() first"
-        )
-    named = subject.read(inputs)
-    for name, value in named.items():
-        if name.endswith("input_ids") and len(value) != 1:
-            raise ValueError(f"attribute takes one sequence, got a batch of {len(value)} in {name}: pass one row of it")
-    return named
-
-
 def _layer_site(model: nn.Module, every: Sequence[Site], layer: object, attention: object) -> tuple[int, Site]:
     from attnflow.models.anatomy.sites import one_owner
 
@@ -302,6 +290,24 @@ def _layer_site(model: nn.Module, every: Sequence[Site], layer: object, attentio
 def _place(name: str, value: object, count: int) -> int:
     number = checks.integer(name, value, -count, count - 1, why=f": there are {count}, numbered from 0")
     return number % count
+
+
+def _other(keys: Sequence[int], against: object, rows: Sequence[ScoreRow], attention: AttentionKind) -> int:
+    """The key with which one is compared: given, or the one with most weight beside it and the first token."""
+    if len(keys) != 1:
+        raise ValueError(f"against compares one key with another, got {len(keys)} keys: pass keys=position")
+    if against != "strongest":
+        (other,) = _keys(against, rows)
+        if other == keys[0]:
+            raise ValueError(f"key {other} is compared with itself: choose another position for against")
+        return other
+    weights = torch.stack([row.weights for row in rows]).amax(0).where(rows[0].allowed, -1.0)
+    if attention == "self":  # the first token decides only where there is no other
+        weights[rows[0].allowed.int().argmax()] *= 1e-9
+    weights[keys[0]] = -2.0
+    if float(weights.max()) < 0:
+        raise ValueError(f"the query may attend to no key but {keys[0]}: there is none to compare it with")
+    return int(weights.argmax())
 
 
 def _keys(keys: object, rows: Sequence[ScoreRow]) -> list[int]:

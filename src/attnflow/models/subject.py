@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 ENCODER: Final = ("input_ids", "inputs_embeds")
+_PRECISE: Final = (torch.float32, torch.float64)
 DECODER: Final = ("decoder_input_ids", "decoder_inputs_embeds")
 Text = str | Sequence[int] | Tensor | Mapping[str, Any]
 
@@ -279,6 +280,42 @@ class Subject:
         if two and not any(name in named for name in DECODER):
             raise ValueError("expected inputs for both halves of the model: pass a mapping with decoder_input_ids")
         return {name: value.to(self.device) for name, value in named.items()}
+
+    def read_one(self, inputs: object) -> dict[str, Tensor]:
+        """Make the arguments of a pass of one sequence, whose sums are to be checked: of float32 or float64 weights.
+
+        Raises:
+            UnsupportedArchitecture: the weights are of half precision, on the meta device, or made in inference mode.
+            ValueError: several sequences, or as for `read`.
+        """
+        if self.without_numbers or any(parameter.is_inference() for parameter in self.model.parameters()):
+            raise UnsupportedArchitecture(
+                "the weights are on the meta device, or were made in torch.inference_mode(): load the model outside of "
+                "both"
+            )
+        half = (p.dtype for p in self.model.parameters() if p.is_floating_point() and p.dtype not in _PRECISE)
+        if (kind := next(half, None)) is not None:
+            raise UnsupportedArchitecture(
+                f"the weights are {str(kind).removeprefix('torch.')}, whose residual sums are rounded to 2 or 3 "
+                "digits, so that no attribution of a score can be checked; call model.float() first"
+            )
+        named = self.read(inputs)
+        for name, value in named.items():
+            if name.endswith("input_ids") and len(value) != 1:
+                raise ValueError(f"expected one sequence, got a batch of {len(value)} in {name}: pass one row of it")
+        return named
+
+    def token(self, word: str) -> int:
+        """The id of a text that is one token; `ValueError` for another, or without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("a token given as text needs a tokenizer: pass tokenizer=..., or the token's id")
+        ids = cast("list[int]", cast(Any, self.tokenizer)(word, add_special_tokens=False)["input_ids"])
+        if len(ids) != 1:
+            raise ValueError(
+                f"expected one token, but {word!r} is {len(ids)}: {self.texts(ids)}. Many vocabularies need a space "
+                "before the word, as in ' Paris'"
+            )
+        return ids[0]
 
     def _in_vocabulary(self, ids: Tensor) -> Tensor:
         largest, tokens = int(ids.max()), ids.shape[1]

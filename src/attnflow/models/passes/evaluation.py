@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from attnflow._core.threads import alone_with
+from attnflow.models.loading.offload import device_of
 
 _examined: Final = ContextVar("_examined", default=False)
 _DROPOUTS: Final = (
@@ -166,6 +167,31 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
             tensor.data = data
         for parameters, before in owners:
             parameters.update(before)
+
+
+@contextmanager
+def still(model: nn.Module) -> Generator[None]:
+    """Hold the model in eval mode, eager and without gradients of parameters; everything is restored.
+
+    A model in float64 computes all of itself in float64, its norms and softmax too.
+    """
+    first = next(model.parameters())
+    with (
+        unchanged(model),  # threads take turns: what follows must not read another's state
+        cast(Any, torch.compiler).set_stance("force_eager"),
+        evaluating(model),
+        precision(model, torch.float64 if first.dtype == torch.float64 else None),
+        torch.autocast(device_of(model).type, enabled=False),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        try:
+            model.requires_grad_(False)
+            yield
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
 
 
 class _Float64(TorchFunctionMode):

@@ -8,9 +8,9 @@ queries, heads, head_dim], weights or None).
 `call.mask` is what transformers hands to the implementation: None (then `is_causal` of the keywords or of the module
 applies), a boolean or additive tensor [batch or 1, heads or 1, queries, keys], or a `BlockMask`.
 
-Roles run in order: "mask" decides which pairs exist; "pool" computes something of its own and lets the call go on;
-"bias" comes last. Both see the first one's mask. Within a role the newest is in force, and the older one again once it
-is removed. Handles may be removed in any order.
+Roles run in order: "look" sees the call with all that follows; "mask" decides which pairs exist; "pool" computes
+something of its own and lets the call go on; "bias" comes last. All but the first see the mask's pairs. Within a role
+the newest is in force, and the older one again once it is removed. Handles may be removed in any order.
 
 The configs name our attention function. It is registered with a mask function of the same name, since it would silently
 run without a mask otherwise; that function returns transformers' own mask unchanged. `call.request` holds the mask's
@@ -44,7 +44,7 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.anatomy.sites import eager_kernel
 from attnflow.models.passes.mask_request import FLEX, AttentionMask, MaskRequest, mask_function, request_of
 
-Role = Literal["mask", "pool", "bias"]
+Role = Literal["look", "mask", "pool", "bias"]
 Output = tuple[Tensor, Tensor | None]
 Kernel = Callable[..., Output]
 

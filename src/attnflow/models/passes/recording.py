@@ -87,10 +87,10 @@ class Recorder:
             module
             for module in modules.values()
             if module in attention
-            or (_owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
+            or (owns_matrix(module) and module not in self._layers and not attention & set(module.modules()))
         }
         self._matrices = {module for module in target.modules() if module in self._ends and module not in attention}
-        self._holds = {m for m in modules.values() if any(_owns_matrix(part) for part in m.modules())}
+        self._holds = {m for m in modules.values() if any(owns_matrix(part) for part in m.modules())}
         around = next((layer for layer in self._layers if target in set(layer.modules())), target)
         self._near = {module for module in around.modules() if may_be_norm(module) and module not in self._ends}
         self._begun: dict[int, int] = {}  # how many components there were when a call began
@@ -135,7 +135,7 @@ class Recorder:
         del self.components[begun:]
         prefix = max((listed for listed in self._lists if path.startswith(listed)), key=len)
         stream = self._marked[prefix][0].shape if prefix in self._marked else torch.Size()
-        main = next((t for t in tensors if _alike(t.shape, stream)), None)
+        main = next((t for t in tensors if alike(t.shape, stream)), None)
         self._add(path, call.number, None if main is None else main.detach(), ended)
         return changed
 
@@ -167,7 +167,7 @@ class Recorder:
         self.components.append(Component(path, number, value, output, kept))
 
 
-def _owns_matrix(module: nn.Module) -> bool:
+def owns_matrix(module: nn.Module) -> bool:
     """Whether a module itself has a table of weights; a parametrization makes one for its owner."""
     if isinstance(module, ParametrizationList):
         return False
@@ -180,7 +180,7 @@ def _lies_in(call: Call, module: nn.Module) -> bool:
     return caller is not None and (caller.module is module or _lies_in(caller, module))
 
 
-def _alike(shape: torch.Size, stream: torch.Size) -> bool:
+def alike(shape: torch.Size, stream: torch.Size) -> bool:
     """Whether an output has the stream's vectors, with or without the axis of the batch."""
     return (
         shape[-1:] == stream[-1:]

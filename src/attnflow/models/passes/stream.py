@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.anatomy.mixing import moves_between_positions
 from attnflow.models.anatomy.sites import Site, models_around
-from attnflow.models.passes.evaluation import REFUSALS, evaluating, precision, refusal, unchanged
+from attnflow.models.passes.evaluation import REFUSALS, refusal
 from attnflow.models.passes.interception import (
     AttentionCall,
     Output,
@@ -40,7 +40,6 @@ from attnflow.models.passes.watching import (
     with_hidden,
     with_tensor,
 )
-from attnflow.models.subject import Subject
 
 _Norms = dict[tuple[str, int], HeldNorm | None]  # by path and number of a call
 
@@ -80,30 +79,6 @@ class ResidualStream:
 
     # -------- passes
 
-    @contextmanager
-    def still(self) -> Generator[None]:
-        """Hold the model in eval mode, eager and without gradients of parameters; everything is restored.
-
-        A model in float64 computes all of itself in float64, its norms and softmax too.
-        """
-        exact = torch.float64 if next(self.model.parameters()).dtype == torch.float64 else None
-        with (
-            unchanged(self.model),  # threads take turns: what follows must not read another's state
-            cast(Any, torch.compiler).set_stance("force_eager"),
-            evaluating(self.model),
-            precision(self.model, exact),
-            torch.autocast(Subject(self.model).device.type, enabled=False),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-            try:
-                self.model.requires_grad_(False)
-                yield
-            finally:
-                for parameter, flag in flags:
-                    parameter.requires_grad_(flag)
-
     def record(self, keep: Keep | None = None, limit: float = LARGE) -> RecordedCall:
         """Run the model up to the site, and keep what its sublayers put out.
 
@@ -123,7 +98,7 @@ class ResidualStream:
         def record(call: AttentionCall, proceed: Proceed) -> None:
             plain = call.replace(**{name: getattr(call, name).detach() for name in ("query", "key", "value")})
             with torch.no_grad():
-                added = _added_to(plain)  # before the call, which uses up what its hooks have seen
+                added = added_to(plain)  # before the call, which uses up what its hooks have seen
                 calls.append(RecordedCall(plain, proceed(plain)[0], added, call.query, call.key))
 
         with Watch(self._modules(), recorder.enter, recorder.leave):
@@ -282,7 +257,7 @@ class _Stub:
         return mapped(self._outputs[self._path, number], Tensor.clone)  # hooks of others may write to it
 
 
-def _added_to(call: AttentionCall) -> Tensor | None:
+def added_to(call: AttentionCall) -> Tensor | None:
     """Add up what the attached biases add to scores: their interceptors tell by a function `added`."""
     tellers = [getattr(interceptor, "added", None) for interceptor in in_force(call.module, "bias")]
     parts: list[Tensor] = [part for teller in tellers if teller is not None and (part := teller(call)) is not None]

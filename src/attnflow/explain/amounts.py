@@ -1,0 +1,281 @@
+"""What each source and each edge of one pass carries to a number, checked to add up, and its first-order effect."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.explain.entries import Chunk, Entries, Writer
+from attnflow.explain.explanation import Edge, Explanation, Source
+from attnflow.models.passes.held import Derivatives, HeldAttention, HeldPass, Written
+from attnflow.models.passes.stream import added_to
+
+_EDGES: Final = 600  # that are kept, the strongest by what they carry, and a third as many by their effect
+_ENTRIES: Final = 400  # the same, by effect and by what they carry
+_PROMOTED: Final = 3  # tokens that are named for an entry
+_NAMED: Final = 40  # entries for which they are
+
+
+class Amounts:
+    """The amounts of one value: `held` derivatives give what is carried, `real` ones the effects."""
+
+    def __init__(self, held: HeldPass, value: float, carry: Derivatives, real: Callable[[], Derivatives]) -> None:
+        self.held, self.value, self.carry, self._real = held, value, carry, real
+        self.error = 0.0
+
+    @cached_property
+    def effect(self) -> Derivatives:
+        return self._real()
+
+    def check(self, span: float, close: float) -> None:
+        """Raise `UnsupportedArchitecture`, with the place, unless the sources add up to the value."""
+        firsts = (a.hidden * g for a, g in zip(self.held.arrivals, self.carry.arrivals, strict=True) if a.first)
+        written = (w.value * g for w, g in zip(self.held.written, self.carry.written, strict=True))
+        total = sum(float(part.detach().sum()) for part in (*firsts, *written)) + sum(self.carry.constants.values())
+        self.error = abs(total - self.value) / (span or 1.0)
+        if not self.error <= close:
+            raise UnsupportedArchitecture(
+                f"{self.held.subject.kind}: what its sources carry does not add up to the value (off by "
+                f"{self.error:.2g} of the range of the logits, {close:g} is allowed), most of it in {self._place()}, "
+                "so that no explanation is given. In float32, model.double() tells rounding from an unknown part"
+            )
+
+    def _place(self) -> str:
+        """Where most of the difference arises: each layer must pass on what arrives, plus what it writes."""
+        missing: dict[str, float] = {}
+        for prefix, half in self.held.halves.items():
+            here = [(a, g) for a, g in zip(self.held.arrivals, self.carry.arrivals, strict=True) if a.prefix == prefix]
+            amounts = [float((a.hidden.detach() * g).sum()) for a, g in here]
+            if prefix not in self.held.ends:
+                continue
+            amounts.append(float((self.held.ends[prefix].detach() * self.carry.ends[prefix]).sum()))
+            for number, (arrival, _) in enumerate(here):
+                place = prefix, arrival.layer
+                gained = (
+                    amounts[number + 1] - amounts[number] - self.carry.constants.get(f"{prefix}.{arrival.layer}", 0)
+                )
+                pairs = zip(self.held.written, self.carry.written, strict=True)
+                gained -= sum(float((w.value * g).sum()) for w, g in pairs if (w.prefix, w.layer) == place)
+                for attention, table in zip(self.held.attentions, self._edges(self.carry), strict=True):
+                    if attention.site.kind == "cross" and (attention.site.layers, attention.layer) == place:
+                        gained -= float(table().sum())
+                missing[f"{half} layer {arrival.layer}".strip()] = abs(gained)
+            if not half:
+                last = self.value - amounts[-1] - self.carry.constants.get("", 0.0)
+                missing["what follows the last layer"] = abs(last)
+        return max(missing, key=lambda place: missing[place])
+
+    # -------- edges
+
+    def _edges(self, derivatives: Derivatives) -> list[Callable[[], Tensor]]:
+        """For each attention, a function that computes its amounts [heads, queries, keys]."""
+
+        def table(attention: HeldAttention, grad: Tensor) -> Callable[[], Tensor]:
+            return lambda: attention.weights * (grad[0].transpose(0, 1) @ attention.values.mT)
+
+        return [table(a, g) for a, g in zip(self.held.attentions, derivatives.attentions, strict=True)]
+
+    def half(self, attention: HeldAttention) -> str:
+        return "cross" if attention.site.kind == "cross" else self.held.halves[attention.site.layers]
+
+    def edges(self) -> tuple[list[Edge], Tensor, float]:
+        """The strongest edges, what each head of the answering stream carries, and the sum of all absolute amounts."""
+        found: list[Edge] = []
+        own = [a for a in self.held.attentions if not self.half(a)]
+        depth, count = 1 + max((a.layer for a in own), default=-1), max((len(a.weights) for a in own), default=0)
+        heads, moved = torch.zeros(depth, count), 0.0
+        pairs = zip(self.held.attentions, self._edges(self.carry), self._edges(self.effect), strict=True)
+        for attention, carry, effect in pairs:
+            carried, effects, half = carry(), effect(), self.half(attention)
+            if half != "cross":  # what a token keeps for itself does not move
+                carried.diagonal(dim1=1, dim2=2).zero_()
+                effects.diagonal(dim1=1, dim2=2).zero_()
+            moved += float(carried.abs().sum())
+            if not half:
+                heads[attention.layer, : len(carried)] += carried.sum((1, 2)).cpu()
+            flat = carried.flatten()
+            strongest = [
+                table.abs().flatten().topk(min(size, table.numel())).indices
+                for table, size in ((carried, _EDGES), (effects, _EDGES // 3))
+            ]
+            found += self._found(attention, half, flat, effects, torch.cat(strongest).unique())
+        by_carried = sorted(found, key=lambda edge: -abs(edge.carried))[:_EDGES]
+        by_effect = sorted(found, key=lambda edge: -abs(edge.effect))[: _EDGES // 3]
+        kept = {id(edge): edge for edge in (*by_carried, *by_effect)}
+        return sorted(kept.values(), key=lambda edge: -abs(edge.carried)), heads, moved
+
+    def _found(
+        self, attention: HeldAttention, half: str, carried: Tensor, effects: Tensor, places: Tensor
+    ) -> Iterator[Edge]:
+        added = added_to(attention.call)
+        heads, queries, keys = (axis.tolist() for axis in torch.unravel_index(places, effects.shape))
+        columns = (table.flatten()[places].tolist() for table in (carried, effects, attention.weights))
+        for head, query, key, amount, effect, weight in zip(heads, queries, keys, *columns, strict=True):
+            if amount or effect:
+                bias = None if added is None else float(added[0, head % added.shape[1], query % added.shape[2], key])
+                yield Edge(attention.layer, head, query, key, half, weight, amount, effect, bias=bias)
+
+    def forbidden(self, allowed: Sequence[Tensor]) -> tuple[Edge, ...]:
+        """Edges of the answering stream that carry something through pairs which the order of their layer forbids."""
+        edges: list[Edge] = []
+        for attention, carry in zip(self.held.attentions, self._edges(self.carry), strict=True):
+            if not self.half(attention):
+                allow = allowed[min(attention.layer, len(allowed) - 1)].to(attention.weights.device)
+                carried = carry()
+                places = (carried.ne(0) & ~allow).flatten().nonzero().flatten()
+                edges += self._found(attention, "", carried.flatten(), torch.zeros_like(carried), places)
+        return tuple(sorted(edges, key=lambda edge: -abs(edge.carried))[:_EDGES])
+
+    # -------- sources
+
+    def _chunks(self, entries: Entries) -> Iterator[tuple[Writer, Written, Chunk, Tensor]]:
+        """Each chunk of entries that wrote something, with the held derivative of its rows."""
+        for written, grad in zip(self.held.written, self.carry.written, strict=True):
+            if not written.whole:
+                for chunk in entries.writers[written.path].chunks(written.call, entries.readings):
+                    yield entries.writers[written.path], written, chunk, grad.flatten(0, -2)[chunk.rows]
+
+    def of(self, entries: Entries, sources: Sequence[Source]) -> Iterator[tuple[Source, float]]:
+        """What some tokens and entries carry."""
+        for source in sources:
+            if source.kind == "token":
+                firsts = zip(self.held.arrivals, self.carry.arrivals, strict=True)
+                for arrival, grad in firsts:
+                    if arrival.first and self.held.halves[arrival.prefix] == source.half:
+                        at = source.position
+                        yield source, float((arrival.hidden.detach() * grad).flatten(0, -2)[at].sum())
+        for writer, written, chunk, grad in self._chunks(entries):
+            for source in sources:
+                here = written.layer, self.held.halves[written.prefix]
+                if source.kind == "entry" and here == (source.layer, source.half):
+                    columns = (chunk.entries + writer.offset == source.entry).nonzero().flatten()
+                    rows = (chunk.positions == source.position).nonzero().flatten()
+                    if len(columns) and len(rows):
+                        row, column = int(rows[0]), int(columns[0])
+                        yield source, float(chunk.weights[row, column] * (chunk.values[column] @ grad[row]))
+
+    def sources(self, entries: Entries) -> tuple[list[Source], float]:
+        """All sources, single entries for the strongest; and the sum of the absolute amounts of all entries."""
+        held, found = self.held, list[Source]()
+        for arrival, grad, real in zip(held.arrivals, self.carry.arrivals, self.effect.arrivals, strict=True):
+            if arrival.first:
+                half = held.halves[arrival.prefix]
+                found += [Source("token", None, n, half, None, c, e) for n, c, e in _rows(arrival.hidden, grad, real)]
+        constants = [sum(derived.constants.values()) for derived in (self.carry, self.effect)]
+        singles, rest, written = self._single(entries)
+        for part, grad, real in zip(held.written, self.carry.written, self.effect.written, strict=True):
+            half = held.halves[part.prefix]
+            if part.whole:
+                rows = _rows(part.value, grad, real)
+                found += [Source("sublayer", part.layer, n, half, None, c, e) for n, c, e in rows if c or e]
+            else:
+                for place, derivative in enumerate((grad, real)):
+                    total = float((part.value * derivative).sum())
+                    constants[place] += total - rest["", part.path, -1][place]
+        kept = [*singles]
+        for (half, _, layer), (carried, effect) in rest.items():
+            if layer >= 0:
+                kept.append(Source("other entries", layer, None, half, None, carried, effect))
+        constant = Source("constant", None, None, "", None, constants[0], constants[1])
+        return [*found, *kept, constant], written
+
+    def _single(self, entries: Entries) -> tuple[list[Source], dict[tuple[str, str, int], list[float]], float]:
+        """The strongest entries; what is left by half and layer, and the sums by path of the writer; and their size."""
+        tables: list[tuple[Any, ...]] = []
+        sums: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        size = 0.0
+        real = {id(w): g for w, g in zip(self.held.written, self.effect.written, strict=True)}
+        for writer, written, chunk, grad in self._chunks(entries):
+            towards = real[id(written)].flatten(0, -2)[chunk.rows]
+            carried = chunk.weights * (grad @ chunk.values.T)
+            effects = chunk.weights * (towards @ chunk.values.T)
+            size += float(carried.abs().sum())
+            half = self.held.halves[written.prefix]
+            for place, table in enumerate((carried, effects)):
+                total = float(table.sum())
+                sums["", written.path, -1][place] += total
+                sums[half, "", written.layer][place] += total
+            if carried.numel():
+                best = [t.abs().flatten().topk(min(_ENTRIES, t.numel())).indices for t in (effects, carried)]
+                places = torch.cat(best).unique()
+                row, column = torch.unravel_index(places, carried.shape)
+                numbers = (carried.flatten()[places], effects.flatten()[places], chunk.weights.flatten()[places])
+                tables.append((writer, written, chunk, row, column, *numbers))
+        chosen = _strongest(tables)
+        singles: list[Source] = []
+        for place, (table, at) in enumerate(chosen):
+            writer, written, chunk, row, column, carried, effects, weights = table
+            half, entry = self.held.halves[written.prefix], int(chunk.entries[column[at]])
+            text = entries.texts(writer, [entry])[0]
+            named = place < _NAMED and not text
+            words = self.promoted(chunk.values[column[at]] * weights[at].sign()) if named else ()
+            amounts = (float(carried[at]), float(effects[at]))
+            for number, amount in enumerate(amounts):
+                sums[half, "", written.layer][number] -= amount
+            position = int(chunk.positions[row[at]])
+            singles.append(
+                Source("entry", written.layer, position, half, entry + writer.offset, amounts[0], amounts[1],
+                       float(weights[at]), text, words)
+            )  # fmt: skip
+        return singles, sums, size
+
+    def promoted(self, value: Tensor) -> tuple[str, ...]:
+        """The tokens whose logits a vector raises most through the final norm alone; none without an unembedding."""
+        head = getattr(self.held.subject.model, "get_output_embeddings", lambda: None)()
+        table = getattr(head, "weight", None)
+        gain = self.held.final_gain
+        if not isinstance(table, Tensor) or gain is None or not table.shape[-1] == gain.numel() == len(value):
+            return ()
+        logits = table.detach().to(value) @ (gain.flatten().to(value) * value)
+        return tuple(self.held.subject.texts(logits.topk(_PROMOTED).indices.tolist()))
+
+    def explanation(self, entries: Entries, **about: Any) -> Explanation:
+        edges, heads, moved = self.edges()
+        sources, written = self.sources(entries)
+        own = [(a.hidden, g) for a, g in zip(self.held.arrivals, self.carry.arrivals, strict=True)
+               if not self.held.halves[a.prefix]]  # fmt: skip
+        ends = [(self.held.ends[p], g) for p, g in self.carry.ends.items() if not self.held.halves[p]][-1:]
+        arrived = [(x.detach() * g).sum(-1).flatten() for x, g in (*own, *ends)]
+        length = len(arrived[0])
+        return Explanation(
+            value=self.value, sources=tuple(self._named(sources, about)), edges=tuple(edges), heads=heads,
+            arrived=torch.stack([row for row in arrived if len(row) == length]).cpu(), moved=moved, written=written,
+            error=self.error, **about,
+        )  # fmt: skip
+
+    def _named(self, sources: Sequence[Source], about: dict[str, Any]) -> Iterator[Source]:
+        """Tokens with their texts, entries by the size of their effect."""
+        order = {"token": 0, "entry": 1}
+        for source in sorted(sources, key=lambda s: (order.get(s.kind, 2), -abs(s.effect) if s.kind == "entry" else 0)):
+            if source.kind == "token" and source.position is not None:
+                texts = about["encoder_texts"] if source.half and about["encoder_texts"] else about["texts"]
+                yield Source("token", None, source.position, source.half, None, source.carried, source.effect,
+                             text=texts[source.position])  # fmt: skip
+            else:
+                yield source
+
+
+def _rows(value: Tensor, grad: Tensor, real: Tensor) -> list[tuple[int, float, float]]:
+    """For each position, what its vector carries, and its effect."""
+    value = value.detach()
+    carried, effects = ((value * g).sum(-1).flatten().tolist() for g in (grad, real))
+    return list(zip(range(len(carried)), carried, effects, strict=True))
+
+
+def _strongest(tables: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[Any, ...], int]]:
+    """The places in these tables with the largest effects, and those that carry most."""
+    chosen: dict[tuple[int, int], tuple[tuple[Any, ...], int]] = {}
+    starts = torch.tensor([0, *(len(table[3]) for table in tables)]).cumsum(0)
+    for column in (6, 5):  # effects, carried
+        if tables:
+            sizes = torch.cat([table[column].abs().cpu() for table in tables])
+            for at in sizes.topk(min(_ENTRIES, len(sizes))).indices.tolist():
+                number = int(torch.searchsorted(starts, at, right=True)) - 1
+                chosen[number, at - int(starts[number])] = (tables[number], at - int(starts[number]))
+    return list(chosen.values())

@@ -1,0 +1,188 @@
+"""The entries of a model in one pass: what each read with which weight, what it wrote, and where.
+
+Feed-forward layers, packed experts, converted and modular layers, and readers of a store all write sums of entries,
+sum_e a_e v_e. A `Writer` gives, for one call, the weights a and the values v in chunks of one set of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.explain.explanation import Source
+from attnflow.knowledge.layered import EntryScores, LayerReader, SharedReader, observed
+from attnflow.knowledge.reader import LayerReading
+from attnflow.knowledge.store.source import EntrySource
+from attnflow.models.anatomy.feed_forward import FeedForward, PackedExperts, by_expert, neuron_weights, stored
+from attnflow.models.passes.held import HeldPass
+from attnflow.models.passes.watching import Call
+from attnflow.models.subject import Subject
+
+
+class Chunk(NamedTuple):
+    """Some rows of a writer's output, flattened to [rows, width], as sums of the same entries."""
+
+    rows: Tensor  # int64[n]
+    positions: Tensor  # int64[n], of their tokens
+    entries: Tensor  # int64[entries], numbers within the writer
+    weights: Tensor  # [n, entries]
+    values: Tensor  # [entries, width]
+
+
+class Writer:
+    """One module that writes entries; `offset` is the number of the first of them within the layer."""
+
+    def __init__(self, path: str, module: nn.Module, site: FeedForward | PackedExperts | LayerReader) -> None:
+        self.path, self.module, self.site, self.offset = path, module, site, 0
+
+    @property
+    def num_entries(self) -> int:
+        if isinstance(self.site, FeedForward):
+            return stored(self.module).shape[1]
+        if isinstance(self.site, PackedExperts):
+            return self.site.num_experts * self.site.neurons
+        return self.site.num_entries * len(self.site.values(self.site.every()[:1]))  # of each head
+
+    def chunks(self, call: Call, readings: Mapping[LayerReader, LayerReading]) -> Iterator[Chunk]:
+        """Split one call of the module."""
+        with torch.no_grad():
+            if isinstance(self.site, FeedForward):
+                weights = cast(Tensor, call.first).detach().flatten(0, -2)
+                rows = torch.arange(len(weights), device=weights.device)
+                entries = torch.arange(weights.shape[1], device=weights.device)
+                yield Chunk(rows, rows, entries, weights, stored(self.module).detach().T)
+            elif isinstance(self.site, PackedExperts):
+                yield from self._experts(self.site, call)
+            else:
+                yield from self._read(self.site, readings[self.site])
+
+    def _experts(self, form: PackedExperts, call: Call) -> Iterator[Chunk]:
+        given = list(inspect.signature(self.module.forward).bind(*call.args, **call.kwargs).arguments.values())
+        hidden, routing = given[0].detach(), [part.detach() for part in given[1:3]]
+        tokens, values = hidden.flatten(0, -2), form.values(self.module).detach()
+        numbers = torch.arange(form.neurons, device=tokens.device)
+        if form.sorted or len(routing) < 2:
+            count = len(tokens) // form.num_experts
+            at = torch.arange(count, device=tokens.device)
+            for expert in range(form.num_experts):
+                mine = tokens[expert * count : (expert + 1) * count]
+                weights = neuron_weights(self.module, form, expert, mine)
+                yield Chunk(expert * count + at, at, expert * form.neurons + numbers, weights, values[expert])
+            return
+        index, shares = (part.flatten(0, -2) for part in routing)
+        for expert, rows, places in by_expert(index, form.num_experts):
+            weights = neuron_weights(self.module, form, expert, tokens[rows]) * shares[rows, places, None]
+            yield Chunk(rows, rows, expert * form.neurons + numbers, weights, values[expert])
+
+    def _read(self, reader: LayerReader, reading: LayerReading) -> Iterator[Chunk]:
+        weights = reading.weights.detach().flatten(0, -3)  # [rows, heads, read]
+        rows = torch.arange(len(weights), device=weights.device)
+        every = reader.every().to(weights.device)
+        if reading.ids is not None:
+            ids = reading.ids.flatten(0, -3)
+            places = ids[ids >= 0].unique()
+            columns = torch.searchsorted(places, ids.clamp(min=0)).clamp(max=max(len(places) - 1, 0))
+            table = weights.new_zeros(*weights.shape[:2], len(places))
+            if len(places):
+                table.scatter_add_(-1, columns, torch.where(ids >= 0, weights, 0))
+            weights, every = table, places
+        values = reader.values(every).detach().to(weights)
+        for head in range(weights.shape[1]):
+            yield Chunk(rows, rows, head * reader.num_entries + every, weights[:, head], values[head])
+
+
+@dataclass(eq=False)
+class Entries:
+    """All writers of a model by path, and the readings that the layers reported in the last pass."""
+
+    writers: dict[str, Writer]
+    scores: dict[str, tuple[str, ...]]  # by path of a writer: the modules that score its entries
+    readings: dict[LayerReader, LayerReading] = field(default_factory=lambda: dict[LayerReader, LayerReading]())
+
+    @staticmethod
+    def of(subject: Subject) -> Entries:
+        model, writers, scores = subject.model, dict[str, Writer](), dict[str, tuple[str, ...]]()
+        for path, module in model.named_modules():
+            if isinstance(module, LayerReader):
+                writers[path] = Writer(path, cast(nn.Module, module), module)
+                mine = [p for p, m in model.named_modules() if isinstance(m, EntryScores) and m.values is module]
+                scores[path] = tuple(mine)
+        with suppress(UnsupportedArchitecture):  # no known layers: they are sources as a whole
+            for site in subject.feed_forward:
+                path = f"{site.name}.{site.last}".strip(".") if isinstance(site, FeedForward) else site.name
+                if isinstance(site, FeedForward):
+                    scores[path] = tuple(f"{site.name}.{first}".strip(".") for first in site.first)
+                writers.setdefault(path, Writer(path, model.get_submodule(path), site))
+        return Entries(writers, scores)
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {path: writer.module for path, writer in self.writers.items()}
+
+    def observed(self) -> AbstractContextManager[None]:
+        """Note what layers of entries read inside; their own observers see nothing of it."""
+        sites = [writer.site for writer in self.writers.values()]
+        readers: list[LayerReader] = [site for site in sites if isinstance(site, LayerReader)]
+        if not readers:
+            return nullcontext()
+
+        return observed([(reader, partial(self.readings.__setitem__, reader)) for reader in readers])
+
+    def scorers(self, model: nn.Module) -> dict[str, nn.Module]:
+        return {path: model.get_submodule(path) for paths in self.scores.values() for path in paths[:1]}
+
+    def number(self, held: HeldPass) -> None:
+        """Number the entries within each layer, writer after writer in the order of the model's modules."""
+        taken: dict[tuple[str, int], int] = {}
+        for path, writer in self.writers.items():
+            if prefix := held.prefix(path):
+                layer = prefix, held.number(path)
+                writer.offset = taken.get(layer, 0)
+                taken[layer] = writer.offset + writer.num_entries
+
+    def find(self, source: Source, held: HeldPass) -> Writer:
+        """The writer of an entry; `ValueError` if there is none."""
+        for path, writer in self.writers.items():
+            prefix = held.prefix(path)
+            here = prefix and (held.halves[prefix], held.number(path)) == (source.half, source.layer)
+            if here and source.entry is not None and 0 <= source.entry - writer.offset < writer.num_entries:
+                return writer
+        raise ValueError(f"expected an entry of this model, got {source.name}")
+
+    def score(self, held: HeldPass, source: Source) -> Tensor:
+        """The score of an entry at its token, before the activation, in the graph of the pass."""
+        writer = self.find(source, held)
+        entry, at = cast(int, source.entry) - writer.offset, cast(int, source.position)
+        if isinstance(writer.site, PackedExperts):
+            call = next(w.call for w in held.written if w.path == writer.path)
+            form, (expert, neuron) = writer.site, divmod(entry, writer.site.neurons)
+            tokens = cast(Tensor, call.first).flatten(0, -2)
+            tokens = tokens.unflatten(0, (form.num_experts, -1))[expert] if form.sorted else tokens
+            thresholds = form.thresholds(writer.module)
+            bias = 0.0 if thresholds is None else thresholds[expert, 0, neuron].detach()
+            return tokens[at] @ form.keys(writer.module)[expert, 0, neuron].detach() + bias
+        paths = self.scores.get(writer.path)
+        if not paths or paths[0] not in held.scored:
+            raise ValueError(f"{source.name} has no score that is one product: choose an entry of a feed-forward layer")
+        call = held.scored[paths[0]]
+        weight = call.module.weight if isinstance(call.module, EntryScores) else stored(call.module)
+        bias = getattr(call.module, "bias", None)
+        if isinstance(call.module, EntryScores):
+            layout = call.module.values.layout
+            bias = call.module.values.entries[:, layout.threshold(call.module.parts[0])]
+        hidden = cast(Tensor, call.first).flatten(0, -2)[at]
+        return hidden @ weight[entry].detach() + (0.0 if bias is None else bias[entry].detach())
+
+    def texts(self, writer: Writer, entries: list[int]) -> list[str]:
+        """The texts of a store's entries; "" for others."""
+        source = writer.site.current() if isinstance(writer.site, SharedReader) else None
+        if not isinstance(source, EntrySource):
+            return [""] * len(entries)
+        return [entry.text or "" for entry in source.store.get([number % writer.num_entries for number in entries])]

@@ -1,0 +1,306 @@
+"""`Explanation`: the flow of one answer, as data: sources, edges between tokens, and how much each carries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnflow._core.markup import percent, plural, shorten, token_label
+from attnflow._core.results import Result
+
+SourceKind = Literal["token", "entry", "other entries", "sublayer", "constant"]
+_SHOWN = 5  # edges and entries that are printed
+_COMPARED = 100  # the strongest, whose amounts are compared
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What one head carries from one token to another.
+
+    Attributes:
+        layer: number of the layer.
+        head: number of the query head.
+        query: position of the token that receives.
+        key: position of the token that sends.
+        half: "" for the self-attention of the answer's own stream, "encoder" for that of an encoder, "cross" for a
+            decoder's attention to its encoder, where `key` is a position of the encoder.
+        weight: the attention weight.
+        carried: the exact amount of the value that passes here (not a causal claim).
+        effect: first-order estimate of what the value would lose without the edge.
+        removed: what the value lost when the model ran without the edge; None if that was not measured.
+        bias: what an attached bias adds to the score; None without one.
+    """
+
+    layer: int
+    head: int
+    query: int
+    key: int
+    half: str
+    weight: float
+    carried: float
+    effect: float
+    removed: float | None = None
+    bias: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The head as the field writes it, such as "L23H4"."""
+        return f"{self.half} L{self.layer}H{self.head}".strip()
+
+
+@dataclass(frozen=True)
+class Source:
+    """One summand of the value: a token, an entry at a token, the other entries of a layer, a sublayer, a constant.
+
+    Attributes:
+        kind: what it is.
+        layer: number of the layer that wrote it; None for tokens and for all constants together.
+        position: of the token at which it was written; None for sums over tokens.
+        half: "encoder" for what an encoder wrote, else "".
+        entry: number of the entry within its layer; None for the others.
+        carried: its exact share of the value; those of all sources sum to it.
+        effect: first-order estimate of what the value would lose without it.
+        activation: the entry's weight in this pass.
+        text: the token, or the text of an entry of a store.
+        promotes: tokens whose logits the entry raises most, as it fired here.
+        removed: what the value lost when the model ran without it; None if that was not measured.
+    """
+
+    kind: SourceKind
+    layer: int | None
+    position: int | None
+    half: str
+    entry: int | None
+    carried: float
+    effect: float
+    activation: float | None = None
+    text: str = ""
+    promotes: tuple[str, ...] = ()
+    removed: float | None = None
+
+    @property
+    def name(self) -> str:
+        """An entry as the field writes it, such as "L24N1005"; else what the source is."""
+        if self.entry is not None:
+            return f"{self.half} L{self.layer}N{self.entry}".strip()
+        where = "" if self.layer is None else f"layer {self.layer} "
+        return f"{self.half} {where}{self.kind}".strip()
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation(Result):
+    """Who told a model its answer, how much, and from which entries; `af.explain.answer` returns it.
+
+    The value is the logit of the answer less that of `against` (without it: less the mean of all logits). With norms,
+    attention weights, activations and gates held at their values, it is exactly the sum of `sources`.
+
+    Attributes:
+        model: its name.
+        texts: the tokens of the stream that answers.
+        encoder_texts: the tokens of an encoder; empty without one.
+        position: of the token that answers; None for the logits of a whole sequence.
+        answer: the token, or class, that is explained.
+        answer_id: its number among the logits.
+        against: the tokens with which it is compared; empty for the mean of all logits.
+        value: what is explained.
+        probability: of the answer.
+        sources: every source, entries by the size of their effect; weak entries are summed by layer.
+        edges: the strongest edges between different tokens, by the size of what they carry.
+        arrived: the amount at each token as it enters each layer of the answering stream, and after the last.
+        heads: what each head of that stream's self-attention carries between different tokens.
+        moved: sum of the absolute amounts of all edges between different tokens.
+        written: sum of the absolute amounts of all entries.
+        reach: for each token, in how many layers the declared order lets it reach the answer; -1 for never. Empty if
+            the model declares no order.
+        leaks: edges through pairs that the declared order forbids, which carry something nevertheless.
+        error: the difference between the value and the sum of sources, relative to the range of the logits.
+    """
+
+    model: str
+    texts: tuple[str, ...]
+    encoder_texts: tuple[str, ...]
+    position: int | None
+    answer: str
+    answer_id: int
+    against: tuple[str, ...]
+    value: float
+    probability: float
+    sources: tuple[Source, ...]
+    edges: tuple[Edge, ...]
+    arrived: Float[Tensor, "layers tokens"]
+    heads: Float[Tensor, "layers heads"]
+    moved: float
+    written: float
+    reach: tuple[int, ...]
+    leaks: tuple[Edge, ...]
+    error: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether no pair that the declared order forbids carries anything. (What does not add up raises instead.)"""
+        return not self.leaks
+
+    @property
+    def entries(self) -> tuple[Source, ...]:
+        """The sources that are single entries, the strongest effect first."""
+        return tuple(source for source in self.sources if source.kind == "entry")
+
+    @property
+    def tokens(self) -> tuple[Source, ...]:
+        """The sources that are tokens, those of an encoder after those of the answering stream."""
+        return tuple(source for source in self.sources if source.kind == "token")
+
+    @property
+    def layers(self) -> dict[int, float]:
+        """What the entries and whole sublayers of each layer of the answering stream carry."""
+        amounts: dict[int, float] = {}
+        for source in self.sources:
+            if source.layer is not None and not source.half and source.kind != "constant":
+                amounts[source.layer] = amounts.get(source.layer, 0.0) + source.carried
+        return dict(sorted(amounts.items()))
+
+    @property
+    def agreement(self) -> dict[str, float]:
+        """How far the readings agree: rank correlation of carried and effect over the strongest 100 edges and entries.
+
+        Where removals were measured, also the share of them whose sign carried and effect have, too.
+        """
+        agreement: dict[str, float] = {}
+        for name, found in (("edges", self.edges), ("entries", self.entries)):
+            strongest = sorted(found, key=lambda item: -abs(item.carried))[:_COMPARED]
+            if len(strongest) > 2:
+                agreement[name] = _ranked(strongest)
+        measured = [item for item in (*self.edges, *self.entries) if item.removed is not None]
+        for reading in ("carried", "effect"):
+            if measured:
+                same = sum(getattr(item, reading) * item.removed > 0 for item in measured)
+                agreement[f"{reading} and removed"] = same / len(measured)
+        return agreement
+
+    def covered(self, count: int = _SHOWN) -> float:
+        """The share of all that moves between tokens which the strongest edges carry (sums of absolute amounts)."""
+        return sum(abs(edge.carried) for edge in self.edges[:count]) / self.moved if self.moved else 1.0
+
+    def token(self, position: int, half: str = "") -> str:
+        """The text of a token, of the encoder if `half` is "encoder"."""
+        return (self.encoder_texts if half == "encoder" else self.texts)[position]
+
+    def ends(self, edge: Edge) -> tuple[str, str]:
+        """The texts of the sending and the receiving token of an edge."""
+        query, key = {"encoder": ("encoder", "encoder"), "cross": ("", "encoder")}.get(edge.half, ("", ""))
+        return self.token(edge.key, key), self.token(edge.query, query)
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each source and each edge."""
+
+        def text(source: Source) -> str:
+            return "" if source.position is None else self.token(source.position, source.half)
+
+        sources = [
+            {
+                "what": source.name, "token": text(source), "position": source.position, "from": None,
+                "weight": source.activation, "carried": source.carried, "effect": source.effect,
+                "removed": source.removed, "promotes": " | ".join(source.promotes),
+            }
+            for source in self.sources
+        ]  # fmt: skip
+        edges = [
+            {
+                "what": edge.name, "token": self.ends(edge)[1], "position": edge.query, "from": edge.key,
+                "weight": edge.weight, "carried": edge.carried, "effect": edge.effect, "removed": edge.removed,
+                "promotes": "",
+            }
+            for edge in self.edges
+        ]  # fmt: skip
+        return [*sources, *edges]
+
+    def __repr__(self) -> str:
+        return "\n".join(shorten(line, 80) for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        prompt = "".join(self.texts if self.position is None else self.texts[: self.position + 1])
+        prompt = prompt if len(prompt) <= 44 else f"…{prompt[-43:]}"
+        yield f"{self.answer!r} ({percent(self.probability)}) after {prompt!r}"
+        against = " and ".join(map(repr, self.against)) or "the mean of all tokens"
+        yield f"logit {self.value:+.3g} above {against}: carried, effect" + ", removed" * self._measured
+        for edge in self.edges[:_SHOWN]:
+            sender, receiver = (token_label(text) for text in self.ends(edge))
+            path = f"{sender} ({edge.key}) -> {receiver} ({edge.query})"
+            yield f"  {edge.name:9} {shorten(path, 32):32} {_numbers(edge)}  weight {edge.weight:.2f}"
+        for entry in self.entries[:_SHOWN]:
+            place = "" if entry.position is None else f"at {token_label(self.token(entry.position, entry.half))}"
+            words = shorten(entry.text, 20) if entry.text else " ".join(map(token_label, entry.promotes))
+            yield f"  {entry.name:9} {shorten(f'{place} ({entry.position})', 32):32} {_numbers(entry)}  {words}"
+        agreement = ", ".join(f"{name} {value:.2f}" for name, value in self.agreement.items())
+        share = percent(self.covered(len(self.edges[:_SHOWN])))
+        yield f"these edges: {share} of what moves between tokens; agreement: {agreement or 'too few'}"
+        yield f"{self._order()}; sources sum to the value within {self.error:.0e}"
+
+    @property
+    def _measured(self) -> bool:
+        return any(item.removed is not None for item in (*self.edges[:_SHOWN], *self.entries[:_SHOWN]))
+
+    def _order(self) -> str:
+        if self.leaks:
+            edge = self.leaks[0]
+            pairs = plural(len(self.leaks), "forbidden pair")
+            return f"LEAK: {pairs} carry, {edge.name} from {edge.key} to {edge.query} first"
+        if not self.reach:
+            return "no declared order to check"
+        return f"{sum(r >= 0 for r in self.reach)} of {plural(len(self.reach), 'token')} may reach the answer"
+
+
+@dataclass(frozen=True)
+class Removal(Result):
+    """What a value loses when the model runs without edges or entries; `reading.remove` returns it.
+
+    Attributes:
+        names: what was taken out.
+        alone: what the value lost without each of them alone.
+        together: what it lost without all of them.
+        value: the value with all of them.
+    """
+
+    names: tuple[str, ...]
+    alone: tuple[float, ...]
+    together: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """How much one source of a `SourceGraph` gives to another: its share of the other's own input, in score units."""
+
+    source: int
+    target: int
+    carried: float
+
+
+@dataclass(frozen=True)
+class SourceGraph(Result):
+    """The strongest sources of an answer, and what each gave to the entries among them.
+
+    Attributes:
+        nodes: the sources, in the order of their layers.
+        links: from the number of one node to that of another; never against the mask's order.
+    """
+
+    nodes: tuple[Source, ...]
+    links: tuple[Link, ...]
+
+
+def _numbers(item: Edge | Source) -> str:
+    removed = "" if item.removed is None else f" {item.removed:+6.2f}"
+    return f"{item.carried:+6.2f} {item.effect:+6.2f}{removed}"
+
+
+def _ranked(items: Iterable[Edge | Source]) -> float:
+    """Spearman's rank correlation of carried and effect."""
+    pairs = [(item.carried, item.effect) for item in items]
+    ranks = torch.tensor(pairs, dtype=torch.float64).argsort(0).argsort(0).double()
+    return float(torch.corrcoef(ranks.T)[0, 1])

@@ -1,0 +1,390 @@
+"""`reading`: one held pass of a model, kept for many questions about it; `answer` is one question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, cast, overload
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from attnflow._core import checks
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow._core.handles import Handle
+from attnflow._core.progress import Progress
+from attnflow.audit import declared_order
+from attnflow.explain.amounts import Amounts
+from attnflow.explain.entries import Entries
+from attnflow.explain.explanation import Edge, Explanation, Link, Removal, Source, SourceGraph
+from attnflow.explain.removal import value_without
+from attnflow.geometry.attribution import ScoreAttribution
+from attnflow.geometry.reading import attribute
+from attnflow.models.passes.held import HeldPass
+from attnflow.models.subject import Loaded, Subject, Text
+
+Token = str | int
+CLOSE: Final = 1e-5  # of the range of the logits: how far the sum of sources may be from the value
+
+
+def answer(
+    model: nn.Module | Loaded,
+    inputs: Text | Mapping[str, Tensor],
+    answer: Token | None = None,
+    against: Token | Sequence[Token] | None = None,
+    position: int | None = None,
+    *,
+    measure: int = 0,
+    tokenizer: Any = None,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Explain one answer of a model: which tokens, heads and entries told it, and how much each.
+
+    The logit of the answer less that of another token is an affine function of its sources, once the scales of norms,
+    the weights of attention, the activations of entries and gates keep their values in this pass:
+
+        y = sum over tokens of e_t . dy/de_t + sum over entries of a_ltm (v_m . dy/dx_lt) + constants
+
+    exactly. A head carries w_qk (v_k W_O) . dy/dx_q from token k to token q. Three readings are never mixed up:
+    *carried* (exact, sums to the value, no causal claim), *effect* (first-order estimate of removing a source, by the
+    derivative of the model as it is) and *removed* (measured without it).
+
+    Args:
+        model: a transformers model on the attention interface, or what `af.load_model` returned. Float32 or float64.
+        inputs: a text, token ids, or the model's named inputs, of one sequence.
+        answer: the token as text or id, or the class; by default the most likely one.
+        against: the tokens, or classes, with whose mean logit it is compared; by default all of them.
+        position: of the token that answers; by default the masked one of a masked model, else the last.
+        measure: for how many of the strongest edges, and of the strongest entries, to measure what removing each does.
+        tokenizer: needed for texts unless `model` has one; for token ids, it names the tokens.
+        progress: called as progress(done, total, what) while removals are measured.
+
+    Returns:
+        The explanation: print it, or show it by `af.report.figure` and `af.report.page`.
+
+    Raises:
+        ValueError: a token, class or position that is not there, or several sequences.
+        UnsupportedArchitecture: the model has no logits, is of half precision, or its value is no such sum to 1e-5 of
+            the range of the logits: the message names the layer.
+
+    Cost: two forward passes (one for the declared order) and two backward passes; one more for each removal. Memory of
+    one training step.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))
+    >>> result = answer(model, [5, 6, 7, 8], answer=3, against=4)
+    >>> abs(sum(source.carried for source in result.sources) - result.value) < 1e-4
+    True
+    """
+    with reading(model, inputs, tokenizer=tokenizer) as handle:
+        return handle.answer(answer, against, position, measure=measure, progress=progress)
+
+
+def reading(model: nn.Module | Loaded, inputs: Text | Mapping[str, Tensor], *, tokenizer: Any = None) -> AnswerReading:
+    """Keep one pass of a model for many questions: `answer`, `why`, `remove`, `entry` and `graph` of the handle.
+
+    Arguments, errors and cost are as in `answer`; the pass, its graph and the model's activations are held until
+    `remove()` or the end of the `with` block. The model is not changed.
+    """
+    subject = Subject.of(model, tokenizer)
+    return AnswerReading(subject, subject.read_one(inputs))
+
+
+def weights(
+    model: nn.Module | Loaded, inputs: Text | Mapping[str, Tensor], layer: int, *, tokenizer: Any = None
+) -> Float[Tensor, "heads queries keys"]:
+    """The attention weights of one layer in a pass, after the softmax, whatever computed them.
+
+    Masks, attached biases, sinks and softcaps count. Args and errors as for `answer`; layer: its number, negative from
+    the last. Of a model of two halves it is the decoder's self-attention. Cost: one forward pass.
+    """
+    subject = Subject.of(model, tokenizer)
+    held = HeldPass(subject, subject.read_one(inputs), {})
+    by_layer = {a.layer: a.weights for a in held.attentions if a.site.kind == "self" and not held.halves[a.site.layers]}
+    count = max(by_layer) + 1
+    number = checks.integer("layer", layer, -count, count - 1, why=f": there are {count}, numbered from 0") % count
+    if number not in by_layer:
+        raise ValueError(f"layer {number} has no self-attention; layers with it: {checks.preview(sorted(by_layer))}")
+    return by_layer[number].clone()
+
+
+class AnswerReading(Handle):
+    """The handle of `reading`: one pass of a model with its graph, asked many times."""
+
+    def __init__(self, subject: Subject, inputs: dict[str, Tensor]) -> None:
+        super().__init__(subject.model)
+        self._subject, self._inputs = subject, {name: value.clone() for name, value in inputs.items()}
+        self._entries = Entries.of(subject)
+        self._held: HeldPass | None = None
+        self._gated = False
+        self._reach: tuple[Tensor, ...] | None = None
+        self._last: Explanation | None = None
+
+    def answer(
+        self,
+        answer: Token | None = None,
+        against: Token | Sequence[Token] | None = None,
+        position: int | None = None,
+        *,
+        measure: int = 0,
+        progress: Progress | None = None,
+    ) -> Explanation:
+        """Explain an answer of this pass; see `af.explain.answer`."""
+        checks.integer("measure", measure)
+        logits = self._logits(self._pass())
+        at = self._position(position, logits)
+        row = logits[0] if at is None else logits[0, at]
+        chosen = int(row.argmax()) if answer is None else self._number(answer, len(row))
+        listed = [against] if isinstance(against, str | int) else [] if against is None else list(against)
+        others = [self._number(other, len(row)) for other in listed]
+        if chosen in others:
+            raise ValueError(f"the answer {answer!r} is compared with itself: choose another token for against")
+
+        def value(output: Any) -> Tensor:
+            logits = cast(Tensor, output.logits)
+            row = logits[0] if at is None else logits[0, at]
+            return row[chosen] - (row[others].mean() if others else row.mean())
+
+        amounts = self._amounts(value, float(row.max() - row.min()))
+        names = self._names(at is None)
+        explained = amounts.explanation(
+            self._entries,
+            model=self._subject.name,
+            texts=self._texts(amounts.held, ""),
+            encoder_texts=self._texts(amounts.held, "encoder"),
+            position=at,
+            answer=names(chosen),
+            answer_id=chosen,
+            against=tuple(map(names, others)),
+            probability=float(row.softmax(0)[chosen]),
+            **self._order(amounts, at),
+        )
+        self._last = explained
+        self._value = value
+        return self._with_removals(explained, measure, progress) if measure else explained
+
+    def why(self, edge: Edge, against: int | None = None) -> ScoreAttribution:
+        """Explain why the head of an edge looked there, and not at another key; see `af.geometry.attribute`.
+
+        Args:
+            edge: of an explanation of this pass.
+            against: position of the other key; by default the strongest other one that is not the first token.
+
+        Raises:
+            ValueError: an edge of an encoder's own attention: read `model.get_encoder()`.
+        """
+        self._pass()
+        if edge.half == "encoder":
+            raise ValueError("the edge lies in the encoder: explain its score by af.geometry.attribute(encoder, ...)")
+        model = Loaded(cast(Any, self.model), self._subject.tokenizer)
+        return attribute(
+            model, self._inputs, edge.layer, edge.head, edge.query, edge.key,
+            against="strongest" if against is None else against, attention="cross" if edge.half else "self",
+        )  # fmt: skip
+
+    @overload
+    def remove(self) -> None: ...
+
+    @overload
+    def remove(self, items: Sequence[Edge | Source], progress: Progress | None = None) -> Removal: ...
+
+    def remove(self, items: Sequence[Edge | Source] | None = None, progress: Progress | None = None) -> Removal | None:
+        """Without arguments, end the reading. With edges or entries, measure what leaving them out costs.
+
+        The last explained value is measured without each alone, and without all of them. An entry's value, or what an
+        edge carries, is taken out of the sum that it belongs to; weights of other keys stay. Later layers then react.
+        Cost: one forward pass for each, and two.
+
+        Raises:
+            ValueError: nothing was explained yet, or a source that is no entry: a token cannot be left out of a sum.
+        """
+        if items is None:
+            return super().remove()
+        if self._last is None:
+            raise ValueError("explain an answer first: reading.answer(...)")
+        taken = list(items)
+        wrong = next((item for item in taken if isinstance(item, Source) and item.kind != "entry"), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong.name} cannot be taken out: only edges and single entries can")
+        held = self._pass()
+        sets: list[Sequence[Edge | Source]] = [[], *([item] for item in taken), taken]
+        values: list[float] = []
+        for done, some in enumerate(sets):
+            values.append(value_without(self._subject, self._inputs, self._entries, some, self._value, held))
+            if progress is not None:
+                progress(done + 1, len(sets), "removing")
+        full, *alone, together = values
+        return Removal(tuple(item.name for item in taken), tuple(full - part for part in alone), full - together, full)
+
+    def entry(self, source: Source) -> Explanation:
+        """Explain why an entry fired: the sources of its own score, which is as affine as an answer.
+
+        The value is the entry's score before the activation (of the gate, in gated layers); `answer` is its name.
+
+        Raises:
+            ValueError: a source that is no entry of a feed-forward layer.
+            UnsupportedArchitecture: the score is no sum of sources.
+        """
+        held = self._pass()
+        score = self._entries.score(held, source)
+        amounts = self._amounts_of(held, score, max(1.0, abs(float(score.detach()))))
+        last = self._texts(held, source.half)
+        return amounts.explanation(
+            self._entries,
+            model=self._subject.name,
+            texts=last,
+            encoder_texts=() if source.half else self._texts(held, "encoder"),
+            position=source.position,
+            answer=source.name,
+            answer_id=cast(int, source.entry),
+            against=(),
+            probability=float("nan"),
+            reach=(),
+            leaks=(),
+        )
+
+    def graph(self, nodes: int = 40) -> SourceGraph:
+        """Link the strongest sources of the last explained answer: what each gave to the entries among them.
+
+        A link is the exact share of a source in the score of an entry; links never run against the mask's order, as
+        the pass itself does not. Cost: two backward passes for each entry.
+        """
+        checks.integer("nodes", nodes, 2)
+        if self._last is None:
+            raise ValueError("explain an answer first: reading.answer(...)")
+        strongest = sorted(
+            (source for source in self._last.sources if source.kind in ("entry", "token")),
+            key=lambda source: -abs(source.effect),
+        )[:nodes]
+        chosen = sorted(strongest, key=lambda source: -1 if source.layer is None else source.layer)
+        place = {(s.kind, s.half, s.layer, s.position, s.entry): number for number, s in enumerate(chosen)}
+        links: list[Link] = []
+        for target, source in enumerate(chosen):
+            if source.kind != "entry":
+                continue
+            held = self._pass()
+            score = self._entries.score(held, source)
+            amounts = self._amounts_of(held, score, max(1.0, abs(float(score.detach()))))
+            for giver, carried in amounts.of(self._entries, chosen):
+                number = place[giver.kind, giver.half, giver.layer, giver.position, giver.entry]
+                if carried and number != target:
+                    links.append(Link(number, target, carried))
+        return SourceGraph(tuple(chosen), tuple(links))
+
+    # -------- parts
+
+    def _pass(self, gated: bool = False) -> HeldPass:
+        if not self.active:
+            raise RuntimeError("this reading was removed: call af.explain.reading again")
+        if self._held is None or (gated and not self._gated):
+            self._held = None  # its memory is free before the next pass
+            with self._entries.observed():
+                scorers = self._entries.scorers(self.model)
+                self._held = HeldPass(self._subject, self._inputs, self._entries.modules(), scorers, gated)
+            self._gated = gated
+            self._entries.number(self._held)
+        return self._held
+
+    def _amounts(self, value: Callable[[Any], Tensor], span: float) -> Amounts:
+        """The amounts of a value; gates of attention are held where the value is no sum without that."""
+        held = self._pass()
+        try:
+            return self._amounts_of(held, value(held.output), span)
+        except UnsupportedArchitecture:
+            if self._gated:
+                raise
+        held = self._pass(gated=True)
+        return self._amounts_of(held, value(held.output), span)
+
+    def _amounts_of(self, held: HeldPass, value: Tensor, span: float) -> Amounts:
+        carry = held.derivatives(value, True)
+        amounts = Amounts(held, float(value.detach()), carry, partial(held.derivatives, value, False))
+        amounts.check(span, CLOSE)
+        return amounts
+
+    def _logits(self, held: HeldPass) -> Tensor:
+        logits = getattr(held.output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or len(logits) != 1:
+            raise UnsupportedArchitecture(
+                f"{self._subject.kind} returns no logits of tokens or classes, so that there is no answer: load it "
+                "with its head (AutoModelForCausalLM, AutoModelForMaskedLM, ...)"
+            )
+        return logits.detach()
+
+    def _position(self, position: int | None, logits: Tensor) -> int | None:
+        if logits.ndim == 2:
+            if position is not None:
+                raise ValueError(f"{self._subject.kind} answers for the whole sequence: leave position out")
+            return None
+        count = logits.shape[1]
+        if position is None:
+            ids, mask = self._inputs.get("input_ids"), getattr(self._subject.tokenizer, "mask_token_id", None)
+            masked = [] if ids is None or mask is None else (ids[0] == mask).nonzero().flatten().tolist()
+            position = masked[0] if len(masked) == 1 and ids is not None and ids.shape[1] == count else count - 1
+        return checks.integer("position", position, -count, count - 1) % count
+
+    def _number(self, token: Token, count: int) -> int:
+        labels: Mapping[str, int] = getattr(self._subject.config, "label2id", None) or {}
+        if isinstance(token, str):
+            known = count == len(labels) and token in labels
+            token = labels[token] if known else self._subject.token(token)
+        return checks.integer("answer", token, 0, count - 1)
+
+    def _names(self, classes: bool) -> Callable[[int], str]:
+        labels: Mapping[int, str] = getattr(self._subject.config, "id2label", None) or {}
+        return lambda number: labels.get(number, str(number)) if classes else self._subject.texts([number])[0]
+
+    def _texts(self, held: HeldPass, half: str) -> tuple[str, ...]:
+        first = next((a for a in held.arrivals if a.first and held.halves[a.prefix] == half), None)
+        if first is None:
+            return ()
+        count = first.hidden.shape[-2]
+        two = "decoder_input_ids" in self._inputs and not half
+        ids = self._inputs.get("decoder_input_ids" if two else "input_ids")
+        if ids is None or ids.shape[-1] > count:
+            return tuple(map(str, range(count)))
+        virtual = [f"virtual {number}" for number in range(count - ids.shape[-1])]  # tokens of a prompt
+        return (*virtual, *self._subject.texts_in_sequence(ids[0].tolist()))
+
+    def _order(self, amounts: Amounts, at: int | None) -> dict[str, Any]:
+        """Which tokens the declared order lets reach the answer, and edges that it forbids."""
+        held = amounts.held
+        if self._reach is None:
+            try:
+                flow = declared_order(self._subject.inside.model, self._inputs)
+            except (UnsupportedArchitecture, ValueError, TypeError):
+                self._reach = ()
+            else:
+                count = next(a.hidden.shape[-2] for a in held.arrivals if a.first and not held.halves[a.prefix])
+                whole = flow.size == count
+                self._reach = tuple(mask.dense() for mask in flow.masks) if whole else ()
+                self._flow = flow
+        if not self._reach:
+            return {"reach": (), "leaks": ()}
+        layers = 1 + max(a.layer for a in held.attentions)
+        query = self._flow.size - 1 if at is None else at
+        reach = tuple(int(steps) for steps in self._flow.arrivals(query, layers))
+        return {"reach": reach, "leaks": amounts.forbidden(self._reach)}
+
+    def _with_removals(self, explained: Explanation, count: int, progress: Progress | None) -> Explanation:
+        edges, entries = explained.edges[:count], explained.entries[:count]
+        removal = self.remove([*edges, *entries], progress)
+        lost = dict(zip([id(item) for item in (*edges, *entries)], removal.alone, strict=True))
+
+        def measured(item: Any) -> Any:
+            return replace(item, removed=lost[id(item)]) if id(item) in lost else item
+
+        return replace(
+            explained,
+            edges=tuple(map(measured, explained.edges)),
+            sources=tuple(map(measured, explained.sources)),
+        )
+
+    def _restore(self) -> None:
+        self._held = None  # the model was not changed
+
+    def _summary(self) -> str:
+        kept = "no pass yet" if self._held is None else f"a pass of {len(self._held.attentions)} attentions is kept"
+        return f"reads one answer of {self._subject.kind}; {kept}"

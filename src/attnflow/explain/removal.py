@@ -1,0 +1,100 @@
+"""Running a model without some edges or entries, to measure what that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.explain.entries import Entries, Writer
+from attnflow.explain.explanation import Edge, Source
+from attnflow.models.anatomy.sites import Site, models_around
+from attnflow.models.passes.evaluation import still
+from attnflow.models.passes.held import HeldPass
+from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept
+from attnflow.models.passes.watching import Call, Watch
+from attnflow.models.subject import Subject
+
+
+def value_without(
+    subject: Subject,
+    inputs: Mapping[str, Tensor],
+    entries: Entries,
+    removed: Sequence[Edge | Source],
+    value: Callable[[Any], Tensor],
+    held: HeldPass,
+) -> float:
+    """Run the model without what some edges carry and some entries write."""
+    again = next((item for item in removed if not any(_layers(held, item))), None)
+    if again is not None:
+        raise UnsupportedArchitecture(
+            f"{again.name} lies in a layer that runs more than once, so it cannot be taken out"
+        )
+    edges: dict[Site, list[Edge]] = {}
+    for item in removed:
+        if isinstance(item, Edge):
+            edges.setdefault(_site(subject, item, held), []).append(item)
+    taken: dict[str, list[Source]] = {}
+    for item in removed:
+        if isinstance(item, Source):
+            writer = entries.find(item, held)
+            taken.setdefault(writer.path, []).append(item)
+    options = {name: option for name, option in subject.sparing.items() if name != "logits_to_keep"}
+    with still(subject.model), torch.no_grad(), ExitStack() as stack:
+        sites = list(edges)
+        if sites:
+            interceptors = {site.module: partial(_without_edges, edges[site]) for site in sites}
+            stack.callback(intercept(models_around(sites), interceptors, role="look").remove)
+        stack.enter_context(entries.observed())
+        modules = {path: entries.writers[path].module for path in taken}
+        stack.enter_context(Watch(modules, leave=partial(_without_entries, entries, taken)))
+        output = cast(Callable[..., Any], subject.model)(**inputs, **options)
+        return float(value(output))
+
+
+def _layers(held: HeldPass, item: Edge | Source) -> list[str]:
+    """The paths of the layers with the number of an item."""
+    half = "" if item.half == "cross" else item.half
+    paths = [f"{prefix}.{item.layer}" for prefix, other in held.halves.items() if other == half]
+    names = {name for name, _ in held.subject.model.named_modules()}
+    return [path for path in paths if path in names]
+
+
+def _site(subject: Subject, edge: Edge, held: HeldPass) -> Site:
+    kind = "cross" if edge.half == "cross" else "self"
+    prefixes = [f"{path}." for path in _layers(held, edge)]
+    return next(s for s in subject.sites if s.kind == kind and any(f"{s.name}.".startswith(p) for p in prefixes))
+
+
+def _without_edges(edges: Sequence[Edge], call: AttentionCall, proceed: Proceed) -> Output:
+    """Attention less what some keys give, which a pass with the values of those keys alone shows."""
+    output, weights = proceed(call)
+    whole = output if output.ndim == 4 else output.unflatten(-1, (call.query.shape[1], -1))
+    whole = whole.clone()
+    for key in {edge.key for edge in edges}:
+        alone = torch.zeros_like(call.value)
+        alone[:, :, key] = call.value[:, :, key]
+        given = proceed(call.replace(value=alone))[0].view_as(whole)
+        for edge in edges:
+            if edge.key == key:
+                whole[:, edge.query, edge.head] -= given[:, edge.query, edge.head]
+    return whole.view_as(output), weights
+
+
+def _without_entries(entries: Entries, taken: Mapping[str, Sequence[Source]], call: Call, output: Tensor) -> Tensor:
+    writer: Writer = entries.writers[str(call.name)]
+    left = output.clone(memory_format=torch.contiguous_format)
+    flat = left.view(-1, left.shape[-1])
+    for chunk in writer.chunks(call, entries.readings):
+        for source in taken[writer.path]:
+            columns = (chunk.entries + writer.offset == source.entry).nonzero().flatten()
+            rows = chunk.rows[chunk.positions == source.position]
+            if len(columns) and len(rows):
+                at = int((chunk.rows == rows[0]).nonzero()[0])
+                flat[rows[0]] -= (chunk.weights[at, columns[0]] * chunk.values[columns[0]]).to(flat.dtype)
+    return left

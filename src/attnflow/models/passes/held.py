@@ -1,0 +1,414 @@
+"""The held pass: a forward pass in which a logit is an affine function of its sources, and backward passes of it.
+
+Scales of norms, weights of attention, activations of feed-forward layers and gates keep their values in the pass. What
+remains between the first layer and the logits is affine, and its derivative times each source says what that source
+carries to the answer (explain.md, "The mathematics"). The forward pass is the model's own: only derivatives are held,
+and a `Switch` sends a backward pass either along the held derivatives or along those of the model.
+
+A sublayer is found by its place. What calls the attention interface attends, and derivatives pass through its values.
+The `writers` that the caller names write entries. Every other module of a layer that owns a matrix, and lies in no
+block that attends, is a source as a whole (mixers), or a gate where its output is no vector of the stream.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.anatomy.mixing import moves_between_positions
+from attnflow.models.anatomy.sites import Site, models_around, one_owner
+from attnflow.models.passes.evaluation import REFUSALS, refusal, still
+from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
+from attnflow.models.passes.reads import HeldNorm, hold, may_be_norm
+from attnflow.models.passes.recording import alike, owns_matrix
+from attnflow.models.passes.switch import Constant, Cut, Either, Route, Routed, Switch, carried
+from attnflow.models.passes.watching import (
+    Arguments,
+    Call,
+    Watch,
+    handed_again,
+    hidden_of,
+    mapped,
+    tensors_in,
+    with_hidden,
+)
+from attnflow.models.subject import Subject
+
+_CLOSE: Final = 1e-4  # of the largest output of an attention, for weights that a kernel returns beside it
+_CURVED: Final = frozenset[Any](
+    [
+        *(functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.softplus),
+        *(torch.tanh, torch.relu, torch.sigmoid, Tensor.tanh, Tensor.relu, Tensor.sigmoid, functional.elu),
+    ]
+)  # activations of heads
+
+
+@dataclass(frozen=True, eq=False)
+class HeldAttention:
+    """One call of an attention in the pass; weights [heads, queries, keys], values [heads, keys, value_dim]."""
+
+    site: Site
+    layer: int
+    weights: Tensor
+    values: Tensor
+    output: Tensor  # of the graph, [1, queries, heads, value_dim]
+    call: AttentionCall
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What one call of a module wrote, as a source: entries, or a whole vector for each position."""
+
+    path: str
+    prefix: str  # the path of the list of layers that it lies in
+    layer: int
+    output: Tensor  # of the graph
+    value: Tensor  # the same, before the model wrote into it
+    call: Call  # its arguments are those of the pass
+    whole: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """The stream where it enters a layer; `first` is a source."""
+
+    prefix: str
+    layer: int
+    hidden: Tensor
+    first: bool
+
+
+@dataclass(eq=False)
+class Derivatives:
+    """Gradients of one number by all that a `HeldPass` recorded, in its order; zeros where nothing reaches it."""
+
+    arrivals: list[Tensor]
+    attentions: list[Tensor]
+    written: list[Tensor]
+    ends: Mapping[str, Tensor]  # by path of the list of layers
+    constants: Mapping[str, float]  # what biases carry, by the path of their layer; "" outside of layers
+
+
+class HeldPass:
+    """One forward pass of a model with its graph; `with` frees it. Memory is that of a step of training.
+
+    `writers` are the modules, by path, whose outputs are sums of entries; calls of `scorers` are kept in `scored`. With
+    `gated`, nothing but the values passes through an attention module: its gates keep their values, and it must not add
+    its input to its output.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        inputs: Mapping[str, Tensor],
+        writers: Mapping[str, nn.Module],
+        scorers: Mapping[str, nn.Module] = MappingProxyType({}),
+        gated: bool = False,
+    ) -> None:
+        self.subject, self.switch = subject, Switch()
+        self.attentions: list[HeldAttention] = []
+        self.written: list[Written] = []
+        self.arrivals: list[Arrival] = []
+        self.routes: list[Route] = []
+        self.halves = _lists_of(subject)  # {path of a list of layers: "" or "encoder"}
+        self.sites = {s.module: s for s in subject.sites if s.layers in self.halves and s.name != s.layers}
+        self._writers = {module: path for path, module in writers.items() if self.prefix(path)}
+        self._scorers = dict(scorers)
+        self.scored: dict[str, Call] = {}  # the last call of each scorer
+        self.final_gain: Tensor | None = None  # of a norm between the last layer and the unembedding
+        self._biases: dict[int, Constant] = {}
+        self._norms: list[Constant] = []  # biases of norms, one for each call
+        self._entered: list[tuple[nn.Module, list[tuple[Tensor, Tensor]]]] = []
+        self._first: dict[str, tuple[Tensor, Tensor]] = {}
+        self.ends: dict[str, Tensor] = {}  # what the last layer of each list put out
+        self._open: list[tuple[str, int]] = []  # the layers that are being computed: path, and number
+        with still(subject.model), self._watched(gated), self._with_biases():
+            try:
+                options = {n: v for n, v in subject.sparing.items() if n != "logits_to_keep"}
+                self.output = cast(Callable[..., Any], subject.model)(**inputs, **options)
+            except REFUSALS as error:
+                raise UnsupportedArchitecture(
+                    f"{subject.kind} does not run on these inputs ({type(error).__name__}: {refusal(error)})"
+                ) from error
+        if not self._first:
+            raise UnsupportedArchitecture(f"no layer of {subject.kind} ran on these inputs")
+
+    def prefix(self, path: str) -> str:
+        """The list of layers that a module lies in; "" for none."""
+        return max((p for p in self.halves if path.startswith(f"{p}.")), key=len, default="")
+
+    def number(self, path: str) -> int:
+        return int(path[len(self.prefix(path)) + 1 :].split(".")[0])
+
+    def derivatives(self, value: Tensor, held: bool) -> Derivatives:
+        """Differentiate a number of the pass by what was recorded: one backward pass."""
+        points = [
+            *(arrival.hidden for arrival in self.arrivals),
+            *(attention.output for attention in self.attentions),
+            *(written.output for written in self.written),
+            *self.ends.values(),
+        ]
+        reached = [point for point in points if point.requires_grad]
+        constants = [*self._biases.values(), *self._norms]
+        for route in self.routes:
+            route.constant = 0.0
+        self.switch.held = held
+        grads = cast(Any, torch.autograd.grad)(
+            value, [*reached, *(c.edge for c in constants)], retain_graph=True, allow_unused=True
+        )
+        places: dict[str, float] = defaultdict(float)
+        for constant, amount in zip(constants, carried(constants, grads[len(reached) :]), strict=True):
+            places[constant.place] += amount
+        for route in self.routes:
+            places[route.place] += route.constant
+        of = dict(zip(map(id, reached), grads, strict=False))
+        filled = [torch.zeros_like(p) if (grad := of.get(id(p))) is None else grad for p in points]
+        sizes = (len(self.arrivals), len(self.attentions), len(self.written), len(self.ends))
+        rest = iter(filled)
+        arrivals, attentions, written, ends = ([next(rest) for _ in range(size)] for size in sizes)
+        return Derivatives(arrivals, attentions, written, dict(zip(self.ends, ends, strict=True)), places)
+
+    # -------- the forward pass
+
+    @contextmanager
+    def _watched(self, gated: bool) -> Generator[None]:
+        model = self.subject.model
+        layers = {f"{p}.{name}": layer for p in self.halves for name, layer in model.get_submodule(p).named_children()}
+        whole = {path: m for prefix in self.halves for path, m in self._whole(prefix)}
+        quiet = {inner for m in (*whole.values(), *self._writers) for inner in m.modules()}  # nothing held passes
+        small = {n: m for n, m in model.named_modules() if may_be_norm(m) and m not in quiet}
+        around = models_around(list(self.sites.values()))
+        with ExitStack() as stack:
+            stack.enter_context(Watch(small, leave=self._held_small))
+            stack.enter_context(Watch(layers, self._enter_layer, self._leave_layer))
+            written = {path: m for m, path in self._writers.items()} | whole
+            stack.enter_context(Watch(written, leave=self._leave_written))
+            stack.enter_context(Watch(self._scorers, lambda call: self.scored.__setitem__(str(call.name), call)))
+            if gated:
+                sites = {s.name: s.module for s in self.sites.values()}
+                stack.enter_context(Watch(sites, self._enter_site, self._leave_site))
+            readable = {readable_implementation(site.owner.config) for site in self.sites.values()}
+            interceptors = dict.fromkeys(self.sites, self._attend)
+            try:
+                interception = intercept(around, interceptors, role="look", implementation="eager")
+            except UnsupportedArchitecture:  # a module without eager attention: its weights are read off identities
+                interception = intercept(around, interceptors, role="look", implementation=readable.pop())
+            stack.callback(interception.remove)
+            stack.enter_context(_Secants(self))
+            yield
+
+    @contextmanager
+    def _with_biases(self) -> Generator[None]:
+        """Let constants be differentiated: they carry a part of the value."""
+        model = self.subject.model
+        owners = [module for module in model.modules() if owns_matrix(module) or not may_be_norm(module)]
+        every = (
+            (name, tensor) for group in (model.named_parameters(), model.named_buffers()) for name, tensor in group
+        )
+        mine = {id(t) for m in owners for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+        named = {n: t for n, t in every if id(t) in mine and n.endswith("bias") and t.is_floating_point()}
+        biases = list(named.values())
+        flags = [(bias, bias.requires_grad) for bias in biases]
+        try:
+            for bias in biases:
+                bias.requires_grad_(True)
+            for name, bias in named.items():
+                place = f"{self.prefix(name)}.{self.number(name)}" if self.prefix(name) else ""
+                self._biases[id(bias)] = Constant(bias.detach(), get_gradient_edge(bias), place)
+            yield
+        finally:
+            for bias, flag in flags:
+                bias.requires_grad_(flag)
+
+    def _whole(self, prefix: str) -> Generator[tuple[str, nn.Module]]:
+        """The modules of a list's layers that are neither attention nor writers, the outermost of each."""
+        kept = {*self.sites, *self._writers, *self._scorers.values()}
+
+        def below(path: str, module: nn.Module, passes: bool) -> Generator[tuple[str, nn.Module]]:
+            for name, child in module.named_children():
+                place, parts = f"{path}.{name}", set(child.modules())
+                if child in kept or not any(map(owns_matrix, parts)):
+                    continue
+                if not parts & kept and (not passes or moves_between_positions(child)):
+                    yield place, child
+                elif parts & kept:
+                    listed = isinstance(child, nn.ModuleList)
+                    yield from below(place, child, passes or bool(parts & set(self.sites) and not listed))
+
+        for name, layer in self.subject.model.get_submodule(prefix).named_children():
+            yield from below(f"{prefix}.{name}", layer, False)
+
+    def _enter_layer(self, call: Call) -> Arguments | None:
+        path = str(call.name)
+        prefix, hidden = path.rpartition(".")[0], hidden_of(call)
+        # a layer that runs again counts as a further one
+        number = self.number(path) + call.number * len(cast(nn.ModuleList, self.subject.model.get_submodule(prefix)))
+        self._open.append((path, number))
+        continues = any(self.halves[other] == self.halves[prefix] for other in self._first) and hidden.requires_grad
+        first = not continues and prefix not in self._first
+        if first:
+            leaf = hidden.detach().requires_grad_()
+            self._first[prefix] = hidden.detach(), leaf
+            hidden = leaf
+        self.arrivals.append(Arrival(prefix, number, hidden, first))
+        if first:
+            return with_hidden(call, hidden.clone())
+        return handed_again(call, *self._first[prefix]) if prefix in self._first else None
+
+    def _leave_layer(self, call: Call, output: object) -> None:
+        self._open.pop()
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if tensors:
+            self.ends[str(call.name).rpartition(".")[0]] = tensors[0]
+
+    def _leave_written(self, call: Call, output: object) -> object:
+        path = str(call.name)
+        prefix = self.prefix(path)
+
+        def begun(tensor: Tensor) -> Tensor:
+            cut = Cut.apply(self.switch, tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+            return cast(Tensor, cut)
+
+        cut = mapped(output, begun)
+        tensors = tensors_in(cut)
+        stream = self._first[prefix][0].shape if prefix in self._first else torch.Size()
+        whole = call.module not in self._writers
+        main = next((t for t in tensors if not whole or alike(t.shape, stream)), None)
+        if main is not None:
+            self.written.append(Written(path, prefix, self._open[-1][1], main, main.detach().clone(), call, whole))
+        return cut
+
+    def _held_small(self, call: Call, output: object) -> Tensor | None:
+        """Hold a norm at its scale; outside of layers, an activation at its quotient."""
+        given = (*call.args, *call.kwargs.values())
+        if len(given) != 1 or not isinstance(x := given[0], Tensor) or not isinstance(output, Tensor):
+            return None
+        if not x.requires_grad or not output.requires_grad:
+            return None
+        norm = hold(call.module, x.detach(), output.detach())
+        if norm is not None:
+            if not self._open and any(torch.equal(x, end) for end in self.ends.values() if end.shape == x.shape):
+                self.final_gain = norm.gain.detach()
+            return Either.apply(self.switch, output, self._norm(norm, x))
+        flat = not any(True for _ in call.module.parameters())
+        return self.secant(x, output) if flat and x.shape == output.shape else None
+
+    def _norm(self, norm: HeldNorm, x: Tensor) -> Tensor:
+        bias = norm.bias.detach().requires_grad_()
+        self._norms.append(Constant(bias.detach(), get_gradient_edge(bias), self._open[-1][0] if self._open else ""))
+        return norm.gain * norm.reduced(x) * norm.scale + bias
+
+    def secant(self, x: Tensor, real: Tensor) -> Tensor | None:
+        """An activation between the last layer and the logits, linear at its quotient in this pass."""
+        if self._open or not self.arrivals:
+            return None
+        small = x.detach().abs() < 1e-12
+        quotient = (real / torch.where(small, torch.ones_like(x), x)).detach().masked_fill(small, 0.0)
+        return Either.apply(self.switch, real, x * quotient)
+
+    # -------- attention
+
+    def _enter_site(self, call: Call) -> Arguments:
+        entered: list[tuple[Tensor, Tensor]] = []
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            behind = Cut.apply(self.switch, value)
+            entered.append((value, behind))
+            return behind
+
+        arguments = tuple(map(cut, call.args)), {name: cut(value) for name, value in call.kwargs.items()}
+        self._entered.append((call.module, entered))
+        return arguments
+
+    def _leave_site(self, call: Call, output: object) -> None:
+        self._entered.pop()
+
+    def _attend(self, call: AttentionCall, proceed: Proceed) -> Output:
+        entered = next((pairs for module, pairs in reversed(self._entered) if module is call.module), [])
+        value = call.value
+        if value.requires_grad and entered:
+            inner = [self._biases[id(p)] for p in call.module.parameters() if id(p) in self._biases]
+            route = Route(value, [cut for _, cut in entered], inner, self._open[-1][0])
+            self.routes.append(route)
+            value = Routed.apply(self.switch, value, route, *[outer for outer, _ in entered])
+        query, key = (Cut.apply(self.switch, t) for t in (call.query, call.key))
+        output, weights = proceed(call.replace(query=query, key=key, value=value))
+        if output.ndim == 3:  # some kernels join the heads
+            output = output.unflatten(-1, (query.shape[1], -1))
+        if query.shape[0] != 1:
+            raise UnsupportedArchitecture(f"{call.module} attends in {query.shape[0]} sequences: expected one")
+        values = value.detach()[0].repeat_interleave(query.shape[1] // value.shape[1], 0)
+        table = self._weights(call, proceed, output, weights, values)
+        site = self.sites[call.module]
+        self.attentions.append(HeldAttention(site, self._open[-1][1], table, values, output, call))
+        return output, weights
+
+    def _weights(
+        self, call: AttentionCall, proceed: Proceed, output: Tensor, weights: Tensor | None, values: Tensor
+    ) -> Tensor:
+        """The weights [heads, queries, keys]: those that the kernel returns if they give its output, else measured.
+
+        Attention is linear in its values, so values that are the rows of an identity give the weights themselves.
+        """
+        wanted = output.detach()[0].transpose(0, 1)
+        if weights is not None and weights.shape[-3:] == (*wanted.shape[:2], values.shape[1]):
+            table = weights.detach().reshape(weights.shape[-3:])
+            if bool((table @ values - wanted).abs().amax() <= _CLOSE * wanted.abs().amax()):
+                return table
+        keys = call.value.shape[2]
+        identity = torch.eye(keys, dtype=call.value.dtype, device=call.value.device)
+        plain = {name: getattr(call, name).detach() for name in ("query", "key")}
+        with torch.no_grad():
+            measured = proceed(call.replace(**plain, value=identity.expand(1, call.value.shape[1], keys, keys)))[0]
+        measured = measured.unflatten(-1, (wanted.shape[0], -1)) if measured.ndim == 3 else measured
+        table = measured[0].transpose(0, 1)
+        if not bool((table @ values - wanted).abs().amax() <= _CLOSE * wanted.abs().amax()):
+            raise UnsupportedArchitecture(
+                f"{type(call.module).__name__} is not linear in its values, so that its weights are not known"
+            )
+        return table
+
+
+class _Secants(TorchFunctionMode):
+    """Holds the activations outside of layers: those of a head, and a softcap of the logits."""
+
+    def __init__(self, held: HeldPass) -> None:
+        super().__init__()
+        self._held = held
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        real = func(*args, **(kwargs or {}))
+        if func in _CURVED and isinstance(x := args[0], Tensor) and x.requires_grad:
+            secant = self._held.secant(x, real)
+            return real if secant is None else secant
+        return real
+
+
+def _lists_of(subject: Subject) -> dict[str, str]:
+    """The lists of layers between the inputs and the logits: those of the model that reads tokens, both halves."""
+    sites = [site for site in subject.sites if site.kind == "self"]
+    reading = [s for s in sites if subject.embedding is not None and Subject(s.owner).embedding is subject.embedding]
+    sites = reading or sites  # beside the towers of images and sounds
+    own = one_owner([site for site in sites if site.part == "decoder"] or sites)
+    lists = {site.layers: "" for site in subject.sites if site.owner is own[0].owner}
+    if any(site.kind == "cross" for site in subject.sites):
+        lists |= {site.layers: "encoder" for site in subject.sites if site.part == "encoder"}
+    flat = [path for path in lists if not isinstance(subject.model.get_submodule(path), nn.ModuleList)]
+    if flat:
+        raise UnsupportedArchitecture(f"the attention of {subject.kind} lies in no list of layers ({flat[0]})")
+    return lists
