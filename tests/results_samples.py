@@ -14,7 +14,7 @@ import torch
 import attnflow as af
 from attnflow._core.results import Result
 from attnflow.audit.measurement import MeasuredOrder
-from attnflow.bias.graph import BiasGraph, Edge
+from attnflow.bias.graph import BiasEdge, BiasGraph
 from attnflow.geometry.pairs import PairScores
 from attnflow.masks import Mask
 
@@ -101,7 +101,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "Hasse": lambda: af.order.analyze(af.masks.butterfly(LENGTH)).hasse,
     "LeakReport": lambda: af.tasks.check(af.tasks.merge(af.tasks.causal_lm([5] * LENGTH))),
-    "BiasGraph": lambda: BiasGraph(("a", "b"), (Edge(0, 1, 0.5),), "2 layers"),
+    "BiasGraph": lambda: BiasGraph(("a", "b"), (BiasEdge(0, 1, 0.5),), "2 layers"),
     "QueryBias": lambda: _tiny_map(lambda bias_map: bias_map.at(3)),
     "Trace": _tiny_trace,
     "EntryReport": _tiny_entry,

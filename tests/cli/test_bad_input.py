@@ -126,7 +126,7 @@ OF_A_MODEL = [
     ("knowledge build notes.txt TINY", "notes.txt"),
     ("knowledge trace TINY 'I the of' --layer 2", "layer must be one of the traced [0, 1], got 2"),
     ("knowledge trace TINY 'I the of' --position 9", "position must be one of the traced"),
-    ("knowledge trace TINY 'I the of' --target 'I my'", "a target must be one token"),
+    ("knowledge trace TINY 'I the of' --target 'Imy-'", "expected one token"),
     ("knowledge trace TINY 'I the of' --top 3 --count 5", "lists more than the --top 3"),
     ("knowledge trace TINY ''", "the text is empty"),
     ("knowledge trace TINY", "give either a TEXT or --ids"),

@@ -20,7 +20,7 @@ def test_text(run, tiny_model):
     assert lines[1] == f"prompt {TEXT}"
     assert lines[2].startswith("token thy at position 5, target ")
     assert lines[3].endswith("of 96 entries are active")
-    assert lines[5].split()[:3] == ["layer", "token", "entry"]
+    assert lines[5].split()[:3] == ["token", "entry", "id"]
     assert len(lines) == 6 + 3
     assert all("thy (5)" in line for line in lines[6:])
 
@@ -46,7 +46,7 @@ def test_entries_are_taken_out(run, tiny_model):
     tried = [one.ablated_effect is not None for one in found.fired(-1)]
     assert tried == [True] * 4 + [False] * (len(tried) - 4)
     lines = run(*arguments, "--count", "5").out.splitlines()
-    assert {"direct", "ablated"} < set(lines[5].split())
+    assert {"effect", "direct", "ablated"} < set(lines[5].split())
     refused = run(*arguments, "--top", "3", "--count", "2")
     assert refused.code == 2
     assert "--ablate 4 takes out more than the --top 3" in refused.err

@@ -46,7 +46,7 @@ VALUES = [
     (lambda s: s.search(torch.eye(4), 1, mode="fast"), 'mode must be "exact", "approximate" or None, got \'fast\''),
     (lambda s: s.snapshot(3), "a snapshot's name has 1 to 64 letters, digits, '.', '_' or '-', got 3"),
     (lambda _: knowledge.Retrieval(threshold="0"), "threshold must be a number, not NaN, got '0'"),
-    (lambda _: knowledge.trace(model(), [1, 2], by="size"), "by must be 'norm' or 'effect', got 'size'"),
+    (lambda _: knowledge.trace(model(), [1, 2], by="size"), "by must be 'effect', 'direct' or 'norm', got 'size'"),
     (lambda _: knowledge.trace(model(), [1, 99]), "token ids must lie in 0 to 31, the model's vocabulary, got up to"),
     (lambda s: s.get([0, -1]), "ids must hold integers from 0 to 2**63 - 1, got -1: a search pads ids"),
     (lambda _: plain(8, 4, 6, threshold="none"), "threshold must be one of 'mlp', 'coordinate', 'constant', got"),

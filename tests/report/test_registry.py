@@ -107,7 +107,7 @@ MAKERS = {
     "ScoreAttribution": attribution,
     "Trace": trace,
     "EntryReport": entry_report,
-    "Removal": lambda: entry_report(ablate=[5, 6, 7]).removal,
+    "EntryRemoval": lambda: entry_report(ablate=[5, 6, 7]).removal,
 }
 
 
@@ -289,7 +289,7 @@ def test_a_monitor_without_a_record_says_how_to_make_one():
 
 
 def test_a_page_of_a_result_without_a_part_of_its_own_shows_its_picture_and_short_numbers():
-    html = report.page(MAKERS["Removal"]()).html
+    html = report.page(MAKERS["EntryRemoval"]()).html
     assert "<svg" in html
     assert not re.search(r">-?\d\.\d{8,}<", html)
 
@@ -315,7 +315,7 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
         "GeometrySurvey",
         "Trace",
         "EntryReport",
-        "Removal",
+        "EntryRemoval",
         "MaskGrid",
         "Task",
         "MergedTask",

@@ -17,7 +17,7 @@ _LISTED: Final = 20  # edges that are printed
 
 
 @dataclass(frozen=True)
-class Edge:
+class BiasEdge:
     """An edge from a key to a query that the bias makes attend more to it.
 
     Attributes:
@@ -45,7 +45,7 @@ class BiasGraph(Result):
     """
 
     tokens: tuple[str, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[BiasEdge, ...]
     about: str = ""
 
     def rows(self) -> Sequence[Mapping[str, object]]:
@@ -62,7 +62,7 @@ class BiasGraph(Result):
         lines += [f"  and {len(self.edges) - _LISTED} more edges"] if len(self.edges) > _LISTED else []
         return "\n".join(lines)
 
-    def _by_strength(self) -> list[Edge]:
+    def _by_strength(self) -> list[BiasEdge]:
         return sorted(self.edges, key=lambda edge: (-edge.bias, edge.query, edge.key))
 
     @cached_property

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.markup import percent, plural, token_label, visible
 from attnflow._core.results import Result
-from attnflow.bias.graph import BiasGraph, Edge
+from attnflow.bias.graph import BiasEdge, BiasGraph
 
 Quantity = Literal["bias", "raw", "weights", "weights_without", "weights_base"]
 
@@ -297,7 +297,7 @@ class BiasMap(Result):
         if top_k is not None and top_k < table.shape[1]:
             best = table.topk(top_k, dim=1).indices
             keep &= torch.zeros_like(keep).scatter_(1, best, True)
-        edges = tuple(Edge(key, self.queries[row], float(table[row, key])) for row, key in keep.nonzero().tolist())
+        edges = tuple(BiasEdge(key, self.queries[row], float(table[row, key])) for row, key in keep.nonzero().tolist())
         many = "strongest key" if top_k == 1 else f"{top_k} strongest keys"
         which = [] if top_k is None else [f"the {many} of each query"]
         which += [] if threshold is None else [f"a bias of at least {threshold:g}"]

@@ -159,10 +159,10 @@ def knowledge_trace(
 ) -> None:
     """Show which feed-forward entries fire for a text.
 
-    Lists the entries with the largest direct effect on the logit of the next token: what an entry adds to that logit,
-    minus what it adds to all logits alike. With --ablate, also what that logit and the token's probability lose when
-    the model runs without the entry. The words beside an entry are its text, or the tokens that it promotes (+) and
-    suppresses (-).
+    Lists the entries with the largest effect on the logit of the next token: a first-order estimate of what it loses
+    without the entry. Beside it stands the direct effect, past later layers. With --ablate, also what that logit and
+    the token's probability lose when the model runs without the entry. The words beside an entry are its text, or the
+    tokens that it promotes (+) and suppresses (-).
     """
     require(model)
     from attnflow.knowledge import from_ffn, trace
@@ -185,8 +185,8 @@ def knowledge_trace(
             spinner.stage("converting its feed-forward layers")
             loaded = loaded._replace(model=from_ffn(loaded))
         spinner.stage("tracing")
-        # An ablation runs the model for each position: only the one to explain is traced then.
-        places = position if ablate else None
+        # What is printed is about one token; an ablation runs the model for each position.
+        places = position if ablate or not (json_output or path or target) else None
         result = trace(loaded, inputs, top=wanted, targets=targets, positions=places, ablate=ablate)
         result = replace(result, model=model)
         result.row(position)

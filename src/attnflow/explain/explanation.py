@@ -293,6 +293,11 @@ class SourceGraph(Result):
     nodes: tuple[Source, ...]
     links: tuple[Link, ...]
 
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each link."""
+        names = [f"{n.name} at {n.position}" if n.entry is not None else f"{n.text} ({n.position})" for n in self.nodes]
+        return [{"from": names[x.source], "to": names[x.target], "carried": x.carried} for x in self.links]
+
 
 def _numbers(item: Edge | Source) -> str:
     removed = "" if item.removed is None else f" {item.removed:+6.2f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -66,6 +67,10 @@ class LayerReader(ABC):
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         return output
 
+    def received(self, gradient: Tensor) -> Float[Tensor, "*tokens model_dim"]:
+        """The gradient by what the layer adds to each token, from that by its output."""
+        return gradient
+
     def error_bound(self, reading: LayerReading) -> Float[Tensor, " tokens"]:
         """Bound the Euclidean distance of this layer's output of each token from the output of reading all entries.
 
@@ -86,6 +91,22 @@ def readers(model: nn.Module) -> list[LayerReader]:
     if not layers:
         raise ValueError(f"{type(model).__name__} reads no knowledge base: call af.knowledge.from_ffn(model)")
     return layers
+
+
+def numbering(model: nn.Module) -> dict[LayerReader, tuple[int, int]]:
+    """For each layer that reads entries: the number of the model's layer, and that of its first entry within it.
+
+    Several readers of one layer, such as experts and shared experts, are numbered one after another.
+    """
+    taken: dict[str, int] = {}
+    places: dict[LayerReader, tuple[int, int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LayerReader):
+            layer = re.match(r"(.*?\.(\d+))(?:\.|$)", path)
+            key, number = (path, module.layer) if layer is None else (layer[1], int(layer[2]))
+            places[module] = number, taken.get(key, 0)
+            taken[key] = taken.get(key, 0) + module.num_entries * len(module.values(module.every()[:1]))
+    return places
 
 
 @contextmanager
@@ -288,6 +309,10 @@ class ExpertEntries(LayerEntries):
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         """Sum over the experts, for models that do this after the module."""
         return output.unflatten(0, (self.form.num_experts, -1)).sum(dim=0) if self.form.sorted else output
+
+    def received(self, gradient: Tensor) -> Float[Tensor, "*tokens model_dim"]:
+        """The gradient of one expert's rows: they are summed, so that all are the same."""
+        return gradient.unflatten(0, (self.form.num_experts, -1))[0] if self.form.sorted else gradient
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         given = inspect.signature(self.own.forward).bind(*args, **kwargs).arguments.values() if kwargs else args

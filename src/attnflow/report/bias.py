@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from attnflow._core import checks
 from attnflow._core.markup import columns, element, escape, grouped, percent, plural, shorten, token_label
-from attnflow.bias.graph import BiasGraph, Edge
+from attnflow.bias.graph import BiasEdge, BiasGraph
 from attnflow.bias.map import BiasMap, Quantity
 from attnflow.report import charts, html
 from attnflow.report import layered_layout as layout
@@ -220,7 +220,7 @@ def graph_svg(graph: BiasGraph, *, max_edges: int = STRONGEST) -> str:
     return framed(body, placement.width, placement.height, [caption], what)
 
 
-def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], share: float) -> str:
+def _arrow(graph: BiasGraph, edge: BiasEdge, route: list[Point], share: float) -> str:
     up = edge.key < edge.query
     x, y = route[-1] if up else route[0]
     tail, half = (8.0, 3.2 + share) if up else (-8.0, 3.2 + share)
@@ -232,7 +232,7 @@ def _arrow(graph: BiasGraph, edge: Edge, route: list[Point], share: float) -> st
     return element("g", body, class_="af-edge", opacity=0.35 + 0.6 * share)
 
 
-def _label(edge: Edge, x: float, y: float) -> str:
+def _label(edge: BiasEdge, x: float, y: float) -> str:
     frame = {"x": x - 14.0, "y": y - 10.0, "width": 28.0, "height": 13.0, "rx": 3}
     ground = element("rect", **frame, fill="#fff", fill_opacity=0.8, class_="af-face")
     text = element("text", f"{edge.bias:.2f}", x=x, y=y, text_anchor="middle", font_size=10, fill="currentColor")

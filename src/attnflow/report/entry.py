@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
-from attnflow.knowledge.reading.results import EntryReport, Example, Near, Removal
+from attnflow.knowledge.reading.results import EntryRemoval, EntryReport, Example, Near
 from attnflow.report import charts, html
 from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SERIES, SOFT, blank, chart, heat_map, literal
 from attnflow.report.displays import describes, draws
@@ -102,9 +102,9 @@ def entry_chart(report: EntryReport, *, title: str | None = None) -> Figure:
     return figure
 
 
-@draws(Removal)
+@draws(EntryRemoval)
 @chart
-def removal_chart(removal: Removal, *, title: str | None = None) -> Figure:
+def removal_chart(removal: EntryRemoval, *, title: str | None = None) -> Figure:
     names = [_label(one.token, 16) for one in removal.chances]
     figure = blank(6.5, 1.3 + 0.36 * len(names))
     axes = figure.subplots()

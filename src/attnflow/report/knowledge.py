@@ -26,8 +26,8 @@ _BARS: Final = 16
 _ROWS: Final = 40
 _CLIPPED: Final = 99  # percentile at which the colours of a map end
 ABLATED: Final = (
-    "The direct effect is what the entry itself adds to the logit. Ablated is what the logit loses when the model runs "
-    "without the entry and later layers react; beside it what the probability loses."
+    "The effect is a first-order estimate of what the logit loses without the entry. Ablated is what it loses when the "
+    "model runs without the entry and later layers react; beside it what the probability loses."
 )
 _PROMPT: Final = 400  # tokens of a prompt that are shown; of a longer one the last
 _WIDEST: Final = 96  # tokens of a map; of a longer text the last ones
@@ -78,16 +78,18 @@ def _entries(trace: Trace) -> Section:
     strongest = trace.fired(-1, count=_ROWS)
     if not strongest:
         return Section("entries", title, html.paragraph("No entry fired for the last token."))
-    if trace.without:
-        lead = f"The entries with the largest contributions. There are no direct effects: {trace.without}."
+    effects = any(one.effect is not None for one in strongest)
+    if not effects:
+        lead = "The entries with the largest contributions: the model has no logits on which they could have effects."
     else:
         lead = (
-            f"What the strongest entries add to the logit of the token {token_label(trace.targets[row], 24)!r} at "
-            f"{token_label(trace.tokens[trace.positions[row]], 24)!r}, less what they add to all tokens alike: their "
-            "direct effect, with the scale of the final norm held still and without the detours through later layers. "
-            "An entry is named by layer and id. Its words are its text, or the tokens whose logits it raises (↑) and "
-            "lowers (↓) most here: weight times value, seen by the unembedding."
+            f"The entries with the largest effects on the logit of the token {token_label(trace.targets[row], 24)!r} "
+            f"at {token_label(trace.tokens[trace.positions[row]], 24)!r}: first-order estimates of what it loses "
+            "without them, over all paths. The direct effect leaves out the paths through later layers. An entry is "
+            "named by layer and number. Its words are its text, or the tokens whose logits it raises (↑) and lowers "
+            "(↓) most here: weight times value, seen by the unembedding."
         )
+        lead += f" There are no direct effects: {trace.without}." if trace.without else ""
     words = [entry_words(one, 90) or "–" for one in strongest]
     columns: dict[str, Sequence[str]] = {
         "Entry": [entry_name(one) for one in strongest],
@@ -96,10 +98,13 @@ def _entries(trace: Trace) -> Section:
         "Threshold": html.numbers([one.threshold for one in strongest], signed=True),
         "Weight": html.numbers([one.weight for one in strongest], signed=True),
         "Norm": html.numbers([one.norm for one in strongest]),
-        "Direct effect": html.numbers(_column(strongest, "effect"), signed=True),
+        "Effect": html.numbers(_column(strongest, "effect"), signed=True),
+        "Direct effect": html.numbers(_column(strongest, "direct_effect"), signed=True),
     }
     if not any(one.threshold for one in strongest):
         del columns["Threshold"]  # the layers have no biases
+    if not effects:
+        del columns["Effect"]
     if trace.without:
         del columns["Direct effect"]
     if {*words} == {"–"}:  # without an unembedding and without a store, entries have no words
@@ -111,7 +116,7 @@ def _entries(trace: Trace) -> Section:
     table = html.table(
         list(columns), zip(*columns.values(), strict=True), text_columns=1 + ("Text, or tokens" in columns)
     )
-    what = "Norms of contributions" if trace.without else "Direct effects of entries"
+    what = "Effects of entries" if effects else "Norms of contributions"
     chart = charts.in_page(lambda: trace_chart(trace, picture="entries", count=_BARS), what)
     return Section("entries", title, html.paragraph(lead, kind="lead") + chart + table)
 
@@ -137,8 +142,8 @@ def _layers(trace: Trace) -> Section:
     if not trace.without:
         lead += f" {_sum(trace)}"
         for name, effects in (
-            ("Entries’ effect", [one.effect for one in layers]),
-            ("Attention’s effect", [one.attention_effect for one in layers]),
+            ("Entries’ direct effect", [one.direct_effect for one in layers]),
+            ("Attention’s direct effect", [one.attention_effect for one in layers]),
         ):
             if any(effect is not None for effect in effects):
                 values = [math.nan if effect is None else float(effect[-1]) for effect in effects]
@@ -158,10 +163,9 @@ def _reading(trace: Trace) -> list[Content]:
         said += [
             " At ",
             html.code(token_label(one.token)),
-            f" the entry with the largest direct effect, {one.entry} of layer {one.layer}, "
-            f"{'raises' if effect > 0 else 'lowers'} the logit of ",
+            f" the entry with the largest effect, {one.name}, is {'for' if effect > 0 else 'against'} ",
             html.code(token_label(one.target)),
-            f" by {abs(effect):.3g}.",
+            f": an estimate of {abs(effect):.3g} in its logit.",
         ]
     elif trace.without:
         said.append(f" Direct effects on the logits are not defined: {trace.without}.")
@@ -170,7 +174,7 @@ def _reading(trace: Trace) -> list[Content]:
 
 def _sum(trace: Trace) -> str:
     terms = [
-        ("entries", math.fsum(float(one.effect[-1]) for one in trace if one.effect is not None)),
+        ("entries", math.fsum(float(one.direct_effect[-1]) for one in trace if one.direct_effect is not None)),
         ("attention", math.fsum(float(one.attention_effect[-1]) for one in trace if one.attention_effect is not None)),
     ]
     for name, value in (("embedding", trace.embedding_effect), ("constants", trace.constant_effect)):
@@ -232,12 +236,12 @@ def active_shares(trace: Trace) -> Array:
 
 def written(trace: Trace) -> Array:
     """Returns the direct effect of all entries on the target, or else the norm they write, [layers, positions]."""
-    each = [one.output_norm if trace.without else one.effect for one in trace]
+    each = [one.output_norm if trace.without else one.direct_effect for one in trace]
     return np.stack([np.asarray(values, dtype=np.float64) for values in each])
 
 
 def entry_name(one: Fired) -> str:
-    return f"{one.layer} · {one.entry}" + (f" · head {one.head}" if one.head else "")
+    return one.name + (f" · head {one.head}" if one.head else "")
 
 
 def entry_words(one: Fired, limit: int = 28) -> str:
@@ -269,7 +273,7 @@ def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, uni
 
 def _bars(axes: Any, trace: Trace, strongest: list[Fired], row: int) -> None:
     """Draws the entries for the target, then those against it, each with the effect of its ablation if tried."""
-    effects = not trace.without
+    effects = any(one.effect is not None for one in strongest)
     sizes = {id(one): one.norm if one.effect is None else one.effect for one in strongest}
     apart = [[one for one in strongest if sizes[id(one)] > 0], [one for one in strongest if sizes[id(one)] <= 0]]
     listed = [*apart[0], *apart[1]]
@@ -280,7 +284,7 @@ def _bars(axes: Any, trace: Trace, strongest: list[Fired], row: int) -> None:
     height, shift = (0.38, 0.2) if tried else (0.7, 0.0)
     colours = [POSITIVE if sizes[id(one)] > 0 else NEGATIVE for one in listed]
     shifted = [at - shift for at in places]
-    axes.barh(shifted, [sizes[id(one)] for one in listed], color=colours, height=height, label="direct effect")
+    axes.barh(shifted, [sizes[id(one)] for one in listed], color=colours, height=height, label="effect")
     if tried:
         shifted, lost = [at + shift for at, _ in tried], [effect for _, effect in tried]
         axes.barh(shifted, lost, color=SOFT, height=height, label="ablated: lost without the entry")

@@ -20,7 +20,7 @@ from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, read
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
-from attnflow.knowledge.reading.results import Chance, EntryReport, Example, Near, Pushed, Removal
+from attnflow.knowledge.reading.results import Chance, EntryRemoval, EntryReport, Example, Near, Pushed
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject, Text
 
@@ -122,7 +122,9 @@ def entry(
     )
 
 
-def removal(model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0) -> Removal:
+def removal(
+    model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0
+) -> EntryRemoval:
     """`entry(model, id, ablate=text).removal` alone, of a model that reads entries."""
     return _removal(Subject.of(model), _found(model.model, id, layer, head), text, position, 8)
 
@@ -279,7 +281,7 @@ def _removal(
     text: Text,
     position: int,
     count: int,
-) -> Removal:
+) -> EntryRemoval:
     """Run a text with an entry and without it."""
     model, arguments = subject.model, subject.read(text, ids=True)
     ids = arguments["input_ids"][0]
@@ -297,7 +299,7 @@ def _removal(
     texts = subject.texts(listed)
     chances = zip(texts, listed, before[listed].exp().tolist(), after[listed].exp().tolist(), strict=True)
     reader = one.reader
-    return Removal(
+    return EntryRemoval(
         model=subject.name,
         layer=reader.layer,
         entry=int(reader.ids(torch.tensor([one.place], device=ids.device))[0]),

@@ -51,7 +51,7 @@ class Chance:
 
 
 @dataclass(frozen=True)
-class Removal(Result):
+class EntryRemoval(Result):
     """What a model says next with an entry and without it: the entry's value is zero at all tokens."""
 
     model: str
@@ -121,7 +121,7 @@ class EntryReport(Result):
     active: int
     near_by_value: tuple[Near, ...]
     near_by_key: tuple[Near, ...]
-    removal: Removal | None = None
+    removal: EntryRemoval | None = None
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each token, example and near entry, which "kind" tells apart."""

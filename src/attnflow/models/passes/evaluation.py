@@ -170,17 +170,17 @@ def precision(model: nn.Module, dtype: torch.dtype | None) -> Generator[None]:
 
 
 @contextmanager
-def still(model: nn.Module) -> Generator[None]:
+def still(model: nn.Module, *, exact: bool = True) -> Generator[None]:
     """Hold the model in eval mode, eager and without gradients of parameters; everything is restored.
 
-    A model in float64 computes all of itself in float64, its norms and softmax too.
+    If `exact`, a model in float64 computes all of itself in float64, its norms and softmax too.
     """
-    first = next(model.parameters())
+    doubled = exact and next(model.parameters()).dtype == torch.float64
     with (
         unchanged(model),  # threads take turns: what follows must not read another's state
         cast(Any, torch.compiler).set_stance("force_eager"),
         evaluating(model),
-        precision(model, torch.float64 if first.dtype == torch.float64 else None),
+        precision(model, torch.float64 if doubled else None),
         torch.autocast(device_of(model).type, enabled=False),
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -22,8 +22,6 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.anatomy.mixing import moves_between_positions
@@ -32,7 +30,7 @@ from attnflow.models.passes.evaluation import REFUSALS, refusal, still
 from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept, readable_implementation
 from attnflow.models.passes.reads import HeldNorm, hold, may_be_norm
 from attnflow.models.passes.recording import alike, owns_matrix
-from attnflow.models.passes.switch import Constant, Cut, Either, Route, Routed, Switch, carried
+from attnflow.models.passes.switch import Constant, Either, Route, Routed, Secants, Stop, Switch, carried
 from attnflow.models.passes.watching import (
     Arguments,
     Call,
@@ -46,12 +44,6 @@ from attnflow.models.passes.watching import (
 from attnflow.models.subject import Subject
 
 _CLOSE: Final = 1e-4  # of the largest output of an attention, for weights that a kernel returns beside it
-_CURVED: Final = frozenset[Any](
-    [
-        *(functional.gelu, functional.relu, functional.silu, functional.tanh, functional.sigmoid, functional.softplus),
-        *(torch.tanh, torch.relu, torch.sigmoid, Tensor.tanh, Tensor.relu, Tensor.sigmoid, functional.elu),
-    ]
-)  # activations of heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +197,7 @@ class HeldPass:
             except UnsupportedArchitecture:  # a module without eager attention: its weights are read off identities
                 interception = intercept(around, interceptors, role="look", implementation=readable.pop())
             stack.callback(interception.remove)
-            stack.enter_context(_Secants(self))
+            stack.enter_context(Secants(self.secant))
             yield
 
     @contextmanager
@@ -277,7 +269,7 @@ class HeldPass:
         prefix = self.prefix(path)
 
         def begun(tensor: Tensor) -> Tensor:
-            cut = Cut.apply(self.switch, tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+            cut = Stop.apply(self.switch, tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
             return cast(Tensor, cut)
 
         cut = mapped(output, begun)
@@ -325,7 +317,7 @@ class HeldPass:
         def cut(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 return value
-            behind = Cut.apply(self.switch, value)
+            behind = Stop.apply(self.switch, value)
             entered.append((value, behind))
             return behind
 
@@ -344,7 +336,7 @@ class HeldPass:
             route = Route(value, [cut for _, cut in entered], inner, self._open[-1][0])
             self.routes.append(route)
             value = Routed.apply(self.switch, value, route, *[outer for outer, _ in entered])
-        query, key = (Cut.apply(self.switch, t) for t in (call.query, call.key))
+        query, key = (Stop.apply(self.switch, t) for t in (call.query, call.key))
         output, weights = proceed(call.replace(query=query, key=key, value=value))
         if output.ndim == 3:  # some kernels join the heads
             output = output.unflatten(-1, (query.shape[1], -1))
@@ -380,23 +372,6 @@ class HeldPass:
                 f"{type(call.module).__name__} is not linear in its values, so that its weights are not known"
             )
         return table
-
-
-class _Secants(TorchFunctionMode):
-    """Holds the activations outside of layers: those of a head, and a softcap of the logits."""
-
-    def __init__(self, held: HeldPass) -> None:
-        super().__init__()
-        self._held = held
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        real = func(*args, **(kwargs or {}))
-        if func in _CURVED and isinstance(x := args[0], Tensor) and x.requires_grad:
-            secant = self._held.secant(x, real)
-            return real if secant is None else secant
-        return real
 
 
 def _lists_of(subject: Subject) -> dict[str, str]:

@@ -17,7 +17,7 @@ from attnflow.report.live.operations import Reply
 
 if TYPE_CHECKING:
     from attnflow.knowledge.reading.provenance import Fired, Trace
-    from attnflow.knowledge.reading.results import EntryReport, Near, Pushed, Removal
+    from attnflow.knowledge.reading.results import EntryRemoval, EntryReport, Near, Pushed
 
 _SONNETS: Final = 12
 _TITLE: Final = 40  # characters; shorter parts of the sonnets are their numbers
@@ -49,7 +49,7 @@ def _fired(one: Fired) -> Reply:
         "promotes": labels(one.promotes),
         "suppresses": labels(one.suppresses),
         **numbers(score=one.score, weight=one.weight, norm=one.norm),
-        **numbers(effect=one.effect, ablated=one.ablated_effect, lost=one.probability_effect),
+        **numbers(effect=one.effect, direct=one.direct_effect, ablated=one.ablated_effect, lost=one.probability_effect),
     }
 
 
@@ -88,7 +88,7 @@ def fires(found: EntryReport) -> Reply:
     }
 
 
-def removed(found: Removal) -> Reply:
+def removed(found: EntryRemoval) -> Reply:
     return {
         "entry": found.entry,
         "position": found.position,
