@@ -74,7 +74,6 @@ class EntryLayout:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The keys: "up", or "gate" and "up"."""
         return PARTS[self.gated]
 
     @property

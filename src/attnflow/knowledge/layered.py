@@ -40,9 +40,9 @@ class LayerReader(ABC):
         """The number of entries that this layer may read."""
 
     @property
-    @abstractmethod
     def output_bias(self) -> Tensor | None:
-        """b2, [model_dim], or None."""
+        """b2, [model_dim]; None also for experts, where it depends on the router."""
+        return None
 
     def every(self) -> Int[Tensor, " entries"]:
         return torch.arange(self.num_entries)
@@ -119,7 +119,6 @@ class SharedReader(KnowledgeReader, LayerReader):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """b2."""
         return self.attention.output_bias
 
     def every(self) -> Int[Tensor, " entries"]:
@@ -222,11 +221,9 @@ class EntryValues(LayerEntries):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """b2."""
         return self.bias
 
     def forward(self, weights: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens model_dim"]:
-        """Return sum of weight_e value_e + b2, without a copy of the entries."""
         if self.observer is not None:
             scores = torch.stack([self.scored.pop(part) for part in self.layout.parts])
             self.observe(None, scores, weights.detach())
@@ -243,13 +240,11 @@ class EntryScores(nn.Module):
         object.__setattr__(self, "values", values)  # not a child: it is a module of the layer
         self.layer, self.parts = values.layer, tuple(parts)
 
-    @property
+    @property  # some model code asks for its dtype
     def weight(self) -> Float[Tensor, "out model_dim"]:
-        """The keys as the weight of a linear map; some model code asks for its dtype."""
         return torch.cat([self.values.entries[:, self.values.layout.key(part)] for part in self.parts])
 
     def forward(self, hidden: Float[Tensor, "*tokens model_dim"]) -> Float[Tensor, "*tokens entries"]:
-        """Score all entries of the layer, without a copy of them."""
         entries, layout = self.values.entries, self.values.layout
         scores = [
             functional.linear(hidden, entries[:, layout.key(p)], entries[:, layout.threshold(p)]) for p in self.parts
@@ -279,11 +274,6 @@ class ExpertEntries(LayerEntries):
     def __init__(self, base: LayeredKnowledge, layer: int, form: PackedExperts, own: nn.Module) -> None:
         super().__init__(base, layer)
         self.form, self.own = form, own
-
-    @property
-    def output_bias(self) -> Tensor | None:
-        """None, because the bias of an expert's output depends on the router."""
-        return None
 
     def added(self, output: Tensor) -> Float[Tensor, "*tokens model_dim"]:
         """Sum over the experts, for models that do this after the module."""

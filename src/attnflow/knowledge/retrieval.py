@@ -47,14 +47,14 @@ class Certificate:
 
         If entries were added or deleted between the searches, it counts the largest number, so its bounds hold for all.
         """
-        counts = {one.k for one in certificates if isinstance(one.k, int)}
-        alike = len(counts) == 1 and all(isinstance(one.k, int) for one in certificates)
-        active = [one.active for one in certificates if one.active is not None]
+        k = certificates[0].k
+        alike = isinstance(k, int) and all(isinstance(other.k, int) and other.k == k for other in certificates)
+        active = [part.active for part in certificates if part.active is not None]
         return cls(
-            any(one.approximate for one in certificates),
-            counts.pop() if alike else _side_by_side([one._retrieved() for one in certificates]),
-            max(one.total for one in certificates),
-            _side_by_side([one.last for one in certificates]),
+            any(part.approximate for part in certificates),
+            k if alike else _side_by_side([part._retrieved() for part in certificates]),
+            max(part.total for part in certificates),
+            _side_by_side([part.last for part in certificates]),
             _side_by_side(active) if len(active) == len(certificates) else None,
         )
 
@@ -103,8 +103,7 @@ class Certificate:
         if activation not in BOUNDED:
             raise ValueError(
                 f'activation must be "relu", "gelu" or "silu", got {activation!r}: for others the k-th score gives no '
-                "bound "
-                "(sparsemax normalises over all entries; a gate multiplies the weight)"
+                "bound (sparsemax normalises over all entries; a gate multiplies the weight)"
             )
         norm = float(value_norm)
         if not (math.isfinite(norm) and norm >= 0):

@@ -28,9 +28,7 @@ _LEAD: Final = 5  # words before a prompt
 _RIDGE: Final = 1e-3  # of the mean of the diagonal: what is added to a moment
 _ABOUT: Final = " is a"  # after a subject: what the model says about it otherwise should stay
 _DECAY: Final = 0.02  # weight of the squared norm of what is added, in units of what a layer adds
-_KEEP: Final = (
-    0.1  # weight of the divergence from the model's other statements about the subject (ROME's essence drift)
-)
+_KEEP: Final = 0.1  # weight of the divergence from other statements about the subject (ROME's essence drift)
 _ENOUGH: Final = 0.95  # probability of the answer, the least over all prompts, at which the descent ends
 
 
@@ -55,7 +53,6 @@ def token_ids(tokenizer: Any, text: str, *, answer: bool = False) -> list[int]:
 
 
 def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Pad sequences of ids on the right and return keyword arguments of a forward pass."""
     device = Subject(model).device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     ids = pad_sequence([torch.tensor(list(row), device=device) for row in rows], batch_first=True)
@@ -64,7 +61,6 @@ def batch(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Answers:
-    """Score answers after their prompts in one differentiable forward pass."""
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     return answers_in(cast(Any, model)(**batch(model, rows)).logits, prompts, answers)
 
@@ -76,16 +72,15 @@ def answers_in(
 ) -> Answers:
     scores, first, rows = list[Tensor](), list[Tensor](), list[Tensor]()
     for row, prompt, answer in zip(logits, prompts, answers, strict=True):
-        said = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
+        answered = row[len(prompt) - 1 : len(prompt) + len(answer) - 1].float()
         wanted = torch.tensor(list(answer), device=row.device)
-        scores.append(said.log_softmax(dim=-1).gather(-1, wanted[:, None]).mean())
-        first.append((said.detach().argmax(dim=-1) == wanted).all())
-        rows.append(said[0])
+        scores.append(answered.log_softmax(dim=-1).gather(-1, wanted[:, None]).mean())
+        first.append((answered.detach().argmax(dim=-1) == wanted).all())
+        rows.append(answered[0])
     return Answers(torch.stack(scores), torch.stack(first), torch.stack(rows))
 
 
 def next_logits(model: nn.Module, ids: Sequence[int]) -> Float[Tensor, " vocabulary"]:
-    """Return the logits of the token after a text, in float32."""
     return cast(Any, model)(**batch(model, [ids])).logits[0, -1].float()
 
 
@@ -105,18 +100,18 @@ class Moments:
 
 
 def places_of(fact: Fact, tokenizer: PreTrainedTokenizerBase, leads: Sequence[str], limit: int | None) -> list[Spot]:
-    """Return the places where a fact is edited: its prompts and subject, alone or after leads."""
     answer = tuple(token_ids(tokenizer, fact.answer, answer=True))
     places: list[Spot] = []
     for prompt in fact.prompts:
         for lead in ("", *leads):
             place = _place(tokenizer, f"{lead}{prompt}", len(lead) + prompt.rfind(fact.subject), fact.subject, answer)
-            if limit is not None and len(place.ids) + len(answer) > limit:
-                said = f"{len(place.ids)} tokens and an answer of {len(answer)}, but the model reads at most {limit}"
-                if not lead:
-                    raise ValueError(f"the prompt {prompt[:40]!r} has {said}")
-                continue
-            places.append(place)
+            if limit is None or len(place.ids) + len(answer) <= limit:
+                places.append(place)
+            elif not lead:
+                raise ValueError(
+                    f"the prompt {prompt[:40]!r} has {len(place.ids)} tokens and an answer of {len(answer)}, but the "
+                    f"model reads at most {limit}"
+                )
     if fact.subject:
         places += [_place(tokenizer, f"{lead}{fact.subject}", len(lead), fact.subject, ()) for lead in leads]
     return places
@@ -155,11 +150,11 @@ def _weights_at(model: nn.Module, layers: Layers, places: Sequence[Spot]) -> dic
 
 def weights_everywhere(model: nn.Module, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
     """Compute each layer's entry weights at all tokens of some texts, [tokens, entries], in float64."""
-    seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for ids in texts:
         for call in calls_of(layers, lambda ids=ids: cast(Any, model)(**batch(model, [ids]))):
-            seen[call.name].append(call.first[0].double().cpu())
-    return {layer: torch.cat(parts) for layer, parts in seen.items() if parts}
+            weights[call.name].append(call.first[0].double().cpu())
+    return {layer: torch.cat(parts) for layer, parts in weights.items() if parts}
 
 
 @torch.no_grad()
@@ -169,7 +164,7 @@ def read_moments(
     ids = token_ids(tokenizer, text)[:tokens]
     if not ids:
         raise ValueError("the text is empty: pass some text that the edit should leave unchanged")
-    sums = {layer: torch.zeros(one.num_entries, one.num_entries, dtype=torch.float64) for layer, one in layers.items()}
+    sums = {layer: torch.zeros((values.num_entries,) * 2, dtype=torch.float64) for layer, values in layers.items()}
     window, sparing = min(_WINDOW, longest(model) or _WINDOW), Subject(model).sparing
 
     def add(call: Call) -> None:
@@ -189,7 +184,6 @@ def read_moments(
 
 
 def longest(model: nn.Module) -> int | None:
-    """Return the most tokens a model reads, if its config says."""
     return cast("int | None", getattr(getattr(model, "config", None), "max_position_embeddings", None))
 
 
@@ -213,8 +207,8 @@ def target(
     The loss is the mean of -log p(answer | prompt), plus a divergence on the subject and the squared size of what is
     added. Parameters get no gradient. A loss that is not finite raises `ValueError`.
     """
-    asked = [place for place in places if place.answer]
-    rows, answers = [place.ids for place in asked], [place.answer for place in asked]
+    answered = [place for place in places if place.answer]
+    rows, answers = [place.ids for place in answered], [place.answer for place in answered]
     frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
@@ -223,7 +217,7 @@ def target(
             call.name: float(call.output[0, places[0].position].double().norm())
             for call in calls_of(layers, lambda: cast(Any, model)(**batch(model, [places[0].ids])))
         }
-        free = {layer: torch.zeros(one.weight.shape[0], requires_grad=True) for layer, one in layers.items()}
+        free = {layer: torch.zeros(len(values.weight), requires_grad=True) for layer, values in layers.items()}
         optimiser = torch.optim.Adam(free.values(), lr=method.rate)
         with torch.no_grad():
             before = None if subject is None else next_logits(model, subject.ids).log_softmax(dim=-1)
@@ -232,17 +226,17 @@ def target(
         for _ in range(method.steps):
             # A coordinate of a vector of norm 1 is d^-1/2 large: so Adam's step is `rate` norms long.
             added = {layer: norms[layer] * unit.numel() ** -0.5 * unit for layer, unit in free.items()}
-            with _adding(layers, added, [*asked, *([] if subject is None else [subject])]):
+            with _adding(layers, added, [*answered, *([] if subject is None else [subject])]):
                 logits: Tensor = cast(Any, model)(**inputs).logits
-            said = answers_in(logits[: len(asked)], rows, answers)
-            loss = -said.scores.mean()
+            now = answers_in(logits[: len(answered)], rows, answers)
+            loss = -now.scores.mean()
             if before is not None and subject is not None:
-                now = logits[-1, len(subject.ids) - 1].float().log_softmax(dim=-1)
-                loss = loss + _KEEP * functional.kl_div(now, before, log_target=True, reduction="sum")
+                after = logits[-1, len(subject.ids) - 1].float().log_softmax(dim=-1)
+                loss = loss + _KEEP * functional.kl_div(after, before, log_target=True, reduction="sum")
             loss = loss + _DECAY * torch.stack([unit.square().mean() for unit in free.values()]).sum()
             if not bool(torch.isfinite(loss)):
                 raise ValueError("the loss is NaN or infinite: check the weights of the model")
-            if float(said.scores.detach().min().exp()) > _ENOUGH and bool(said.first.all()):
+            if float(now.scores.detach().min().exp()) > _ENOUGH and bool(now.first.all()):
                 break
             optimiser.zero_grad()
             loss.backward()

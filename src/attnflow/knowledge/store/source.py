@@ -79,8 +79,8 @@ class EntrySource:
         else:
             near = rows.range(queries, cast(float, retrieval.threshold), column)
         places = torch.from_numpy(rows.places(near.ids.numpy().ravel())).view(near.ids.shape)
-        found = rows.tensor[places.clamp(min=0)] if len(rows) else rows.tensor.new_zeros(*places.shape, rows.width)
-        return replace(near, rows=found.masked_fill_((places < 0)[..., None], 0))
+        read = rows.tensor[places.clamp(min=0)] if len(rows) else rows.tensor.new_zeros(*places.shape, rows.width)
+        return replace(near, rows=read.masked_fill_((places < 0)[..., None], 0))
 
     @torch.no_grad()
     def thresholds(self, rows: Float[Tensor, "entries entry_dim"]) -> Float[Tensor, "entries columns"] | None:
