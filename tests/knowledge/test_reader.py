@@ -13,20 +13,15 @@ from attnflow.knowledge.attention import ACTIVATIONS
 from attnflow.knowledge.reader import KnowledgeReader
 from attnflow.knowledge.retrieval import BOUNDED
 from tests.knowledge.sources import indexed
+from tests.knowledge.test_attention import layer_and_inputs as attention_and_inputs
 
 TOKENS = (2, 3)
 THRESHOLDS = ["mlp", "coordinate"]
 
 
-def layer_and_inputs(
-    seed=0, retrieval=None, heads=2, gated=False, threshold="mlp", activation="relu", entries=30, layer=0, size=1.0
-):
-    torch.manual_seed(seed)
-    attention = GeneralizedCrossAttention(8, 4, 6, heads, activation, gated, threshold).double()
-    for parameter in attention.parameters():
-        torch.nn.init.normal_(parameter, std=size)
-    hidden = torch.randn(*TOKENS, 8, dtype=torch.float64)
-    return KnowledgeReader(layer, attention, retrieval).eval(), hidden, torch.randn(entries, 6, dtype=torch.float64)
+def layer_and_inputs(retrieval=None, layer=0, activation="relu", entries=30, **options):
+    attention, hidden, rows = attention_and_inputs(activation=activation, entries=entries, **options)
+    return KnowledgeReader(layer, attention, retrieval).eval(), hidden, rows
 
 
 def keeping(scores, retrieval):
@@ -137,10 +132,9 @@ def test_straight_through_gradients(threshold, activation, gated, retrieval):
     surrogate = (everything * through).sum() + torch.einsum("bthn,hnd,btd->", sparse, values, direction)
     surrogate = surrogate + (attention.output_bias * direction).sum()
     expected = torch.autograd.grad(surrogate, inputs, allow_unused=True)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert [ours is None for ours in found] == [theirs is None for theirs in expected]
+    present = [[gradient for gradient in gradients if gradient is not None] for gradients in (found, expected)]
+    torch.testing.assert_close(*present, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("retrieval", [Retrieval(k=5, search="exact"), Retrieval(threshold=0.3)], ids=str)
@@ -151,15 +145,11 @@ def test_gradients_in_evaluation_are_those_of_the_function(gated, retrieval):
     direction = torch.randn(*TOKENS, 8, dtype=torch.float64)
     ours = torch.autograd.grad((reader(hidden, entries) * direction).sum(), inputs)
     expected = torch.autograd.grad((by_hand(reader, hidden, entries) * direction).sum(), inputs)
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=150)
-@given(
-    retrieval=retrievals,
-    options=st.fixed_dictionaries({**layers, "size": st.sampled_from([0.1, 1.0, 3.0])}),
-)
+@given(retrieval=retrievals, options=st.fixed_dictionaries({**layers, "size": st.sampled_from([0.1, 1.0, 3.0])}))
 def test_the_bound_holds(retrieval, options):
     bounded = options["activation"] in BOUNDED and not options["gated"]
     reader, hidden, entries = layer_and_inputs(retrieval=retrieval, **options)
@@ -239,8 +229,7 @@ def test_gradients_through_an_index_reach_queries_and_values_of_what_was_read():
     expected = hidden.clone().requires_grad_()
     reader.eval()(expected, entries).square().sum().backward()
     theirs = [expected.grad, reader.attention.query.grad, reader.attention.value.grad]
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 def test_an_approximate_search_promises_nothing():
