@@ -109,6 +109,16 @@ VALUES = [
             ({"key_dim": 3}, "[W_gate | W_up] has rank 32, but keys have width d_k = 3"),
         )
     ),
+    (lambda _: knowledge.attach(model(), knowledge.Store.open("memory", dim=8)), "width 4, but the store has width 8"),
+    (
+        lambda s: knowledge.attach(knowledge.ModularForCausalLM(config(num_hidden_layers=2)), s),
+        "need 2 threshold columns, but the store has 0: create it with Store.open(uri, dim=4, num_thresholds=2)",
+    ),
+    *(
+        (lambda _, least=least: knowledge.duplicates(torch.eye(2), least), f"a cosine in (0, 1], got {least}")
+        for least in (0.0, 1.5, math.nan)
+    ),
+    (lambda _: knowledge.duplicates(torch.tensor([[math.nan, 1.0]])), "entries must be a matrix of finite numbers"),
     (lambda _: entry(999), "no entry 999: the 96 ids go from 0 to 95"),
     (lambda _: entry(7, layer=1), "entry 7 belongs to layer 0, got layer=1"),
     (lambda _: entry(7, head=1), "head must be"),

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from attnflow.knowledge.attention import named
 from experiments.knowledge_twins.models import feed_forward_twin, knowledge_parameters
-from tests.knowledge.sources import indexed
+from tests.knowledge.readers import indexed
 from tests.models import modular, tokens
 
 FORMS = [

@@ -25,17 +25,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens entries"]:
-    """Project the scores onto the probability simplex (Martins and Astudillo, 2016).
-
-    weights = max(score - tau, 0), with tau such that they sum to 1; all but the highest scores get exactly 0.
-
-    The last dimension is normalised. Gradients flow to the entries with a weight above 0.
-
-    Cost: a sort, O(entries log entries) for each token.
-
-    >>> sparsemax(torch.tensor([1.0, 0.8, -1.0]))
-    tensor([0.6000, 0.4000, 0.0000])
-    """
+    """max(score - tau, 0), with tau such that the weights sum to 1 (Martins and Astudillo, 2016)."""
     if not scores.shape[-1]:
         return scores
     # Differences to the highest score, in float32 at least: large scores and half precision would swallow the 1.
@@ -50,14 +40,7 @@ def sparsemax(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*token
 
 
 def softmax_one(scores: Float[Tensor, "*tokens entries"]) -> Float[Tensor, "*tokens entries"]:
-    """exp(s_i) / (1 + sum of exp(s_j)): a softmax with one more entry of score 0 and value 0.
-
-    Where all scores are far below 0, the weights sum to nearly 0: an entry that does not match adds nothing (Miller,
-    "Attention is off by one", 2023).
-
-    >>> softmax_one(torch.tensor([0.0, 0.0]))
-    tensor([0.3333, 0.3333])
-    """
+    """exp(s_i) / (1 + sum of exp(s_j)): what does not match adds nothing (Miller, "Attention is off by one", 2023)."""
     if not scores.shape[-1]:
         return scores
     top = scores.detach().amax(dim=-1, keepdim=True).clamp(min=0)

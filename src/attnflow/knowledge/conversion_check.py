@@ -72,20 +72,10 @@ def conditions(
 
     Entry i folds into neuron i, with the same key, threshold and value. B1 is affine in the entry, as "coordinate" and
     "mlp" thresholds can be. This is possible if and only if rank(W_1) <= d_k and rank([W_1^T | W_2]) <= d_E, less a
-    coordinate if b_1 needs one. It needs none if it lies in the span of the columns of [W_1^T | W_2] and of the
-    constant, as without biases. (Another B1 does not need it wherever neurons with equal rows have equal thresholds.) A
-    gated layer, our extension with two keys and one query, needs the same of [W_gate | W_up], [W_gate^T | W_up^T | W_2]
-    and both thresholds; then `keys` is [W_gate, W_up].
-
-    This holds for the given weights, not for the function. Other weights may compute the same function at lower ranks:
-    a ReLU neuron does not change if (w, b, v) become (c w, c b, v / c) with c > 0.
-
-    Cost: a singular value decomposition of entries x 2 model_dim (gated: 3 model_dim), in float64.
-
-    >>> _ = torch.manual_seed(0)
-    >>> first, second = torch.randn(4, 16), torch.randn(16, 4)
-    >>> print(conditions([first], second, [], key_dim=4, entry_dim=8))
-    exact: keys need 4 of d_k = 4 coordinates, entries 8 + 0 of d_E = 8
+    coordinate if b_1 needs one: not if it lies in the span of the columns of [W_1^T | W_2] and of the constant. A gated
+    layer, our extension with two keys and one query, needs the same of [W_gate | W_up], [W_gate^T | W_up^T | W_2] and
+    both thresholds; then `keys` is [W_gate, W_up]. Other weights may compute the same function at lower ranks: a ReLU
+    neuron does not change if (w, b, v) become (c w, c b, v / c) with c > 0.
     """
     joined = torch.cat([*(key.T for key in keys), values], dim=1)
     constant = torch.ones_like(joined[:, :1])
@@ -113,9 +103,8 @@ def verify(
 ) -> None:
     """Compare a converted copy with its model on `inputs`, or on a few tokens or an image; neither model is changed.
 
-    The tolerance is the larger of two: sqrt(eps) times the change from negating all values, or one rounding of the
-    largest output per layer. Layers that these inputs do not reach are compared alone, on random tokens. The copy's
-    experts get the model's routing, which rounding could otherwise flip.
+    Layers that these inputs do not reach are compared alone, on random tokens. The copy's experts get the model's
+    routing, which rounding could otherwise flip.
     """
     model, kind = subject.model, subject.kind
     named = _tokens(subject) if inputs is None else dict(inputs)
@@ -164,7 +153,10 @@ def verify(
 def _compare(
     name: str, before: list[Tensor], run: Callable[[], list[Tensor]], values: Sequence[Tensor], base: LayeredKnowledge
 ) -> None:
-    """Compare outputs with those of `run`; `run` must also change them once all values are negated."""
+    """Compare outputs with those of `run`, which must move when all values are negated.
+
+    They may differ by sqrt(eps) times that move, or by one rounding of the largest output per layer.
+    """
     finite = [value.isfinite() for value in before]
     after = run()
     for value in values:

@@ -157,11 +157,10 @@ def to_ffn(model: Model | Loaded) -> Model:
 
 
 def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progress | None = None) -> None:
-    """Insert the entries of a converted model, in float32, under their ids into a store with a column for each layer.
+    """Insert a converted model's entries under their ids, with thresholds 0 in their layer's column and -1e9 in others.
 
-    An embedding is a whole row, and its thresholds are 0 in the column of its layer and -1e9 in all others. To find the
-    entries of a layer that a hidden state h activates, search for [h | 0 | ... | 1 | 0], with 1 at the threshold of the
-    first part, and `threshold_column=layer`. Each batch is written atomically.
+    To find the entries of a layer that a hidden state h activates, search for [h | 0 | ... | 1 | 0], with 1 at the
+    threshold of the first part, and `threshold_column=layer`.
     """
     base = cast(LayeredKnowledge, model.get_submodule(KNOWLEDGE))
     for batch in base.ids.cpu().split(_BATCH):

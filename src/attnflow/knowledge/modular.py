@@ -134,15 +134,8 @@ class ModularReader(SharedReader):
     model: ModularModel
 
     def __init__(self, layer: int, config: ModularConfig, model: ModularModel) -> None:
-        attention = GeneralizedCrossAttention(
-            config.hidden_size,
-            config.key_dim,
-            config.entry_dim,
-            num_heads=config.num_knowledge_heads,
-            activation=config.knowledge_activation,
-            gated=config.gated,
-            threshold=config.threshold,
-        )
+        sizes = config.hidden_size, config.key_dim, config.entry_dim, config.num_knowledge_heads
+        attention = GeneralizedCrossAttention(*sizes, config.knowledge_activation, config.gated, config.threshold)
         few = config.entries_per_token
         super().__init__(layer, attention, None if few is None else Retrieval(k=few, search="exact"))
         object.__setattr__(self, "model", model)  # not a child, which would make a cycle of modules

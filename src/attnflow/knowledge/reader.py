@@ -43,12 +43,7 @@ Observer = Callable[[LayerReading], None]
 
 
 class KnowledgeReader(nn.Module):
-    """Generalized cross-attention of one layer to entries that all layers share.
-
-    >>> reader = KnowledgeReader(0, GeneralizedCrossAttention(8, 4, 6), Retrieval(k=2))
-    >>> reader(torch.zeros(1, 3, 8), torch.zeros(5, 6)).shape
-    torch.Size([1, 3, 8])
-    """
+    """Generalized cross-attention of one layer to entries that all layers share."""
 
     def __init__(self, layer: int, attention: GeneralizedCrossAttention, retrieval: Retrieval | None = None) -> None:
         super().__init__()
@@ -68,11 +63,9 @@ class KnowledgeReader(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*tokens model_dim"], source: Float[Tensor, "entries entry_dim"] | EntrySource
     ) -> Float[Tensor, "*tokens model_dim"]:
-        """Return what the entries of E, or of a source, add to each token.
+        """Return what E, or a source with this layer's thresholds from column layer * columns on, adds to each token.
 
-        A source holds this layer's thresholds from column layer * columns on. Gradients reach E and the threshold
-        network only if `source` is a tensor; otherwise they reach the queries and the values that were read. Wrong
-        widths raise `ValueError`, as does an approximate search of a tensor, which has no index.
+        Gradients reach E and the threshold network only if `source` is a tensor.
         """
         if isinstance(source, Tensor):
             return self._from_tensor(hidden, source)

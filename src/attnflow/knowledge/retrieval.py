@@ -43,10 +43,7 @@ class Certificate:
 
     @classmethod
     def joined(cls, certificates: Sequence[Certificate]) -> Certificate:
-        """Join the certificates of several searches with equally many queries into one, flattened query by query.
-
-        If entries were added or deleted between the searches, it counts the largest number, so its bounds hold for all.
-        """
+        """Join certificates of equally many queries, query by query; the largest total keeps the bounds after edits."""
         k = certificates[0].k
         alike = isinstance(k, int) and all(isinstance(other.k, int) and other.k == k for other in certificates)
         active = [part.active for part in certificates if part.active is not None]

@@ -204,8 +204,7 @@ def target(
 ) -> dict[int, Tensor]:
     """Find by Adam what each layer must add at the places, [model_dim], so that the answers follow.
 
-    The loss is the mean of -log p(answer | prompt), plus a divergence on the subject and the squared size of what is
-    added. Parameters get no gradient. A loss that is not finite raises `ValueError`.
+    The loss is the mean of -log p(answer | prompt), a divergence on the subject, and the squared size of what is added.
     """
     answered = [place for place in places if place.answer]
     rows, answers = [place.ids for place in answered], [place.answer for place in answered]

@@ -48,12 +48,8 @@ _KIND: Final = "reader"  # of a saved add-on
 class StoreReader(SharedReader):
     """Reads a store after a layer: H' = H + gate sqrt(d) C(X, E), with X = own norm(H) + P W_P.
 
-    P pools the tokens that each one may attend to (`PooledValues`): the last token of "the colour of Balorin" alone
-    does not identify an entry. C is generalized cross-attention (knowledge, eq. 1-9) with `softmax_one`: score = x W_Q
-    W_K^T e / sqrt(d_k) + b, so a token that matches no entry gets next to nothing. With gate 0, as at first, the model
-    is unchanged bit for bit.
-
-    `source` may be a matrix of entries in place of the store's, as in training.
+    P pools the tokens that each one may attend to: the last token of "the colour of Balorin" alone does not identify an
+    entry. C is cross-attention (knowledge, eq. 1-9) with `softmax_one`. In training `source` may be a matrix.
     """
 
     def __init__(
@@ -104,11 +100,10 @@ class _Passes:
 
 
 class PooledValues(nn.Module):
-    """P: for each token, the mean value over all tokens it may attend to, in several layers.
+    """P: for each token, in several layers, the mean value over all it may attend to: attention for a zero query.
 
-    Each mean is the layer's own attention for a zero query, so the model's mask and cache apply. Heads that share
-    values give one mean. The module is a child of the attention modules and of the readers, so copies of a model have
-    their own. Each thread has its own P, dropped after the `last` layer with a reader.
+    Heads that share values give one mean. The module is a child of the attention modules and of the readers, so copies
+    of a model have their own. Each thread has its own P, dropped after the `last` layer with a reader.
     """
 
     def __init__(self, layers: Sequence[int], width: int, last: int) -> None:

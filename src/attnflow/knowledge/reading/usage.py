@@ -47,7 +47,7 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
     busy = next((reader.layer for reader in layers if reader.observer is not None), None)
     if busy is not None:
         raise ValueError(f"the readings of layer {busy} are being watched already: end that block first")
-    seen = Activity()
+    counts = Activity()
     mask: Tensor | None = None
     steps = 0  # tokens of each sequence in this forward pass, where the model was given ids or embeddings
 
@@ -68,19 +68,15 @@ def activity(model: nn.Module) -> Generator[Activity, None, None]:
         elif mask is not None and steps and tokens == (len(mask) * steps,):  # a batch that was flattened
             counted = mask[:, mask.shape[1] - steps :].flatten()
         # Another total means that entries were passed in place of the model's base.
-        own = isinstance(reader, LayerEntries) or (
-            reading.certificate is not None and reading.certificate.total == reader.num_entries
-        )
-        if reading.ids is not None and own:
-            seen.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries, device=reading.ids.device)))
+        total = None if reading.certificate is None else reading.certificate.total
+        if reading.ids is not None and (isinstance(reader, LayerEntries) or total == reader.num_entries):
+            counts.may_read(reading.layer, reader.ids(torch.arange(reader.num_entries, device=reading.ids.device)))
         fires = reading.scores[0] > 0 if isinstance(reader, ExpertEntries) else None  # gates of any function
-        seen.see(reading, reader.ids, counted, fires)
+        counts.see(reading, reader.ids, counted, fires)
 
-    with (
-        Watch({"model": model}, take, everywhere=True),
-        observed([(reader, partial(see, reader)) for reader in layers]),
-    ):
-        yield seen
+    observers = [(reader, partial(see, reader)) for reader in layers]
+    with Watch({"model": model}, take, everywhere=True), observed(observers):
+        yield counts
 
 
 class Activity:

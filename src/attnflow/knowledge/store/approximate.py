@@ -19,11 +19,10 @@ _LEAST: Final = 8  # the fewest lists that a query reads
 
 
 class ApproximateSearch:
-    """Searches the index of a table; without one, LanceDB compares all entries.
+    """Searches the index of a table; LanceDB compares entries that came after it, and without one all.
 
     `recall` is the share of the ten best that it found with stored entries as queries; `probes` is the number of lists
     read, doubled until recall reaches `RECALL`.
-    LanceDB compares entries that came after the index one by one.
     """
 
     def __init__(self, table: EntryTable, rows: EntryRows) -> None:
