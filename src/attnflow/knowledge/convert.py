@@ -167,10 +167,8 @@ def save_entries(model: nn.Module, store: Store, *, name: str, progress: Progres
         layers = base.layer_of(batch)
         thresholds = torch.full((len(batch), base.num_layers), _OTHER_LAYER)
         thresholds[torch.arange(len(batch)), layers] = 0.0
-        sources = [
-            f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
-            for layer, expert in zip(layers, base.expert_of(batch), strict=True)
-        ]
+        owners = zip(layers, base.expert_of(batch), strict=True)
+        sources = [f"layer {layer}{'' if expert is None else f', expert {expert}'}" for layer, expert in owners]
         rows = base.get(batch).float()
         store.insert(ids=batch, embeddings=rows, sources=sources, thresholds=thresholds, encoder=f"from_ffn:{name}")
         if progress is not None:

@@ -115,7 +115,7 @@ class SharedReader(KnowledgeReader, LayerReader):
     @property
     def num_entries(self) -> int:
         now = self.current()
-        return len(now) if isinstance(now, Tensor) else now.num_entries
+        return len(now if isinstance(now, Tensor) else now.store)
 
     @property
     def output_bias(self) -> Tensor | None:
@@ -123,7 +123,7 @@ class SharedReader(KnowledgeReader, LayerReader):
 
     def every(self) -> Int[Tensor, " entries"]:
         now = self.current()
-        return super().every() if isinstance(now, Tensor) else now.ids()
+        return super().every() if isinstance(now, Tensor) else now.store.ids()
 
     def ids(self, positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return the positions: rows of E are their own ids, and positions in a source are ids."""

@@ -71,7 +71,7 @@ class KnowledgeReader(nn.Module):
             return self._from_tensor(hidden, source)
         self.attention.check(hidden)
         queries = hidden.shape[:-1].numel() * self.attention.num_heads
-        if self.retrieval is not None and not self.retrieval.reads_all(source.num_entries, queries, copied=True):
+        if self.retrieval is not None and not self.retrieval.reads_all(len(source.store), queries, copied=True):
             return self._from_source(hidden, source, self.retrieval)
         return self._read_all(hidden, *self.split(source.rows().to(self.attention.query)))
 

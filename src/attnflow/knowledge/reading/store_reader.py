@@ -56,7 +56,7 @@ class StoreReader(SharedReader):
         self, layer: int, model_dim: int, pooled: PooledValues, key_dim: int, num_heads: int, source: EntrySource
     ) -> None:
         attention = GeneralizedCrossAttention(
-            model_dim, key_dim, source.dim, num_heads, softmax_one, threshold="constant", bias=False
+            model_dim, key_dim, source.store.dim, num_heads, softmax_one, threshold="constant", bias=False
         )
         nn.init.normal_(attention.key)  # entries have length 1: scores with standard deviation 1
         super().__init__(layer, attention)
