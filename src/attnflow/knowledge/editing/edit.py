@@ -21,7 +21,6 @@ from attnflow.knowledge.editing.edit_targets import (
     Targets,
     answers_of,
     leads_of,
-    longest,
     next_logits,
     places_of,
     read_moments,
@@ -90,33 +89,30 @@ def edit(
     """
     subject = Subject.of(model, tokenizer)
     subject.require_weights("edit")
-    module, tokenizer = subject.model, subject.tokenizer
-    if tokenizer is None:
+    if subject.tokenizer is None:
         raise ValueError("edit needs the model's tokenizer: pass what af.load_model returned, or tokenizer=...")
     wanted = read_facts(facts)
-    chosen = edited_layers(module, layers)
+    chosen = edited_layers(subject.model, layers)
     integer("tokens", tokens, 1)
-    with evaluating(module):
+    with evaluating(subject.model):
         other = text if isinstance(text, str) else sample_text()
-        moments = text if isinstance(text, Moments) else read_moments(
-            module, chosen, tokenizer, other, tokens, progress=progress
-        )  # fmt: skip
+        moments = text if isinstance(text, Moments) else read_moments(subject, chosen, other, tokens, progress)
         if set(moments.layers) < set(chosen):
             raise ValueError(
                 f"expected moments of layers {sorted(chosen)}, which are edited, got moments of "
                 f"{sorted(moments.layers)}"
             )
         leads = leads_of(other, _LEADS)
-        places = [places_of(fact, tokenizer, leads, longest(module)) for fact in wanted]
-        quiet_ids = [token_ids(tokenizer, quiet) for quiet in untouched]
-        before, quiet_before = [_answered(module, tokenizer, fact) for fact in wanted], _next(module, quiet_ids)
+        places = [places_of(subject, fact, leads) for fact in wanted]
+        quiet_ids = [token_ids(subject.tokenizer, quiet) for quiet in untouched]
+        before, quiet_before = [_answered(subject, fact) for fact in wanted], _next(subject, quiet_ids)
         method = Method()
-        aims = targets(module, tokenizer, chosen, wanted, places, leads, method, progress)
-        changes = value_changes(module, chosen, aims, quiet_ids, moments, method.ridge)
-        handle = Edited(module, changes, moments)
+        aims = targets(subject, chosen, wanted, places, leads, method, progress)
+        changes = value_changes(subject, chosen, aims, quiet_ids, moments, method.ridge)
+        handle = Edited(subject.model, changes, moments)
         try:
-            shift = float((_next(module, quiet_ids) - quiet_before).abs().max()) if quiet_ids else 0.0
-            after = [_answered(module, tokenizer, fact) for fact in wanted]
+            shift = float((_next(subject, quiet_ids) - quiet_before).abs().max()) if quiet_ids else 0.0
+            after = [_answered(subject, fact) for fact in wanted]
             facts_changed = tuple(
                 FactChange(fact.prompt, fact.answer, old[0], new[0], old[1], *new[1:])
                 for fact, old, new in zip(wanted, before, after, strict=True)
@@ -202,7 +198,7 @@ def edited_layers(model: nn.Module, layers: Sequence[int] | None = None) -> dict
 
 
 def value_changes(
-    model: nn.Module,
+    subject: Subject,
     layers: Layers,
     wanted: Targets,
     untouched: Sequence[Sequence[int]],
@@ -210,7 +206,7 @@ def value_changes(
     ridge: float,
 ) -> dict[int, Tensor]:
     """Compute the change of each layer's values [entries, model_dim] in float64, without changing the model."""
-    quiet = weights_everywhere(model, layers, untouched)
+    quiet = weights_everywhere(subject, layers, untouched)
     return {layer: layer_change(*wanted[layer], moments.layers[layer], quiet.get(layer), ridge) for layer in layers}
 
 
@@ -278,14 +274,14 @@ def least_change(
 
 
 @torch.no_grad()
-def _next(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
-    return torch.stack([next_logits(model, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
+def _next(subject: Subject, texts: Sequence[Sequence[int]]) -> Tensor:
+    return torch.stack([next_logits(subject, ids).softmax(dim=-1) for ids in texts]) if texts else torch.zeros(0)
 
 
 @torch.no_grad()
-def _answered(model: nn.Module, tokenizer: PreTrainedTokenizerBase, fact: Fact) -> tuple[float, str, bool, int]:
-    answer = token_ids(tokenizer, fact.answer, answer=True)
-    prompts = [token_ids(tokenizer, prompt) for prompt in fact.prompts]
-    out = answers_of(model, prompts, [answer] * len(prompts))
-    word = str(tokenizer.decode([int(out.rows[0].argmax())]))
+def _answered(subject: Subject, fact: Fact) -> tuple[float, str, bool, int]:
+    answer = token_ids(subject.tokenizer, fact.answer, answer=True)
+    prompts = [token_ids(subject.tokenizer, prompt) for prompt in fact.prompts]
+    out = answers_of(subject, prompts, [answer] * len(prompts))
+    (word,) = subject.texts([int(out.rows[0].argmax())])
     return float(out.scores[0].exp()), word, bool(out.first[0]), int(out.first[1:].sum())
