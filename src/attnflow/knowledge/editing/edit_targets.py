@@ -139,13 +139,6 @@ def leads_of(text: str, count: int) -> list[str]:
     return [" ".join(words[start : start + _LEAD]).rstrip(".,;:!?") + ". " for start in starts]
 
 
-def _weights_at(subject: Subject, layers: Layers, places: Sequence[Spot]) -> dict[int, Tensor]:
-    """Compute each layer's entry weights at each place, [places, entries], in float64."""
-    positions, rows = [place.position for place in places], torch.arange(len(places))
-    calls = calls_of(layers, lambda: run(subject, [place.ids for place in places]))
-    return {call.name: call.first[rows, positions].double().cpu() for call in calls}
-
-
 def weights_everywhere(subject: Subject, layers: Layers, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
     """Compute each layer's entry weights at all tokens of some texts, [tokens, entries], in float64."""
     weights: dict[int, list[Tensor]] = {layer: [] for layer in layers}
@@ -263,10 +256,11 @@ def targets(
             about = _place(subject.tokenizer, text, len(leads[0]), fact.subject, ())
         wanted = _target(subject, layers, where, about, method)
         with _adding(layers, wanted, where):
-            here = _weights_at(subject, layers, where)
-        for layer, rows in here.items():
+            calls = calls_of(layers, lambda where=where: run(subject, [place.ids for place in where]))
+        for call in calls:
+            rows = call.first[torch.arange(len(where)), [place.position for place in where]].double().cpu()
             kept = rows.mean(dim=0, keepdim=True) if method.mean else rows
-            parts[layer].append((kept, wanted[layer].double().cpu().expand(len(kept), -1)))
+            parts[call.name].append((kept, wanted[call.name].double().cpu().expand(len(kept), -1)))
         if progress is not None:
             progress(done, len(facts), "facts")
     return {layer: (torch.cat([w for w, _ in some]), torch.cat([x for _, x in some])) for layer, some in parts.items()}
