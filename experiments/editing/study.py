@@ -33,6 +33,7 @@ from attnflow.knowledge.editing.edit_targets import (
     weights_everywhere,
 )
 from attnflow.models import load_model, sample_text
+from attnflow.models.subject import Subject
 from experiments.knowledge_ablation.ablate import Chosen, choose, direction, edited, rewritten
 from experiments.knowledge_ablation.facts import RELATIONS as FIRST
 from experiments.knowledge_ablation.facts import Fact, Relation, known_facts, last_logits, text_losses, token_of
@@ -158,7 +159,7 @@ def measured(model: nn.Module, tokenizer: Any, case: Case, text: Tensor) -> dict
 
 
 def few_changes(
-    model: nn.Module,
+    subject: Subject,
     layers: Layers,
     wanted: Targets,
     untouched: Sequence[Sequence[int]],
@@ -170,7 +171,7 @@ def few_changes(
 
     They are those by which most can be written at the subjects with least effect elsewhere: the largest k_e (M^-1 k)_e.
     """
-    quiet, changes = weights_everywhere(model, layers, untouched), dict[int, Tensor]()
+    quiet, changes = weights_everywhere(subject, layers, untouched), dict[int, Tensor]()
     for layer in layers:
         (rows, added), moment = wanted[layer], moments.layers[layer]
         share = (rows * torch.linalg.solve(moment, rows.T).T).mean(dim=0)
@@ -187,6 +188,7 @@ class Bench:
     def __init__(self, config: Editing) -> None:
         loaded = load_model(config.model, dtype="float32")
         self.model, self.tokenizer = from_ffn(cast(nn.Module, loaded.model)).eval(), cast(Any, loaded.tokenizer)
+        self.subject = Subject(self.model, self.tokenizer)
         self.config = config
         self.cases = cases(known_facts(self.model, self.tokenizer, RELATIONS), config)
         self.text = self.tokenizer(
@@ -195,7 +197,7 @@ class Bench:
         sonnets = sample_text()
         self.leads = leads_of(sonnets, 3)
         self.layers = edited_layers(self.model, config.layers)
-        self.moments: Moments = read_moments(self.model, self.layers, self.tokenizer, sonnets, config.moment_tokens)
+        self.moments: Moments = read_moments(self.subject, self.layers, sonnets, config.moment_tokens)
         self.method = Method(config.steps, config.rate, config.ridge)
 
     def together(self, case: Case) -> dict[str, Any]:
@@ -203,8 +205,8 @@ class Bench:
         fact, where = self._fact(case), self._places(case)
         quiet = [self._ids(RELATIONS[one.relation].prompt.format(one.subject)) for one in case.constraints]
         count = min(self.config.entries, *(one.num_entries for one in self.layers.values()))
-        wanted = targets(self.model, self.tokenizer, self.layers, [fact], [where], self.leads, self.method)
-        common = (self.model, self.layers, wanted)
+        wanted = targets(self.subject, self.layers, [fact], [where], self.leads, self.method)
+        common = (self.subject, self.layers, wanted)
         changes = [
             *(value_changes(*common, untouched, self.moments, self.method.ridge) for untouched in ([], quiet)),
             few_changes(*common, quiet, self.moments, self.method.ridge, count),
@@ -220,8 +222,8 @@ class Bench:
         one = {layer: self.layers[layer]}
         method = Method(self.method.steps, self.method.rate, 0.0, mean=True)
         facts, where = [self._fact(case)], [self._places(case)]
-        wanted = targets(self.model, self.tokenizer, one, facts, where, self.leads, method)
-        changes = value_changes(self.model, one, wanted, [], self.moments, method.ridge)
+        wanted = targets(self.subject, one, facts, where, self.leads, method)
+        changes = value_changes(self.subject, one, wanted, [], self.moments, method.ridge)
         return {"arms": {"one layer": self._applied(changes, case)}}
 
     def _applied(self, changes: Mapping[int, Tensor], case: Case) -> dict[str, Any]:
@@ -247,7 +249,7 @@ class Bench:
         return taught.Fact(prompt, case.fact.other, case.fact.subject)
 
     def _places(self, case: Case) -> list[Spot]:
-        return places_of(self._fact(case), self.tokenizer, self.leads, None)
+        return places_of(self.subject, self._fact(case), self.leads)
 
     def _ids(self, text: str) -> list[int]:
         return cast("list[int]", self.tokenizer(text)["input_ids"])
