@@ -24,10 +24,7 @@ __all__ = ["BilinearConfig", "CumulativeConfig", "DotConfig", "GuidanceConfig", 
 
 
 class KeyNetwork(BiasKind["GuidanceConfig | KeyConfig"]):
-    """B_ij = f(k_j): the guidance network without its query half.
-
-    The hidden layer starts as `nn.Linear`; the output layer as `init` says, its bias at zero (daa, sec. 3.4).
-    """
+    """B_ij = f(k_j): the guidance network without its query half; its output bias starts at zero (daa, sec. 3.4)."""
 
     last = ("output_weight",)
     sides: ClassVar[tuple[Literal["query", "key"], ...]] = ("key",)

@@ -136,10 +136,7 @@ class LayerBias(nn.Module):
         )
 
     def is_zero(self) -> bool:
-        """Whether B is known to be exactly 0, as at zero initialisation: then attention need not know of it.
-
-        It is looked up until it is first False; under a compiler it is False, because it depends on values.
-        """
+        """Whether B is known to be 0, looked up until it is not; a compiler cannot know, as values decide."""
         if self._trained or torch.compiler.is_compiling():
             return False
         self._trained = not all(cast(BiasTerm, kind).is_zero() for kind in self.kinds)

@@ -105,10 +105,7 @@ class AlibiConfig(BiasConfig):
 
 
 class Relative(BiasKind["RelativeConfig"]):
-    """B_ij = table[head, bucket(j - i)] with T5's buckets: exact near, logarithmic up to `max_distance`.
-
-    One table per map: `share_heads=False` gives T5's one per head.
-    """
+    """B_ij = table[head, bucket(j - i)] with T5's buckets; T5 has one table per head (`share_heads=False`)."""
 
     last = ("table",)
     bucket_of: Tensor

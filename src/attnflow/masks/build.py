@@ -195,10 +195,7 @@ def from_block_mask(block_mask: BlockMask) -> Mask | MaskGrid:
 
 
 def computed_pairs(block_mask: BlockMask) -> Tensor:
-    """bool [batch, heads, queries, keys] that FlexAttention computes: full blocks, partial ones under `mask_mod`.
-
-    A block that is listed twice counts as partial. Cost: the dense mask in memory.
-    """
+    """bool [batch, heads, queries, keys] that FlexAttention computes; a block that is listed twice is partial."""
     from torch.nn.attention.flex_attention import create_mask
 
     (queries, keys), (tall, wide) = block_mask.seq_lengths, block_mask.BLOCK_SIZE

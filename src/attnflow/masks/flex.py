@@ -106,10 +106,7 @@ def mask_mod_of_bounds(bounds: Int32[Tensor, "queries bounds"], rank: Int32[Tens
 
 
 def mask_mod_of_bits(bits: UInt8[Tensor, "batch heads queries bytes"]) -> MaskMod:
-    """`mask_mod` from one bit per pair, eight keys per byte, lowest bit first, for rows of many intervals.
-
-    A binary search over the intervals needs less memory, but torch's code generation is exponential in its steps.
-    """
+    """`mask_mod` from a bit per pair, lowest first: torch's code for a binary search grows exponentially."""
     several, heads = bits.shape[0] > 1, bits.shape[1] > 1
 
     @no_type_check
@@ -132,10 +129,7 @@ def block_mask_of_counts(
     mask_mod: MaskMod,
     shape: tuple[int, int],
 ) -> BlockMask:
-    """Builds a `BlockMask` from the number of allowed pairs per block, identical to `create_block_mask`.
-
-    As in torch, a block that sticks out of the sequence is partial.
-    """
+    """Builds the `BlockMask` of `create_block_mask`: a block that sticks out of the sequence is partial."""
     from torch.nn.attention.flex_attention import BlockMask  # takes 0.3 s: not paid by `import attnflow`
 
     if 0 in shape:
@@ -171,10 +165,7 @@ def block_counts(rows: IntervalRows, key_rank: IntArray | None, blocks: tuple[in
 
 
 def _counts_of_scattered(rows: IntervalRows, key_rank: IntArray, q_block: int, k_block: int) -> IntArray:
-    """Allowed pairs per block if relabelling leaves no long intervals: O(keys met by each block of queries).
-
-    Rows of a block are summed while their keys still lie together; only the sum is relabelled.
-    """
+    """Allowed pairs per block, O(keys met by each block of queries): only sums of rows are relabelled."""
     stride, grid = rows.num_keys + 1, (-(-rows.num_rows // q_block), -(-rows.num_keys // k_block))
     block_of_key = np.empty(rows.num_keys, dtype=np.int64)
     block_of_key[key_rank] = np.arange(rows.num_keys) // k_block
@@ -200,10 +191,7 @@ def pairs_in_blocks(
     grid: tuple[int, int],
     width: int,
 ) -> Int[Tensor, "rows columns"]:
-    """Counts allowed pairs in each cell of a grid, from key intervals; `row` is the grid row of each interval.
-
-    `width` is the number of keys per column.
-    """
+    """Counts allowed pairs in each cell of a grid with `width` keys per column; `row` is of each interval."""
     columns = grid[1] + 1
     first, last = starts // width, (ends - 1).clamp(min=0) // width
     inside = first == last
@@ -226,10 +214,7 @@ def pairs_in_blocks(
 
 
 def _pairs_of_renumbered(row: Tensor, starts: Tensor, ends: Tensor, rank: Tensor, grid: tuple[int, int]) -> Tensor:
-    """`pairs_in_blocks` of numbered keys: sums rows while keys lie together, then renumbers the sum.
-
-    Cost: a number per key and grid row more.
-    """
+    """`pairs_in_blocks` of numbered keys: sums rows while keys lie together, then renumbers the sum."""
     num_keys = len(rank)
     cover = torch.zeros(grid[0], num_keys + 1, dtype=torch.int32, device=rank.device)
     for at, change in ((starts, 1), (ends, -1)):

@@ -109,10 +109,7 @@ class IntervalRows:
         return total[self.indptr[1:]] - total[self.indptr[:-1]]
 
     def cover(self, weight: IntArray | None = None) -> IntArray:
-        """How many rows hold each key, int64[keys], or the sum of their intervals' weights.
-
-        Weighted sums are exact below 2^53. Cost: O(intervals).
-        """
+        """How many rows hold each key, or the sum of their intervals' weights: exact below 2^53, O(intervals)."""
         size = self.num_keys + 1
         begun, ended = (np.bincount(at, weight, size).astype(np.int64) for at in (self.starts, self.ends))
         return np.cumsum(begun - ended)[:-1]

@@ -124,10 +124,7 @@ def _many(rows: IntervalRows) -> int:
 
 
 def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
-    """Intersection ("&") or union ("|"), in plain positions if few intervals do there, else in the cheapest numbering.
-
-    Raises ValueError, naming `what`, if all need too many. Cost: O(n log n), and O(log n) per interval of the result.
-    """
+    """Intersection ("&") or union ("|"), in the cheapest numbering; O(log n) per interval of the result."""
     joined = IntervalRows.intersection if sign == "&" else IntervalRows.union
     if a.numbered_as(b):
         return Numbered(joined(a.rows, b.rows), a.query_rank, a.key_rank)
@@ -148,10 +145,7 @@ def combined(a: Numbered, b: Numbered, sign: str, what: str) -> Numbered:
 
 
 def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
-    """Yields the numbering of `a` with the keys shared by most rows of `b` (its global tokens) first, as one interval.
-
-    Both relations stay in few intervals there.
-    """
+    """Yields the numbering of `a` with the keys shared by most rows of `b` (its global tokens) as one interval."""
     size = a.rows.num_keys
     if a.rows.num_rows != size or not all(same_rank(side.query_rank, side.key_rank) for side in (a, b)):
         return
@@ -167,10 +161,7 @@ def _fronted(a: Numbered, b: Numbered) -> Iterator[Numbered]:
 
 
 def differing(a: Numbered, b: Numbered) -> IntArray:
-    """Queries whose keys differ, found by sums of random 64-bit numbers over the keys, drawn twice.
-
-    A query is missed with probability 2^-128.
-    """
+    """Queries whose keys have other sums of random 64-bit numbers, drawn twice: missed with probability 2^-128."""
     generator, unlike = np.random.default_rng(), np.zeros(a.rows.num_rows, dtype=np.bool_)
     for _ in range(2):
         values = generator.integers(1 << 64, size=a.rows.num_keys, dtype=np.uint64)

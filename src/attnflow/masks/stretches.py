@@ -63,10 +63,7 @@ def _neighbours(new_key: IntArray) -> Pair | None:
 
 
 def _joined(starts: IntArray, ends: IntArray, new_key: IntArray, neighbours: Pair, limit: int) -> Pieces | None:
-    """(interval, start, end) of maximal stretches; None if over `limit`.
-
-    A key begins (ends) a stretch iff the key that is numbered just below (above) it is outside its interval.
-    """
+    """(interval, start, end) of maximal stretches, which begin where the key numbered just below lies outside."""
     if limit > _LONG:  # two samples that predict far more stretches than the limit are believed
         larger = max(_SAMPLE, min(1 << 10, (1 << 28) // len(new_key)))
         if all(expected(starts, ends, new_key, sample) > 4 * limit for sample in (_SAMPLE, larger)):
@@ -105,10 +102,7 @@ def _ranges(values: IntArray) -> list[Pair]:
 
 
 def _outside(levels: list[Pair], starts: IntArray, ends: IntArray, limit: int) -> Pair | None:
-    """(interval, index) of entries whose values lie outside their interval; None if over `limit`.
-
-    Only ranges with such an entry are entered: per level at most as many as answers, plus two per interval.
-    """
+    """(interval, index) of entries with values outside their interval; ranges without any are not entered."""
     interval, node = np.arange(len(starts)), np.zeros(len(starts), np.int64)
     for level in range(len(levels) - 1, -1, -1):
         lowest, highest = levels[level]

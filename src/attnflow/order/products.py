@@ -191,10 +191,7 @@ def pieces_at_a_time(total: IntArray) -> Iterator[slice]:
 def range_reduce(
     ufunc: np.ufunc, values: npt.NDArray[Any], starts: npt.NDArray[Any], ends: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
-    """`ufunc.reduce(values[starts[t]:ends[t]])` for every t, for an idempotent ufunc (maximum, minimum, or).
-
-    A range is the union of two overlapping power-of-two ranges; only one level of that sparse table is kept.
-    """
+    """`ufunc.reduce(values[starts[t]:ends[t]])`, idempotent: a range is two overlapping powers of two."""
     starts, ends = starts.astype(np.int64), ends.astype(np.int64)
     level = np.frexp((ends - starts).astype(np.float64))[1] - 1
     out = np.empty((len(starts), *values.shape[1:]), dtype=values.dtype)

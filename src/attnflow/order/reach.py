@@ -41,10 +41,7 @@ class Reach:
         return cls.of(IntervalRows.build(node, node, node + 1, size, size))
 
     def through(self, layer: IntervalRows, what: str, matrices: int = 2, limit: int | None = None) -> Reach:
-        """Reach after one more layer (with its diagonal); above `limit` intervals, bit matrices take over.
-
-        Raises ValueError, naming `what`, if `matrices` bit matrices do not fit memory.
-        """
+        """Reach after one more layer with its diagonal; above `limit` intervals, `matrices` bit matrices take over."""
         content = self.content
         if isinstance(content, IntervalRows):
             most = max(room(layer), min(self.size**2 // 64, _LARGEST)) if limit is None else limit
@@ -92,11 +89,7 @@ def products(layers: Sequence[IntervalRows]) -> list[Reach]:
 
 
 def common_numbering(masks: Sequence[Mask]) -> tuple[list[IntervalRows], IntArray | None]:
-    """(relation of each mask with its diagonal, rank): all in one numbering that keeps them small.
-
-    `rank[i]` is the number of position i, or None for the identity, which short masks keep. Raises ValueError if some
-    mask has too many intervals in each numbering.
-    """
+    """(relation of each mask with its diagonal, rank or None) in one numbering that keeps all small."""
     distinct = {id(mask): mask for mask in masks}
     if masks[0].num_queries <= interval_products.LONG:
         plain = {key: mask.intervals().with_diagonal() for key, mask in distinct.items()}
@@ -134,11 +127,7 @@ def field(layers: Sequence[IntervalRows], query: int) -> BoolArray:
 
 
 def arrivals(layers: Sequence[IntervalRows], query: int, most: int | None) -> IntArray:
-    """int64[n]: number of layers until each position's information first reaches `query`; -1 if never.
-
-    With `most`, `layers` holds one relation, repeated up to so often (breadth-first, O(n) per layer); with None, one
-    per layer, walked anew by `field` for each number of layers.
-    """
+    """Layers until each position's information first reaches `query`, int64[n], -1 if never; `most`: of one relation"""
     first = np.full(layers[0].num_rows, -1)
     first[query] = 0
     if most is None:

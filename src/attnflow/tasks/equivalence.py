@@ -30,11 +30,7 @@ _TRIED: Final = 4  # longer tasks that a task is compared with
 
 
 def prefixes(tasks: Sequence[Task]) -> tuple[list[int], list[int]]:
-    """(the tasks that are a prefix of no other, for each task the place there of one that it is a prefix of).
-
-    All positions of a prefix are computed in the longer task; of equals one counts. The inputs of the tasks are views
-    of one table. Cost: at most O(positions).
-    """
+    """(the tasks that are a prefix of no other, for each task the place there of one that it is a prefix of)."""
     longest: list[int] = []
     candidates: dict[tuple[int, int], list[int]] = {}
     within = np.zeros(len(tasks), dtype=np.int64)
@@ -84,11 +80,7 @@ def repeats_below(task: Task, inputs: IntArray) -> bool:
 
 
 def classify(layout: TasksLayout) -> tuple[list[IntArray], IntArray, IntArray, IntervalRows]:
-    """The classes of equivalent positions, checked exactly, numbered so that merged rows have few intervals.
-
-    No down-set may repeat an input number. Returns, for each task, the class of each position; of each class the node
-    (mutually reachable positions), the place in the merged sequence, and the row of the merged mask over classes.
-    """
+    """Classes of equivalent positions, numbered for few intervals; node, place and merged row of each class."""
     for seed in range(8):
         position, nodes = (renumber(keys) for keys in hashed(layout.tasks, layout.inputs, seed))
         node = scattered(position, nodes)

@@ -33,10 +33,7 @@ class TasksLayout:
     tokens: TokenTable
 
     def arrange(self, position: Sequence[IntArray], node: IntArray) -> tuple[IntArray, IntArray]:
-        """(place in the sequence, number that gives rows few intervals) of each class.
-
-        They differ where a task's own order splits its mask into many intervals (permutation language modelling).
-        """
+        """(place in the sequence, number that gives rows few intervals) of each class; XLNet's differ."""
         size = len(node)
         ranks = [task.mask.relabelled()[1] for task in self.tasks]  # the order in which a mask has few intervals
         compact = [part if rank is None else part[np.argsort(rank)] for part, rank in zip(position, ranks, strict=True)]

@@ -179,10 +179,7 @@ class _Search:
 
 
 def amalgamate(examples: Sequence[Example]) -> tuple[list[int], list[frozenset[int]], int, bool]:
-    """The smallest poset with every type over a full copy of its down-set; not proved smallest past the budget.
-
-    (types of its nodes in topological order, all nodes strictly below each, lower bound on the nodes, is it proved).
-    """
+    """(types of the smallest poset with all down-sets, all nodes below each, lower bound, is it proved)."""
     needed: Counter[int] = Counter()
     lower: set[int] = set()
     for kind, (poset, node) in enumerate(examples):

@@ -75,10 +75,7 @@ class Trie:
         )
 
     def ancestors(self, columns: IntArray | None = None, window: int | None = None) -> IntervalRows:
-        """Row v: v and its ancestors, with a `window` only those `u` with `columns[v] - columns[u] < window`.
-
-        `columns` (by default the depth) must rise along each path.
-        """
+        """Row v: v and its ancestors; with a `window` only those `u` with `columns[v] - columns[u] < window`."""
         nodes = np.arange(self.size)
         columns = self.depth if columns is None else columns
         stretch = np.cumsum(self.head == nodes) - 1

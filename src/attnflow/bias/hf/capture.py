@@ -117,10 +117,7 @@ def observe(
     layer: int = 0,
     name: str = "",
 ) -> LayerMap:
-    """B and the weights for some queries (ascending) of a call on one sequence, on the CPU in float32.
-
-    The first `terms` terms are the bias; the rest belongs to the scores without it. Memory: O(queries x keys).
-    """
+    """B (of the first `terms` terms) and the weights of some ascending queries of one sequence, in float32."""
     blocks = [_block(call, terms, block, heads) for block in _blocks(call, queries)]
     return LayerMap(layer, name, *(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True)))
 

@@ -82,11 +82,7 @@ class Shown:
 
 @dataclass(eq=False)
 class Hooks:
-    """Hooks on one attention module and its projections, which keep what a forward pass shows until attention uses it.
-
-    Each thread keeps its own. Nothing of the model is replaced. Adapters replace projections after we have hooked
-    them, so that each pass checks them by identity.
-    """
+    """What a pass shows of a module, by thread, kept for its attention; adapters may replace projections meanwhile."""
 
     depth: int  # layers of the model, which is how many a cache has
     sources: Mapping[str, Columns]  # what queries and keys are made of, by side; nothing if the bias does not read them
@@ -120,10 +116,7 @@ class Hooks:
         return self._traced if traced else self._of_thread()
 
     def vectors(self, side: str, batch: int, where: Tensor) -> Tensor | None:
-        """Queries or keys of the new tokens before rotation, [batch, tokens, width]; None if they are not read.
-
-        Latent attention makes keys of all cached tokens anew: `where`, int64[tokens], says which of them are new.
-        """
+        """Queries or keys before rotation; `where` are the new ones, as latent attention makes all keys anew."""
         source = self.sources.get(side)
         if source is None:
             return None

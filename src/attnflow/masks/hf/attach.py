@@ -191,10 +191,7 @@ def attach(
 def _refuse_mixing(
     model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site], keep: bool, beside: Sequence[str]
 ) -> str:
-    """Raises UnsupportedArchitecture if something besides attention mixes positions (unless `keep`).
-
-    It also raises if the stack calls none of its attention modules. Returns why a run could not check it, else "".
-    """
+    """Raises if something beside attention mixes positions; returns why no run could check it, else ""."""
     mixers = ", ".join(beside[:4]) + (f" and {len(beside) - 4} more" if len(beside) > 4 else "")
     check = Check() if beside and not keep else check_stack(model, owner, sites)
     if not check.used:

@@ -146,11 +146,7 @@ class GridForms:
     def padded_block_mask(
         self, span: Span, padding: Tensor, left: tuple[int, ...], key_only: bool, device: torch.device
     ) -> BlockMask:
-        """The BlockMask of one call on a padded batch, exact per sequence: O(batch x rows x intervals).
-
-        `padding` is bool[batch, >= span keys], False at slots to skip; `left` counts leading pads per sequence and
-        shifts the mask's positions, those of keys alone if `key_only` (cross-attention).
-        """
+        """The BlockMask of a padded batch; `left` pads shift a mask's positions (of keys, if `key_only`)."""
         padding = padding & (torch.arange(padding.shape[1], device=padding.device) < span.end)
         keys = padding[:, span.first_key : span.first_key + span.num_keys].cpu().numpy()
         forms = self.parts * (1 if len(self.parts) > 1 else len(left))

@@ -25,10 +25,7 @@ _VECTORS: Final = ("hidden_states", "inputs_embeds")  # what forwards call one v
 
 @dataclass(frozen=True)
 class Check:
-    """What a run of a stack showed while each position attended to itself alone.
-
-    `moved` lists positions that changed with another position's token; `unchecked` is why nothing is known, else "".
-    """
+    """`moved` are positions that changed with another one's token; `unchecked` is why nothing is known, else ""."""
 
     used: bool = True
     moved: tuple[int, ...] = ()
@@ -39,12 +36,7 @@ _checks: Final[WeakKeyDictionary[nn.Module, Check]] = WeakKeyDictionary()
 
 
 def check_stack(model: nn.Module, owner: PreTrainedModel, sites: Sequence[Site]) -> Check:
-    """Runs a stack of `model` on two sequences that differ in one token, 2 x 4 tokens in all.
-
-    A stack that reads no tokens (audio, images) runs from where one vector for each position enters it.
-
-    The model and all random generators are restored.
-    """
+    """Runs a stack on two sequences of 4 tokens, or of vectors if it reads none; all is restored afterwards."""
     if owner not in _checks:
         _checks[owner] = _run(model, owner, [site for site in sites if site.owner is owner])
     return _checks[owner]

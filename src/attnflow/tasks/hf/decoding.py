@@ -241,10 +241,7 @@ def _gap_rows(places: Tensor, first: int, length: int) -> Bool[Tensor, "batch n 
 
 
 class _CachedPasses:
-    """A model with a cache of everything it has read, without a window: only a pass's mask limits what is read.
-
-    `ValueError` unless the model has an embedding for every id of `texts`, which `name` calls, and for `mask_token`.
-    """
+    """A model with a cache of all it has read: only a mask limits that. Ids outside the vocabulary are refused."""
 
     def __init__(
         self, model: nn.Module, positions: int, name: str, texts: Sequence[Sequence[int]], mask_token: int
@@ -270,10 +267,7 @@ class _CachedPasses:
         allow: Bool[Tensor, "batch q k"],
         rows: int,
     ) -> Float[Tensor, "batch rows vocabulary"]:
-        """Logits of the last `rows` rows of a pass, which then leave the cache.
-
-        `allow` is over the rows of the cache, then those of the pass.
-        """
+        """Logits of the last `rows` rows, which then leave the cache; `allow` is over the cache, then the pass."""
         arguments: dict[str, Any] = {
             "input_ids": ids.to(self._device),
             "position_ids": positions.to(self._device),
@@ -311,10 +305,7 @@ class _Choice:
         hidden: Bool[Tensor, "batch places"],
         logits: Float[Tensor, "batch places vocabulary"],
     ) -> tuple[Int[Tensor, "batch places"], Bool[Tensor, "batch places"]]:
-        """(tokens, hidden places) with the surest of each sequence filled, and all that are as sure as the threshold.
-
-        Tokens are drawn on the CPU, so that a seed draws the same everywhere.
-        """
+        """(tokens, hidden) with the surest places filled; drawn on the CPU, where a seed draws the same."""
         flat = logits.cpu().reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         if self._temperature is None:
             chances, drawn = flat.softmax(dim=-1), flat.argmax(dim=-1)[:, None]

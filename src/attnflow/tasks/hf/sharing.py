@@ -185,10 +185,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_sharing(model: nn.Module, backbone: Backbone, calls: Calls) -> str:
-    """Refuse a model whose states differ in both forms; return why calls with labels cannot be replaced, or "".
-
-    `calls` learns which other calls differ: those of packed rows, and those with router logits.
-    """
+    """Refuse a model whose states differ; return why calls with labels cannot be replaced, or ""."""
     ids, real = backbone.probe()
     labels = ids.masked_fill((real * real.roll(1, dims=1)) == 0, -100)
     labels[:, 0] = -100
