@@ -175,7 +175,6 @@ def refusal(call: BiasedCall, name: str) -> str | None:
 
 
 def flex_refuses(call: BiasedCall) -> str | None:
-    """Why FlexAttention cannot compute a call, or None."""
     query, value = call.query, call.value
     if query.device.type not in ("cpu", "cuda"):
         return f"FlexAttention compiles for CPU and CUDA, but the tensors are on {query.device.type}"
@@ -195,7 +194,6 @@ def flex_refuses(call: BiasedCall) -> str | None:
 
 
 def run_flex(call: BiasedCall) -> Tensor:
-    """The output, [batch, heads, queries, value_dim] in the type of the values."""
     device = call.query.device
     blocks, empty = form_of(call.allow, device)
     output: Tensor = _compiled(device.type)(
@@ -226,7 +224,6 @@ def score_mod(call: BiasedCall) -> ScoreMod:
 
 
 def form_of(allow: Allow, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:
-    """(block mask, queries that may attend to nothing) of a relation; kept with it for the layers to come."""
     form = allow.derived(("flex", str(device)), lambda: _form(allow, device))
     return cast("tuple[BlockMask | None, Tensor | None]", form)
 

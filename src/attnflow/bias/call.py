@@ -129,7 +129,6 @@ class BiasedCall:
         return replace(self, query=query, key=key, value=value, sinks=sinks, terms=tuple(terms))
 
     def needs_grad(self) -> bool:
-        """Whether a gradient may be asked for."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
 
 
@@ -144,7 +143,6 @@ def make_call(
     sinks: Tensor | None,
     dropout: float,
 ) -> BiasedCall:
-    """The call, after checks with messages for its author."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(f"query, key and value must be [batch, heads, tokens, channels], got {shapes}")

@@ -97,7 +97,6 @@ class Pairwise(nn.Module):
         return Dense(bias)
 
     def is_zero(self) -> bool:
-        """Unknown, so no."""
         return False
 
 

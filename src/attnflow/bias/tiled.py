@@ -226,7 +226,6 @@ _MOST_ROWS: Final = 128
 
 
 def refuses(call: BiasedCall) -> str | None:
-    """Why this implementation cannot compute the call, or None."""
     if torch.compiler.is_compiling():
         return "its blocks follow the values of the mask, which torch.compile cannot trace"
     return None
@@ -265,8 +264,6 @@ class _Tiled(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive queries and the range of keys that they may attend to."""
-
     rows: slice
     columns: slice  # from the first key to the last that one of the queries may attend to
     allowed: Tensor | None  # which pairs of these exist, [batch or 1, heads or 1, rows, columns], or None for all

@@ -230,7 +230,6 @@ def _row(mask: object, number: int) -> tuple[Mask, ...]:
 
 
 def _padded(mask: Mask, num_queries: int, num_keys: int) -> Mask:
-    """Adds pad positions at the end: they attend to themselves alone, or to nothing if the mask is not square."""
     rows, rank = mask.numbered_keys()
     extra = np.arange(mask.num_queries, num_queries, dtype=np.int64)
     at = np.arange(len(extra))

@@ -223,7 +223,6 @@ def _listed(counts: Tensor, indices: Tensor, columns: int) -> npt.NDArray[np.int
 
 
 def _relation(block_mask: BlockMask, states: npt.NDArray[np.int64], place: tuple[int, int], free: bool) -> IntervalRows:
-    """The pairs computed for one sequence and head; raises if a block contradicts `mask_mod`."""
     num_queries, num_keys = block_mask.seq_lengths
     q_block, k_block = block_mask.BLOCK_SIZE
     device = block_mask.kv_indices.device

@@ -146,7 +146,6 @@ def _findings(mask: Mask, equal: Mask | None) -> Iterator[Finding]:
 
 
 def _mistaken(mask: Mask) -> Iterator[Finding]:
-    """Findings about a mask outside the catalogue: inverted, transposed, or a few pairs off."""
     if (other := equal_to(~mask)) is not None and mask.nnz:
         yield Finding("inverted", f"its complement is {other!r}: true seems to mean masked (`mask` and `~mask`)")
         return

@@ -63,7 +63,6 @@ class IntervalRows:
 
     @classmethod
     def from_bool(cls, table: BoolArray) -> IntervalRows:
-        """From a dense table of shape [rows, keys]."""
         num_rows, num_keys = table.shape
         edges = np.zeros((num_rows, num_keys + 2), dtype=np.int8)
         edges[:, 1:-1] = table
@@ -158,7 +157,6 @@ class IntervalRows:
         return self._from_line(starts, ends, self.num_rows, self.num_keys)
 
     def complement(self) -> IntervalRows:
-        """Row by row, the keys not in this."""
         starts, ends = self._line()
         base = np.arange(self.num_rows, dtype=np.int64) * (self.num_keys + 1)
         gap_starts = np.sort(np.concatenate([base, ends]))

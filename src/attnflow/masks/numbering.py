@@ -30,7 +30,6 @@ def same_rank(a: IntArray | None, b: IntArray | None) -> bool:
 
 
 def too_many(what: str, intervals: int) -> ValueError:
-    """The error for a relation that does not fit."""
     return ValueError(
         f"{what} takes about {intervals:,} intervals of keys ({8 * intervals / 1e9:,.1f} GB), more than {LARGEST:,} "
         f"of a mask ({RENAMED:,} where positions are numbered anew): take a slice, a shorter sequence, "

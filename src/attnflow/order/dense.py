@@ -20,7 +20,6 @@ _WORKSPACE: Final = 1 << 25  # bytes of temporaries per product
 
 
 def pack(table: BoolArray) -> Words:
-    """A bool table [rows, columns] as words."""
     padded = np.zeros((len(table), -(-table.shape[1] // 64) * 8), dtype=np.uint8)
     packed = np.packbits(table, axis=1, bitorder="little")
     padded[:, : packed.shape[1]] = packed
@@ -28,7 +27,6 @@ def pack(table: BoolArray) -> Words:
 
 
 def unpack(words: Words, columns: int) -> BoolArray:
-    """Words as a bool table [rows, columns]."""
     return np.unpackbits(words.view(np.uint8), axis=1, count=columns, bitorder="little").view(np.bool_)
 
 
@@ -50,7 +48,6 @@ def chunks(num_rows: int, row_bytes: int, limit: int = 1 << 23) -> Iterator[slic
 
 
 def require_room(matrices: int, size: int, what: str) -> None:
-    """Raises ValueError before allocation if bit matrices of `size` squared do not fit memory."""
     needed = matrices * size * size // 8
     if needed > _ROOM:
         raise ValueError(
@@ -60,7 +57,6 @@ def require_room(matrices: int, size: int, what: str) -> None:
 
 
 def refuse_more(edges: int) -> None:
-    """Raises ValueError if a Hasse diagram has too many edges for memory."""
     if edges > LARGEST:
         raise ValueError(
             f"the Hasse diagram has at least {edges:,} edges, more than {LARGEST:,}: take a shorter sequence, or one "

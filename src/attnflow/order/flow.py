@@ -359,7 +359,6 @@ class Flow(Result):
         return position if self._rank is None else int(self._rank[position])
 
     def _layer_count(self, layers: int | None) -> int | None:
-        """Return the number of layers; None means the closure of a single mask."""
         return self.num_layers if layers is None else checks.integer("layers", layers, 0, self.num_layers)
 
     def _position(self, name: str, value: int) -> int:

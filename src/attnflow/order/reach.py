@@ -36,7 +36,6 @@ class Reach:
 
     @classmethod
     def nothing_moved(cls, size: int) -> Reach:
-        """Reach before the first layer."""
         node = np.arange(size)
         return cls.of(IntervalRows.build(node, node, node + 1, size, size))
 
@@ -68,7 +67,6 @@ class Reach:
         return bool(int(self.content[row, position // 64]) >> position % 64 & 1)
 
     def table(self, rows: IntArray) -> BoolArray:
-        """bool[rows, n] of the chosen rows."""
         if isinstance(self.content, IntervalRows):
             return self.content.to_bool(rows)
         return dense.unpack(self.content[rows], self.size)

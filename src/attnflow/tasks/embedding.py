@@ -93,7 +93,6 @@ def require_runnable(model: nn.Module) -> None:
 
 
 def require_targets(targets: Tensor, logits: Tensor) -> None:
-    """Raise `ValueError` unless every target is in the vocabulary of the logits."""
     if len(targets) and int(targets.max()) >= logits.shape[-1]:
         raise ValueError(f"target ids must be below the vocabulary of {logits.shape[-1]}, got {int(targets.max())}")
 

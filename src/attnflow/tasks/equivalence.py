@@ -129,7 +129,6 @@ def is_embedding(
 
 
 def renumber(numbers: Sequence[npt.NDArray[Any]]) -> list[IntArray]:
-    """The same partition, numbered 0, 1, ... in order of first appearance."""
     _, number = as_they_appear(np.concatenate([*numbers, np.zeros(0, np.uint64)]))
     return np.split(number, np.cumsum([len(part) for part in numbers])[:-1])
 
@@ -176,7 +175,6 @@ def _row_sums(mask: Mask, values: Hashes) -> Hashes:
 
 
 def _from_zero(values: Hashes) -> Hashes:
-    """The sums of the first 0, 1, ... values of each row."""
     sums = np.zeros((len(values), values.shape[1] + 1), np.uint64)
     np.cumsum(values, axis=1, dtype=np.uint64, out=sums[:, 1:])
     return sums

@@ -25,8 +25,6 @@ from attnflow.tasks.tokens import TokenTable, as_they_appear
 
 @dataclass(frozen=True, eq=False)
 class TasksLayout:
-    """What the order depends on besides the classes: dense tasks, numbered inputs, and which positions are labelled."""
-
     tasks: Sequence[Task]
     inputs: Sequence[IntArray]
     labelled: Sequence[BoolArray]
@@ -54,7 +52,6 @@ class TasksLayout:
         return places(position), places(compact)
 
     def _last(self, position: Sequence[IntArray], node: IntArray) -> BoolArray:
-        """Whether each class belongs to a node that only predicts."""
         size = len(node)
         labelled, home, ends = np.zeros(size, np.bool_), np.zeros(size, np.bool_), np.ones(size, np.bool_)
         at_home = _at_home(self.tokens)

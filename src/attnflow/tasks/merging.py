@@ -186,7 +186,6 @@ def _labels(tasks: Sequence[Task], positions: Sequence[IntArray]) -> LabelTable:
 
 
 def embedding(task: Task, family: Sequence[Task]) -> Embedding:
-    """Which nodes of a family have an equivalent in a task over the same tokens; see `MergedTask.embeds`."""
     tasks = _family(family)
     for number, each in enumerate(tasks):
         _require_dense(number, each)
@@ -204,7 +203,6 @@ def embedding(task: Task, family: Sequence[Task]) -> Embedding:
 
 
 def _family(family: Sequence[Task]) -> list[Task]:
-    """The family as a list, checked: at least one task, each with one mask for all layers."""
     if isinstance(family, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError("a family is a sequence of Task, got one Task: pass [task]")
     tasks = list(family)

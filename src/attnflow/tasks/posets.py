@@ -28,12 +28,9 @@ _DEPTH: Final = 400  # recursion; beyond it only the greedy solution is taken
 
 @dataclass
 class Work:
-    """A shared budget of neighbours that a search may still visit."""
-
     left: int = LARGEST_WORK
 
     def spend(self, amount: int, size: int) -> None:
-        """Reduce the budget; raise `ValueError` if too little is left."""
         self.left -= amount
         if self.left < 0:
             raise ValueError(
@@ -211,8 +208,6 @@ def amalgamate(examples: Sequence[Example]) -> tuple[list[int], list[frozenset[i
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A directed graph: the colour of each node, and the edges (lower, upper)."""
-
     colours: Sequence[Hashable]
     edges: Sequence[tuple[int, int]]
 

@@ -145,7 +145,6 @@ class LabelTable:
             yield Label(position, Token(id, place, () if index < 0 else (index,)), task, weight)
 
     def part(self, first: int, last: int) -> LabelTable:
-        """A view of labels `first` to `last - 1`."""
         return LabelTable(self.table[first:last])
 
 

@@ -110,7 +110,6 @@ class Ragged:
 
     @classmethod
     def empty(cls, rows: int) -> Ragged:
-        """Make rows without numbers."""
         return cls(np.zeros(rows + 1, np.int64), np.zeros(0, np.int64))
 
     @classmethod
@@ -174,7 +173,6 @@ class TokenTable:
 
     @classmethod
     def stack(cls, parts: Sequence[TokenTable]) -> TokenTable:
-        """The tokens of all parts, one after the other."""
         return cls(
             Ragged.stack([part.ids for part in parts]),
             np.concatenate([part.position for part in parts]),

@@ -150,7 +150,6 @@ def attach_to(
     backend: str,
     loaded: bool = False,
 ) -> BiasHandle:
-    """Attach with the layers of the model already found; None finds them."""
     wrong = [one for one in configs if not isinstance(cast(object, one), BiasConfig)]
     if wrong or not configs:
         got = ", ".join(type(one).__name__ for one in wrong) or "none"
@@ -209,7 +208,6 @@ def placed(layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig]) -> dict
 def _build(
     layers: Sequence[BiasedLayer], configs: Sequence[BiasConfig], backend: str
 ) -> list[tuple[BiasedLayer, LayerBias]]:
-    """Everything that attaching adds, without touching the model."""
     by_layer = placed(layers, configs)
     if not by_layer:
         raise UnsupportedArchitecture(

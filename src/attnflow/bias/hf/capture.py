@@ -178,7 +178,6 @@ def _look(
     heads: Sequence[int] | None,
     without: bool = False,
 ) -> dict[int, LayerMap]:
-    """Record each layer while the model runs, with its biases or without any."""
     seen: dict[int, LayerMap] = {}
     before = [(bias, bias.enabled) for _, bias in layer_biases(model)]
 

@@ -189,7 +189,6 @@ class Hooks:
             shown.outputs[path] = output
 
     def _hook(self, module: nn.Module) -> None:
-        """Hook the submodules to be read, unless they are the ones hooked already."""
         paths = dict.fromkeys(path for source in self.sources.values() for path in source.paths)
         current = [module.get_submodule(path) for path in paths]
         if len(current) == len(self._hooked) and all(a is b for a, b in zip(current, self._hooked, strict=True)):

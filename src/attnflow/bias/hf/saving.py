@@ -119,7 +119,6 @@ def _check_sizes(saved: Addon, layers: Sequence[BiasedLayer], configs: Sequence[
 
 
 def read(folder: str | os.PathLike[str]) -> Addon:
-    """The saved bias of a folder, read without its model."""
     saved = read_addon(folder, "bias")
     described = saved.config.get("bias")
     if not isinstance(described, list) or not all(

@@ -145,7 +145,6 @@ def _changes(rows: IntervalRows) -> tuple[IntervalRows, IntervalRows]:
 
 
 def _runs_per_key(rows: IntervalRows) -> IntArray:
-    """Number of runs of rows that hold each key, int64[keys]."""
     return _changes(rows)[0].cover()
 
 

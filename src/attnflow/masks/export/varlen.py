@@ -144,7 +144,6 @@ class Bands:
 
     @property
     def causal(self) -> bool:
-        """Whether nothing after the diagonal is seen."""
         return self.right == 0
 
     @property
@@ -208,7 +207,6 @@ def bands_of_batch(masks: list[Mask], format: str) -> Bands:
 
 
 def _one_interval(mask: Mask, format: str) -> tuple[IntArray, IntArray]:
-    """(first key, last key + 1) of each query, (0, 0) for a query without keys."""
     rows = mask.intervals()
     count = np.diff(rows.indptr)
     torn = np.flatnonzero(count > 1)
@@ -247,7 +245,6 @@ def _differing(bands: Bands, first: IntArray, last: IntArray) -> int | None:
 
 
 def _same(mask: Mask, bands: Bands, first: IntArray, last: IntArray, format: str) -> Bands:
-    """The bands; raises NotExpressible, with a pair, if they are not the mask."""
     query = _differing(bands, first, last)
     if query is None:
         return bands

@@ -242,7 +242,6 @@ def _assign(
 
 
 def _by_part(sites: Sequence[Site], value: object) -> Mapping[str, object]:
-    """The requested masks of each part of the model; the only part of a model is named ""."""
     two = any(site.part for site in sites)
     if not isinstance(value, Mapping):
         if two:

@@ -23,8 +23,6 @@ Native = tuple[AttentionMask, Tensor | None]  # a mask as a kernel takes it; que
 
 
 class Positions:
-    """Offsets and padding of one forward pass; each layer derives its mask from them."""
-
     def __init__(self, request: MaskRequest) -> None:
         eager = not torch.compiler.is_compiling()
         self._shape = request.batch_size, request.num_queries, request.num_keys
@@ -147,7 +145,6 @@ class Positions:
         return forms.looks_ahead
 
     def _check_length(self, forms: MaskForms, span: Span, what: str) -> None:
-        """Raises if slots beyond the mask are not padding."""
         size = forms.mask.num_keys
         needed = span.end
         if self.padding is not None and not torch.compiler.is_compiling():
@@ -225,7 +222,6 @@ class MaskedAttention:
         return attend(call, proceed, route, native)
 
     def _check(self, call: AttentionCall) -> None:
-        """Raises unless there is a mask for each sequence and head of the call."""
         for masked, size, what in zip(self.forms.shape, call.query.shape, ("sequences", "heads"), strict=False):
             if masked not in (1, size):
                 raise ValueError(
@@ -327,7 +323,6 @@ class BatchAttention:
         return attend(call, proceed, route, _native(mask, num_keys, route, call.query))
 
     def _check(self, rows: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
-        """Raises unless the masks fit this call; reads values only for a cache."""
         sequences, own_heads, _, size = rows.shape
         if size != queries or rows.shape[2] in (1, queries):
             pairs = rows.shape[2] in (1, queries)

@@ -130,7 +130,6 @@ class GridForms:
 
     @untraced
     def block_mask(self, span: Span, device: torch.device) -> BlockMask:
-        """The BlockMask of one call without padding."""
         key = (span, str(device))
         made = self._blocks.pop(key, None)  # other threads may make and drop the same
         if made is None:

@@ -344,7 +344,6 @@ def _decodable(model: nn.Module, positions: int) -> PreTrainedModel:
 
 
 def _prompts(name: str, ids: object) -> list[list[int]]:
-    """The token ids of each sequence, from [n] or [batch, n] ids or from a list of sequences."""
     if isinstance(ids, Tensor):
         rows = list(ids.unbind()) if ids.ndim == 2 else [ids]
     elif isinstance(ids, Sequence) and len(ids) and isinstance(ids[0], Sequence | Tensor):
@@ -355,7 +354,6 @@ def _prompts(name: str, ids: object) -> list[list[int]]:
 
 
 def _end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -> frozenset[int]:
-    """The ids that end a text, by default those of the model's generation config; -1 means none."""
     value = eos_token
     if value is None:
         value = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

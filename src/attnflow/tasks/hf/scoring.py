@@ -133,8 +133,6 @@ def _family_scores(model: nn.Module, merged: MergedTask) -> Scores:
 
 
 class Scorer:
-    """A model made ready for requests of token ids; refuses the models that `score` refuses."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model, self._backbone, self._calls, checked = prepared(model)
         head = head_of(self._model)
@@ -167,7 +165,6 @@ class Scorer:
         return Scores(tuple(log_probs), tuple(greedy), before, after, passes)
 
     def _pass(self, requests: Sequence[Request], softmax: Dtype) -> tuple[SharedPlan, list[tuple[float, bool]]]:
-        """One forward pass: its plan, and (log-probability, greedy) of each request."""
         rows = [[*context, *rest][:-1] for context, rest in requests]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         real = np.zeros(ids.shape, np.bool_)
@@ -193,7 +190,6 @@ class Scorer:
         ]
 
     def _logits(self, chosen: SharedPlan, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        """The logits [slots, vocabulary] of these slots alone."""
         device = Subject(self._backbone.module).device
         index = torch.from_numpy(slots).to(device)
 

@@ -68,11 +68,9 @@ class SharingReport(Result):
     stock: Mapping[str, int] = field(default_factory=lambda: dict[str, int]())
 
     def refused(self, reason: str) -> SharingReport:
-        """The report with one more call that was not shared for this reason."""
         return replace(self, stock={**self.stock, reason: self.stock.get(reason, 0) + 1})
 
     def ran(self, before: int, after: int, shared: bool = True) -> SharingReport:
-        """The report with one more call of so many tokens."""
         return SharingReport(
             self.calls + 1,
             self.shared + shared,
@@ -263,7 +261,6 @@ class Calls:
         self._settled = hooks, drawn
 
     def _batch(self, named: Mapping[str, Any], model: nn.Module) -> Batch:
-        """The sequences of a call; raises `NotShared` if none can be shared."""
         if not self.always and self._attention != self._interceptors():
             raise NotShared("a mask or a bias was attached or removed after share_prefixes: do that before")
         named = named if self.tables is None else {n: v for n, v in named.items() if n != "position_ids"}
@@ -286,7 +283,6 @@ class Calls:
         return cost.rows(*batch.ids.shape) + cost.head * batch.ids.size
 
     def _planned(self, model: nn.Module, batch: Batch) -> SharedPlan:
-        """The trees of a batch; raises `NotShared` if there is nothing to share."""
         chosen = plan(batch, self._cost(model), one_row=skips_pairs(model))
         if chosen is None:
             raise NotShared("it holds only padding")
@@ -298,7 +294,6 @@ class Calls:
         return chosen
 
     def _stock(self, model: nn.Module, reason: str, named: Mapping[str, Any]) -> None:
-        """Run a call without sharing, and count why."""
         with _counting:
             if reason not in self.report.stock and (reason != CACHE or (model.training and torch.is_grad_enabled())):
                 _log.warning("share_prefixes: a call of the model was not shared: %s", reason)

@@ -170,13 +170,11 @@ def prepared(model: nn.Module) -> tuple[nn.Module, Backbone, Calls, bool]:
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """The module that turns states into logits, if there is one."""
     getter = getattr(model, "get_output_embeddings", None)
     return cast("nn.Module | None", getter()) if callable(getter) else None
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model without the wrappers of `torch.compile` and data parallelism."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module) and not isinstance(model, PreTrainedModel):
@@ -272,7 +270,6 @@ class Backbone:
 
     @classmethod
     def of(cls, model: nn.Module) -> Backbone:
-        """The one stack of a model; refuses several stacks, and stacks without the attention interface."""
         sites = Subject(model).sites
         owners = list({id(site.owner): site.owner for site in sites}.values())
         both = model not in owners and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -333,7 +330,6 @@ class Backbone:
         return windows
 
     def intercepted(self, interceptor: Callable[[AttentionCall, Proceed], Output], run: Callable[[], object]) -> None:
-        """Run with an interceptor at every attention module, so that each gets a mask."""
         try:
             with trial(self.module, dict.fromkeys(self.sites, interceptor), role="mask", replaces_mask=True):
                 run()
@@ -343,7 +339,6 @@ class Backbone:
             ) from error
 
     def masked_as_meant(self, call: AttentionCall, proceed: Proceed, masks: Mapping[str, object]) -> Output:
-        """Refuse, as an interceptor, a layer whose mask is not the one for its kind."""
         kind = next(iter(masks)) if len(masks) == 1 else str(self.module.config.layer_types[call.module.layer_idx])
         if call.mask is not masks[kind]:
             name = next(site.name for site in self.sites if site.module is call.module)
