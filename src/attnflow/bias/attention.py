@@ -169,13 +169,11 @@ def choose(call: BiasedCall, backend: str, need_weights: bool = False) -> str:
 
 def refusal(call: BiasedCall, name: str) -> str | None:
     """Why a backend cannot compute a call, or None; the reference computes every call."""
-    if name == "reference":
-        return None
-    return tiled.refuses(call) if name == "tiled" else flex_refuses(call)
-
-
-def flex_refuses(call: BiasedCall) -> str | None:
     query, value = call.query, call.value
+    if name == "tiled" and torch.compiler.is_compiling():
+        return "its blocks follow the values of the mask, which torch.compile cannot trace"
+    if name != "flex":
+        return None
     if query.device.type not in ("cpu", "cuda"):
         return f"FlexAttention compiles for CPU and CUDA, but the tensors are on {query.device.type}"
     if query.device.type == "cpu" and call.needs_grad():

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from attnflow.bias.config import Init, LayerShape, VectorConfig, Vectors
 from attnflow.bias.kind import BiasKind, GroupedNorm, Projection, as_last, as_linear, flatten, spread, unflatten
-from attnflow.bias.terms import EPS, Additive, Guidance, Product, wide
+from attnflow.bias.terms import EPS, Additive, Guidance, Product, Term, wide
 
 __all__ = ["BilinearConfig", "CumulativeConfig", "DotConfig", "GuidanceConfig", "KeyConfig", "LowRankConfig"]
 
@@ -55,9 +55,7 @@ class KeyNetwork(BiasKind["GuidanceConfig | KeyConfig"]):
         normal = functional.layer_norm(hidden, hidden.shape[-1:], eps=EPS)
         return flatten((functional.gelu(scale * normal + shift) * weight).sum(dim=-1, keepdim=True))
 
-    def term(
-        self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
-    ) -> Additive | Guidance:
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Term:
         return Additive(unflatten(columns, self.maps).squeeze(-1))
 
 

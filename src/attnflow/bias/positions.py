@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnflow._core.checks import integer
 from attnflow.bias.config import BiasConfig, LayerShape, Placement, ShareHeads, Vectors
 from attnflow.bias.kind import BiasKind
-from attnflow.bias.terms import Additive, Dense, Offset, wide
+from attnflow.bias.terms import Additive, Dense, Offset, Term, wide
 
 __all__ = ["AlibiConfig", "DenseConfig", "RelativeConfig"]
 
@@ -73,9 +73,7 @@ class Alibi(BiasKind["AlibiConfig"]):
         super().__init__(config, shape)
         self.gain = nn.Parameter(torch.full((shape.num_heads,), float(config.gain)))
 
-    def term(
-        self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None
-    ) -> Additive | Offset:
+    def term(self, queries: Vectors, columns: Float[Tensor, "batch keys width"], slots: Tensor | None) -> Term:
         """Linear in the key's position where keys lie before queries; else a table over distances."""
         slope = wide(self.gain) * slopes(len(self.gain), self.gain.device)
         if self.shape.is_causal:

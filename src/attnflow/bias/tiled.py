@@ -225,12 +225,6 @@ _LEAST_ROWS: Final = 16
 _MOST_ROWS: Final = 128
 
 
-def refuses(call: BiasedCall) -> str | None:
-    if torch.compiler.is_compiling():
-        return "its blocks follow the values of the mask, which torch.compile cannot trace"
-    return None
-
-
 def run(call: BiasedCall) -> Tensor:
     """The output, [batch, heads, queries, value_dim] in the type of the values. Time: that of the allowed pairs."""
     seed = int(torch.randint(1 << 31, ())) if call.dropout else None

@@ -78,9 +78,7 @@ class Diagnosis(Result):
 
     def __str__(self) -> str:
         count = len(self.findings)
-        verdict = (
-            f"{plural(count, 'thing')} {'looks' if count == 1 else 'look'} wrong" if count else "nothing looks wrong"
-        )
+        verdict = f"{plural(count, 'thing')} look{'s' * (count == 1)} wrong" if count else "nothing looks wrong"
         lines = [
             ("queries x keys", f"{self.num_queries:,} x {self.num_keys:,}"),
             ("allowed pairs", f"{self.allowed_pairs:,} of {self.num_queries * self.num_keys:,}"),
@@ -137,9 +135,8 @@ def _findings(mask: Mask, equal: Mask | None) -> Iterator[Finding]:
     if mask.num_queries == mask.num_keys:
         blind = [int(q) for q in np.flatnonzero(counts) if not mask.allows(int(q), int(q))]
         if blind:
-            message = (
-                f"{_some(blind)} may attend to other keys but not to {'itself' if len(blind) == 1 else 'themselves'}"
-            )
+            itself = "itself" if len(blind) == 1 else "themselves"
+            message = f"{_some(blind)} may attend to other keys but not to {itself}"
             yield Finding("diagonal", message, tuple((query, query) for query in blind[:_SHOWN]))
     if equal is None:
         yield from _mistaken(mask)
@@ -152,14 +149,10 @@ def _mistaken(mask: Mask) -> Iterator[Finding]:
     if max(mask.shape) <= 1 << 12 and (other := equal_to(from_dense(mask.dense().T))) is not None:
         yield Finding("transposed", f"its transpose is {other!r}: rows are queries here, columns keys")
         return
-    size = mask.num_queries * mask.num_keys
     near: list[tuple[int, Mask]] = []
+    candidates = [(other, mask.num_queries * mask.num_keys) for other in _candidates(mask)]
     # Between documents nearly everything is forbidden, so that their share is one of the allowed pairs.
-    candidates = [
-        *((other, size) for other in _candidates(mask)),
-        *((docs, docs.nnz) for docs in _near_documents(mask)),
-    ]
-    for other, pairs in candidates:
+    for other, pairs in [*candidates, *((documents, documents.nnz) for documents in _near_documents(mask))]:
         distance = (mask & ~other).nnz + (other & ~mask).nnz
         between = other.nnz - min(mask.shape)  # pairs of two tokens; a sparse mask would resemble many others
         if 0 < distance <= max(1, int(_CLOSE * pairs)) and _PER_MISTAKE * distance <= between:
@@ -180,14 +173,13 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
         bands = bands_of(mask, "documents")
     except export.NotExpressible:
         bands = None
-    if bands is not None and not (bands.square and len(bands.queries) == 1):
-        if bands.square:
-            inner = catalogue.document(bands.queries, "causal" if bands.causal else "full")
-            if bands.left is bands.right is None or (bands.causal and bands.left is None):
-                yield inner
-            elif bands.left in (bands.right, None) or bands.causal:
-                reach = max(bands.left or 0, bands.right or 0) + 1
-                yield inner & catalogue.sliding_window(n, reach, causal=bands.causal)
+    if bands is not None and bands.square and len(bands.queries) != 1:
+        inner = catalogue.document(bands.queries, "causal" if bands.causal else "full")
+        if bands.left is None and (bands.right is None or bands.causal):
+            yield inner
+        elif bands.left in (bands.right, None) or bands.causal:
+            reach = max(bands.left or 0, bands.right or 0) + 1
+            yield inner & catalogue.sliding_window(n, reach, causal=bands.causal)
         return
     if n != keys:
         return
@@ -276,11 +268,8 @@ def _allowed(tensor: Tensor, masked_true: bool) -> Tensor:
         return (tensor != 0) ^ masked_true
     if zero_one.all() and (tensor == 1).any():
         raise ValueError("floats of 0 and 1: a kernel that adds them masks nothing; save tensor.bool()")
-    _refuse(
-        tensor,
-        (tensor != 0) & ~(tensor <= _MASKED),
-        f"neither 0 nor below {_MASKED:g}, so this is a bias rather than a mask, or NaN",
-    )
+    what = f"neither 0 nor below {_MASKED:g}, so this is a bias rather than a mask, or NaN"
+    _refuse(tensor, (tensor != 0) & ~(tensor <= _MASKED), what)
     return tensor > _MASKED
 
 

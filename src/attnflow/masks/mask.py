@@ -364,7 +364,6 @@ class Mask:
 
 
 def not_a_mask(value: object) -> TypeError:
-    """Describe a wrong type: which type came, and which call makes a mask of it."""
     return TypeError(f"expected a Mask, got {type(value).__name__}; {_how_to_make_one(value)}")
 
 

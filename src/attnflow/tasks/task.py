@@ -82,16 +82,8 @@ class Label:
         )
 
 
-_ROW: Final = np.dtype(
-    [
-        ("position", np.int64),
-        ("target_id", np.int64),
-        ("target_position", np.int64),
-        ("data_index", np.int64),  # -1 without one
-        ("task", np.int64),
-        ("weight", np.float64),
-    ]
-)
+_INTEGERS: Final = "position", "target_id", "target_position", "data_index", "task"  # data_index is -1 without one
+_ROW: Final = np.dtype([*((name, np.int64) for name in _INTEGERS), ("weight", np.float64)])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,16 +100,11 @@ class LabelTable:
         for label in listed:
             if not isinstance(label, Label):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"expected a Label, got {label!r} of type {type(label).__name__}")
+        targets = [
+            (label.target.ids[0], label.target.position, *(label.target.provenance or (-1,))) for label in listed
+        ]
         rows = [
-            (
-                label.position,
-                label.target_id,
-                label.target.position,
-                -1 if label.data_index is None else label.data_index,
-                label.task,
-                label.weight,
-            )
-            for label in listed
+            (label.position, *target, label.task, label.weight) for label, target in zip(listed, targets, strict=True)
         ]
         return cls(np.array(rows, dtype=_ROW))
 
@@ -190,12 +177,11 @@ class Task:
         masks = tuple(mask) if isinstance(mask, Sequence) else (mask,)
         if not masks:
             raise ValueError("expected a mask or at least one mask per layer, got an empty sequence")
-        for each in masks:
-            if not isinstance(each, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise not_a_mask(each)
         sequence, targets = TokenSequence.of(inputs), LabelTable.of(labels)
         size = len(sequence)
         for each in masks:
+            if not isinstance(each, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise not_a_mask(each)
             if each.num_queries != each.num_keys:
                 raise ValueError(f"mask must be square, got shape {each.shape}")
             if each.num_queries != size:

@@ -10,6 +10,7 @@ from torch import nn
 import attnflow as af
 from attnflow import tasks
 from attnflow.models.passes.evaluation import precision
+from attnflow.models.subject import Subject
 from attnflow.tasks.embedding import run
 from tests.models import tiny
 
@@ -48,7 +49,7 @@ def merged_logits(model, family):
     """(labelled place in the text -> logits) of the merged task."""
     task = tasks.merge(family).task
     with torch.no_grad(), precision(model, torch.float64):
-        logits = run(model, task)
+        logits = run(Subject(model), task)
     return {label.data_index: logits[label.position] for label in task.labels}
 
 

@@ -210,11 +210,9 @@ def _chosen(model: nn.Module, layers: Sequence[int] | None) -> list[tuple[str, L
 
 
 def _heads(biases: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] | None:
-    if heads is None:
-        return None
     num_heads = min(bias.shape.num_heads for _, bias in biases)
-    if heads == "all":
-        return list(range(num_heads))
+    if heads is None or heads == "all":
+        return None if heads is None else list(range(num_heads))
     if isinstance(heads, str):
         raise ValueError(f"heads must be None, 'all' or numbers of heads, got {heads!r}")
     if not len(numbers := checks.index_array("heads", heads, num_heads).tolist()):

@@ -143,13 +143,13 @@ def attach(
     >>> handle.backend, handle.active
     ('sdpa', False)
     """
-    model = Subject.of(model).model
+    subject = Subject.of(model)
     crop = boolean("crop", crop)
     options = ("flex_on_cpu", flex_on_cpu, get_args(FlexOnCpu)), ("other_mixers", other_mixers, get_args(OtherMixers))
     for name, value, choices in options:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    sites = Subject(model).sites
+    model, sites = subject.model, subject.sites
     by_batch = isinstance(mask, str) and mask == "batch" and per_layer is None
     masks = {} if by_batch else _assign(sites, mask, per_layer, layers)
     if by_batch and layers is not None:

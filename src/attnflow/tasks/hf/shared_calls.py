@@ -159,8 +159,8 @@ class Calls:
             whole, alone = self._planned(model, labelled), self._planned(model, batch)
         except NotShared:
             return None
-        others = alone.cost(self._cost(model)), self._cost_of_rows(model, batch)
-        if whole.cost(self._cost(model)) > min(others) and not self.always:
+        others = alone.cost(self.cost_of(model)), self._cost_of_rows(model, batch)
+        if whole.cost(self.cost_of(model)) > min(others) and not self.always:
             return None
         running.outer = whole
         named |= {"input_ids": _tensor(whole.ids, ids), "labels": _tensor(cast(IntArray, whole.labels), labels)}
@@ -191,7 +191,7 @@ class Calls:
                 if extra := other_arguments(named):
                     raise NotShared(f"it had the argument {', '.join(extra)}")
                 chosen = self._planned(model, batch)
-                if not self.always and chosen.cost(self._cost(model)) >= self._cost_of_rows(model, batch):
+                if not self.always and chosen.cost(self.cost_of(model)) >= self._cost_of_rows(model, batch):
                     raise NotShared(_NOTHING)
             except NotShared as reason:
                 return self._stock(model, str(reason), named)
@@ -264,26 +264,23 @@ class Calls:
         if not self.always and self._attention != self._interceptors():
             raise NotShared("a mask or a bias was attached or removed after share_prefixes: do that before")
         named = named if self.tables is None else {n: v for n, v in named.items() if n != "position_ids"}
-        batch = read_batch(named, model, self._by_column, self.counted)
+        by_column = any(window is not None for window in self.windows.values())
+        batch = read_batch(named, model, by_column, self.counted)
         asked = {"packed rows": batch.starts is not None, "router logits": flag(named, model, "output_router_logits")}
         for name, reason in self.unsupported.items() if not self.always else ():
             if reason and asked[name]:
                 raise NotShared(f"{name}: {reason}")
         return batch
 
-    @property
-    def _by_column(self) -> bool:
-        return any(window is not None for window in self.windows.values())
-
-    def _cost(self, model: nn.Module) -> PassCost:
+    def cost_of(self, model: nn.Module) -> PassCost:
         return PassCost(self.cost.token, 0.0, self.cost.head) if skips_pairs(model) else self.cost
 
     def _cost_of_rows(self, model: nn.Module, batch: Batch) -> float:
-        cost = self._cost(model)
+        cost = self.cost_of(model)
         return cost.rows(*batch.ids.shape) + cost.head * batch.ids.size
 
     def _planned(self, model: nn.Module, batch: Batch) -> SharedPlan:
-        chosen = plan(batch, self._cost(model), one_row=skips_pairs(model))
+        chosen = plan(batch, self.cost_of(model), one_row=skips_pairs(model))
         if chosen is None:
             raise NotShared("it holds only padding")
         alone = all(len(tree.node_of) == int(tree.node_of.max(initial=-1)) + 1 for tree in chosen.trees)
