@@ -1,7 +1,4 @@
-"""One attention call with its bias, checked once: its tensors, its terms, and which keys each query may attend to.
-
-`Allow` is asked for a block of queries at a time, so that nothing holds every pair.
-"""
+"""One attention call with its bias, checked once; `Allow` is asked for a block of queries at a time."""
 
 from __future__ import annotations
 
@@ -29,12 +26,7 @@ class Allow:
 
     @classmethod
     def of(cls, allow: object, num_queries: int, num_keys: int, device: torch.device) -> Allow:
-        """Make the relation from any mask that `attention` takes, for a call of this size on this device.
-
-        Raises:
-            TypeError: not a mask, or a tensor that is not boolean.
-            ValueError: the mask has another size than the call.
-        """
+        """Make the relation from any mask that `attention` takes, for a call of this size on this device."""
         if isinstance(allow, Allow):
             relation = allow
         elif allow is None:

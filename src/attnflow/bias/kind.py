@@ -149,10 +149,7 @@ def layer_biases(model: nn.Module) -> Iterator[tuple[str, LayerBias]]:
 
 
 class BiasKind(nn.Module, Generic[_Config]):
-    """Base of our kinds: B is zero where the parameters named in `last` are; a key is its position, unless overridden.
-
-    `maps` counts the distinct maps: the networks, or every head where one network reads heads apart.
-    """
+    """Base of our kinds, zero where the parameters named in `last` are; `maps` counts the distinct maps."""
 
     last: ClassVar[tuple[str, ...]]
 

@@ -147,13 +147,7 @@ class RelativeConfig(BiasConfig):
 
 
 def slopes(num_heads: int, device: torch.device | None = None) -> Float[Tensor, " heads"]:
-    """ALiBi's slopes: 2^(-8 h / n) for a power of two; for others, those of the next lower one, filled from the next.
-
-    Made where they are used: a buffer would be rounded with the model that it moves to.
-
-    >>> slopes(8)[:3]
-    tensor([0.5000, 0.2500, 0.1250])
-    """
+    """ALiBi's slopes, 2^(-8 h / n) for powers of two; made where used, as a buffer would be rounded with its model."""
     power = 2 ** math.floor(math.log2(num_heads))
     first = torch.arange(1, power + 1, device=device) * (-8.0 / power)
     between = (2 * torch.arange(num_heads - power, device=device) + 1) * (-4.0 / power)

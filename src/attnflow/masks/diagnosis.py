@@ -92,14 +92,7 @@ class Diagnosis(Result):
 
 
 def read_mask(path: str | os.PathLike[str], masked_true: bool = False) -> Mask:
-    """Reads a mask from a file; raises ValueError if the file holds none.
-
-    Args:
-        path: a `.json` file as for `af.masks.from_json`, or "-" for standard input; or `.npy`, `.pt`, `.safetensors`
-            with one tensor [queries, keys] after at most two leading axes: bools or 0 and 1 (1 allows), or additive
-            floats (0 allows).
-        masked_true: whether True or 1 forbids instead.
-    """
+    """Reads a mask from JSON ("-": standard input) or one tensor; `masked_true`: True or 1 forbids."""
     if str(path) == "-" or Path(path).suffix == ".json":
         spec = read_json(path)
         return mask_from_dict(spec.get("mask", spec), str(path))

@@ -15,11 +15,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def ragged(starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> tuple[IntArray, IntArray]:
-    """Ragged ranges end to end: (t, value) for each value in `[starts[t], starts[t] + lengths[t])`, for each t.
-
-    >>> [part.tolist() for part in ragged(np.array([5, 0, 2]), np.array([2, 0, 3]))]
-    [[0, 0, 2, 2, 2], [5, 6, 2, 3, 4]]
-    """
+    """Ragged ranges end to end: (t, value) for each value in `[starts[t], starts[t] + lengths[t])`, for each t."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return owner, np.arange(len(owner)) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 

@@ -232,10 +232,7 @@ class Flow(Result):
         return torch.from_numpy(np.flatnonzero(inside if self._rank is None else inside[self._rank]))
 
     def arrivals(self, query: int, most: int) -> IntArray:
-        """For each position, the number of layers until its information reaches `query`, int64[n]; -1 if above `most`.
-
-        A stack is always walked to its end; `most` applies to a single mask. Cost: O(n) for each layer.
-        """
+        """For each position, how many layers its information takes to reach `query`, int64[n]; -1 if above `most`."""
         number = self._number(self._position("query", query))
         first = reach.arrivals(self._layers, number, most if self.num_layers is None else None)
         return first if self._rank is None else first[self._rank]

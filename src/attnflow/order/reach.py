@@ -1,7 +1,4 @@
-"""Which positions reach which after some layers: row intervals while they stay few, otherwise a bit matrix.
-
-For one position it walks through the relation: receptive fields, witness paths and budgets.
-"""
+"""Which positions reach which after some layers, by row intervals or bits; for one position, walks and paths."""
 
 from __future__ import annotations
 

@@ -21,13 +21,7 @@ _MODELS: Final[WeakSet[nn.Module]] = WeakSet()  # that once took averaged tokens
 
 
 def id_table(task: Task) -> Int[Tensor, "n width"]:
-    """The vocabulary ids of each input, int64 [n, width], filled with `NO_ID`; width is the most ids of a token.
-
-    >>> from attnflow.tasks.task import Token
-    >>> import attnflow as af
-    >>> id_table(Task([Token(7, 0), Token((5, 9), 1, (0, 2))], [], af.masks.causal(2))).tolist()
-    [[7, -100], [5, 9]]
-    """
+    """The vocabulary ids of each input, int64 [n, width], filled with `NO_ID`; width is the most ids of a token."""
     return torch.from_numpy(task.sequence.table.ids.take(task.sequence.index).padded(NO_ID))
 
 

@@ -1,8 +1,4 @@
-"""Families of training tasks on one sample, as sequences of `Task`. Positions and data indices count from 0.
-
-Each function takes the token ids of the sample and gives the subtasks that a user wants to train; `merge` derives
-the one sequence and mask that trains them all. A family of your own is any list of tasks.
-"""
+"""Families of training tasks on one sample, as sequences of `Task`; positions and data indices count from 0."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`merge`: builds the one sequence and mask that trains a whole family of tasks; `embeds` checks such a task.
-
-Read `merge` first. Hashing (`equivalence`) decides which positions become one; where inputs repeat within a down-set,
-types and a search do (`posets`). `layout` orders the positions.
-"""
+"""`merge`: builds the one sequence and mask that trains a whole family of tasks; `embeds` checks such a task."""
 
 from __future__ import annotations
 

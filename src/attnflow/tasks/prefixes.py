@@ -1,8 +1,4 @@
-"""Puts sequences with common prefixes into prefix trees, which a causal model runs in place of a batch's rows.
-
-A token's state depends only on the tokens before it in its row. So equal prefixes have equal states. `Trie` holds each
-prefix once; `plan` puts the rows of a batch into tries, where each token attends to its ancestors.
-"""
+"""Prefix trees, which a causal model runs in place of a batch's rows: equal prefixes of rows have equal states."""
 
 from __future__ import annotations
 
@@ -36,14 +32,7 @@ class Trie:
 
     @classmethod
     def of(cls, keys: IntArray, offsets: IntArray) -> Trie:
-        """Build the trie of the sequences `keys[offsets[s] : offsets[s + 1]]`; some may be empty, or equal.
-
-        A key must hold everything that distinguishes an item, except for the items before it. Cost: O(items) + a sort.
-
-        >>> trie = Trie.of(np.array([7, 8, 1, 7, 8, 2, 9]), np.array([0, 3, 6, 7]))
-        >>> trie.node_of.tolist(), trie.parent.tolist(), trie.end.tolist()
-        ([0, 1, 2, 0, 1, 3, 4], [-1, 0, 1, 1, -1], [4, 4, 3, 4, 5])
-        """
+        """The trie of `keys[offsets[s] : offsets[s + 1]]`; a key holds all of an item but the items before it."""
         first = _built(keys, offsets)
         sizes, sequence = first.end - np.arange(first.size), np.searchsorted(offsets, first.source, side="right")
         rank = (first.size - sizes) * len(offsets) + sequence  # the largest first, then the earliest

@@ -1,7 +1,4 @@
-"""`Task`: inputs (each a `Token`), labels (each a `Label`: what a position must predict) and a mask.
-
-`LabelTable` are many labels as one array, as a task stores them.
-"""
+"""`Task`: inputs (each a `Token`), labels (each a `Label`: what a position must predict) and a mask."""
 
 from __future__ import annotations
 

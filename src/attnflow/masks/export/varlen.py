@@ -131,11 +131,7 @@ def varlen(mask: Mask | MaskGrid) -> Varlen:
 
 @dataclass(frozen=True)
 class Bands:
-    """Documents end to end with one window, aligned to the bottom right corner as in flash-attn.
-
-    Query i of a document of Q queries and K keys attends to keys i + K - Q - left to i + K - Q + right of it. If `left`
-    or `right` is None, that side has no limit.
-    """
+    """Documents end to end; query i of one sees its keys i + K - Q - left to i + K - Q + right (None: no limit)."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]

@@ -1,7 +1,4 @@
-"""Decoding for models trained on merged tasks: `generate_blocks` writes text block by block, `infill` fills a gap.
-
-Both make forward passes with a cache under their own mask, and fill masked places from the logits.
-"""
+"""Decoding for models trained on merged tasks: `generate_blocks` writes text block by block, `infill` fills a gap."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Runs calls whose sequences share prefixes: two hooks on a model's backbone, and two on the model around it.
-
-The backbone runs on prefix trees, and its states are mapped back to the sequences. A call with labels is replaced as a
-whole, so that the head, too, runs once for each token.
-"""
+"""Hooks that run a backbone on prefix trees, and replace calls with labels as a whole so that the head shares, too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`share_prefixes`: runs the common prefixes of a batch once, in any trainer; read it first.
-
-A model is refused where sharing would change its states: `Backbone` finds how far back its layers read, and
-`check_sharing` runs a small batch in both forms.
-"""
+"""`share_prefixes`: runs common prefixes of a batch once, in any trainer; a model whose states change is refused."""
 
 from __future__ import annotations
 
