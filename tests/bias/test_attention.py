@@ -11,16 +11,7 @@ from attnflow import masks
 from attnflow.bias import attention
 from attnflow.bias.attention import choose
 from attnflow.bias.call import Allow
-from tests.bias.cases import (
-    TERMS,
-    Additive,
-    Case,
-    Dense,
-    Offset,
-    Term,
-    make_call,
-    outcome,
-)
+from tests.bias.cases import TERMS, Additive, Case, Dense, Offset, Term, make_call, outcome
 
 BACKENDS = ["reference", "tiled"]
 

@@ -184,10 +184,7 @@ BATCHES = [
     (lambda: Collator(tasks.causal_lm)([torch.tensor([0.5, 1.5])]), "must hold integers"),
     (lambda: Collator(by_value, by_length=True)([IDS]), r"reads the values .*use Collator\(..., by_length=False\)"),
     (lambda: Collator(by_tensor, by_length=True)([[5, 6, 7]]), "tasks depend on the tokens, .*by_length=False"),
-    (
-        lambda: Collator(tasks.causal_lm)([{}]),
-        r"got the keys \[\]; a Trainer drops .* set remove_unused_columns=False",
-    ),
+    (lambda: Collator(tasks.causal_lm)([{}]), r"got the keys \[\]; a Trainer drops .* set remove_unused_columns=False"),
     (lambda: Collator(tasks.rollouts)([{}]), "prompts and responses, got no entry; .* remove_unused_columns=False"),
     (lambda: Collator(tasks.rollouts)([[1, 2, 3]]), "sample 0 of the batch: a group of rollouts must be a mapping"),
     (

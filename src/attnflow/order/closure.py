@@ -12,14 +12,7 @@ import numpy as np
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.order import dense, products
-from attnflow.order.products import (
-    closure_of,
-    compose,
-    is_scattered,
-    range_reduce,
-    reads_only_before,
-    room,
-)
+from attnflow.order.products import closure_of, compose, is_scattered, range_reduce, reads_only_before, room
 from attnflow.order.reach import Reach
 
 _ROUNDS: Final = 8  # covers of a class that are looked for one at a time

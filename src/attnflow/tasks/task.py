@@ -159,12 +159,7 @@ class Task:
     masks: tuple[Mask, ...]
     num_layers: int | None
 
-    def __init__(
-        self,
-        inputs: Iterable[Token],
-        labels: Iterable[Label],
-        mask: Mask | Sequence[Mask],
-    ) -> None:
+    def __init__(self, inputs: Iterable[Token], labels: Iterable[Label], mask: Mask | Sequence[Mask]) -> None:
         """Make a task; `mask` may be a list of one mask per layer.
 
         Raises:

@@ -39,12 +39,7 @@ class MaskHandle(Handle):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        backend: str,
-        masks: Mapping[str, AnyMask],
-        interception: Interception,
-        unchecked: str,
+        self, model: nn.Module, backend: str, masks: Mapping[str, AnyMask], interception: Interception, unchecked: str
     ) -> None:
         super().__init__(model)
         self.backend = backend
