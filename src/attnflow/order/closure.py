@@ -12,7 +12,7 @@ import numpy as np
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import BoolArray, IntervalRows
 from attnflow.order import dense, products
-from attnflow.order.products import closure_of, compose, is_scattered, range_reduce, reads_only_before, room
+from attnflow.order.products import closure_of, compose, range_reduce, reads_only_before, room, stays_few
 from attnflow.order.reach import Reach
 
 _ROUNDS: Final = 8  # covers of a class that are looked for one at a time
@@ -31,10 +31,6 @@ class Order:
     def num_classes(self) -> int:
         return len(self.node)
 
-    @cached_property
-    def sizes(self) -> IntArray:
-        return np.bincount(self.class_of, minlength=self.num_classes).astype(np.int64)
-
     def reaches(self, lower: int, upper: int) -> bool:
         return self.below.holds(int(self.node[upper]), int(self.node[lower]))
 
@@ -45,9 +41,10 @@ class Order:
 
     @cached_property
     def nnz(self) -> int:
+        sizes = np.bincount(self.class_of, minlength=self.num_classes).astype(np.int64)
         weight = np.zeros(self.below.size, np.int64)
-        weight[self.node] = self.sizes
-        return int(self.below.counts(weight)[self.node] @ self.sizes)
+        weight[self.node] = sizes
+        return int(self.below.counts(weight)[self.node] @ sizes)
 
 
 def renumbered(order: Order, first: IntArray) -> IntArray:
@@ -81,11 +78,9 @@ def renumbered(order: Order, first: IntArray) -> IntArray:
 
 def close(rows: IntervalRows) -> Order:
     """The order of a square relation with its diagonal: long masks by intervals, short or scattered ones by bits."""
-    n = rows.num_rows
-    if n == 0:
+    if not rows.num_rows:
         return Order(np.arange(0), Reach(rows, 0), np.arange(0), np.zeros((0, 2), np.int64))
-    order = _close_by_intervals(rows) if n > products.LONG and not is_scattered(rows) else None
-    if order is not None:
+    if stays_few(rows) and (order := _close_by_intervals(rows)) is not None:
         return order
     class_of, words, covers = dense.close(rows)
     return Order(class_of, Reach(words, len(words)), np.arange(len(words)), covers)
@@ -134,7 +129,7 @@ def depth_of(rows: IntervalRows) -> int:
 
 def _close_by_intervals(rows: IntervalRows) -> Order | None:
     """The order, in O(m log m log(depth)) for m intervals; None if it takes too many intervals."""
-    closure = closure_of(rows, room(rows))
+    closure = closure_of(rows)
     if closure is None:
         return None
     node = np.arange(closure.num_rows)

@@ -65,11 +65,7 @@ def refuse_more(edges: int) -> None:
 
 
 def product(rows: IntervalRows, words: Words) -> Words:
-    """The Boolean product: row i is the union of the rows `words[k]` over the keys k of row i.
-
-    Few intervals: unions over ranges from a sparse table, O((n log n + intervals) n / 64) word operations; otherwise
-    the method of four Russians, O(n^3 / 512).
-    """
+    """The Boolean product: unions over ranges of few intervals, else the method of four Russians, O(n^3 / 512)."""
     n = rows.num_keys
     if 2 * len(rows.starts) + n * n.bit_length() > (n // 8 + 1) * (n + 256):
         return _four_russians(from_rows(rows), words)

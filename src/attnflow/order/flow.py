@@ -228,7 +228,9 @@ class Flow(Result):
             return torch.from_numpy(np.flatnonzero(row[self._class_of]))
         if not layers:
             return torch.tensor([query])
-        inside = reach.field(self._stack(layers), self._number(query))
+        # After as many layers as there are positions, nothing new flows.
+        used = self._layers * min(layers, self.size) if self.num_layers is None else self._layers[:layers]
+        inside = reach.field(used, self._number(query))
         return torch.from_numpy(np.flatnonzero(inside if self._rank is None else inside[self._rank]))
 
     def arrivals(self, query: int, most: int) -> IntArray:
@@ -347,10 +349,6 @@ class Flow(Result):
         yield (reached := Reach.nothing_moved(self.size))
         for _ in range(min(layers, self.depth)):
             yield (reached := reached.through(self._layers[0], "the flow of a mask"))
-
-    def _stack(self, layers: int) -> list[IntervalRows]:
-        # After as many layers as there are positions, nothing new flows.
-        return self._layers[:layers] if self.num_layers is not None else self._layers * min(layers, self.size)
 
     def _number(self, position: int) -> int:
         return position if self._rank is None else int(self._rank[position])

@@ -21,8 +21,8 @@ LONG: Final = 1 << 11  # positions from which on intervals, where they stay few,
 _PIECES: Final = 1 << 20  # intervals that are sorted at a time
 
 
-def is_scattered(rows: IntervalRows) -> bool:
-    return len(rows.starts) > 32 * rows.num_rows
+def stays_few(rows: IntervalRows) -> bool:
+    return rows.num_rows > LONG and len(rows.starts) <= 32 * rows.num_rows
 
 
 def reads_only_before(rows: IntervalRows) -> bool:
@@ -74,8 +74,9 @@ def _gathered(indptr: IntArray, which: IntArray, unions: IntervalRows, limit: in
     return IntervalRows.stack(parts, unions.num_keys)
 
 
-def closure_of(rows: IntervalRows, limit: int) -> IntervalRows | None:
-    """The transitive closure of a square relation with its diagonal; None if a power exceeds `limit` intervals."""
+def closure_of(rows: IntervalRows) -> IntervalRows | None:
+    """The transitive closure of a square relation with its diagonal; None if a power takes too many intervals."""
+    limit = room(rows)
     while True:
         square = compose(rows, rows, limit)
         if square is None or square.equals(rows):

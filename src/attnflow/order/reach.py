@@ -15,7 +15,7 @@ from attnflow.masks.mask import Mask
 from attnflow.masks.numbering import RENAMED, Numbered, same_rank, too_many
 from attnflow.order import dense
 from attnflow.order import products as interval_products
-from attnflow.order.products import compose, room
+from attnflow.order.products import compose, room, stays_few
 
 _LARGEST: Final = 1 << 23  # intervals of a product, where bits would take as much memory
 
@@ -28,8 +28,7 @@ class Reach:
     @classmethod
     def of(cls, rows: IntervalRows) -> Reach:
         """Reach after one layer; bits for a short or scattered mask."""
-        by_intervals = rows.num_rows > interval_products.LONG and not interval_products.is_scattered(rows)
-        return cls(rows if by_intervals else dense.from_rows(rows), rows.num_keys)
+        return cls(rows if stays_few(rows) else dense.from_rows(rows), rows.num_keys)
 
     @classmethod
     def nothing_moved(cls, size: int) -> Reach:
