@@ -176,7 +176,8 @@ def refusal(call: BiasedCall, name: str) -> str | None:
         return None
     if query.device.type not in ("cpu", "cuda"):
         return f"FlexAttention compiles for CPU and CUDA, but the tensors are on {query.device.type}"
-    if query.device.type == "cpu" and call.needs_grad():
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
+    if query.device.type == "cpu" and learns:
         return "FlexAttention has no backward pass on the CPU, but gradients are needed (or use torch.no_grad())"
     if call.dropout:
         return f"FlexAttention cannot drop weights, but dropout is {call.dropout}"

@@ -120,9 +120,6 @@ class BiasedCall:
             rest = rest[count:]
         return replace(self, query=query, key=key, value=value, sinks=sinks, terms=tuple(terms))
 
-    def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors())
-
 
 def make_call(
     query: Tensor,

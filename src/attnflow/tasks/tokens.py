@@ -109,10 +109,6 @@ class Ragged:
         return cls(np.arange(len(values) + 1), values)
 
     @classmethod
-    def empty(cls, rows: int) -> Ragged:
-        return cls(np.zeros(rows + 1, np.int64), np.zeros(0, np.int64))
-
-    @classmethod
     def stack(cls, parts: Sequence[Ragged]) -> Ragged:
         lengths = [np.zeros(1, np.int64), *(part.lengths for part in parts)]
         return cls(np.cumsum(np.concatenate(lengths)), np.concatenate([part.values for part in parts]))

@@ -30,7 +30,10 @@ class Positions:
         self.padding, self.left = request.pads()
         # Only outside of a trace: the leading pads, and the end of what is real, of each sequence as Python integers.
         self._lefts = tuple(cast(list[int], self.left.tolist())) if eager and self.left is not None else None
-        self._ends = _real_ends(self.padding) if eager and self.padding is not None else None
+        self._ends: tuple[int, ...] | None = None
+        if eager and self.padding is not None:
+            slots = torch.arange(1, self.padding.shape[1] + 1, device=self.padding.device)
+            self._ends = tuple(cast(list[int], (self.padding * slots).amax(-1).tolist()))
         self._masks: dict[tuple[object, ...], Native] = {}
 
     def native(
@@ -188,11 +191,6 @@ class Positions:
         inside, below = real & (key >= 0) & (key < columns), (query >= 0) & (query < rows)
         query, key = query.clamp(0, rows - 1), key.clamp(0, columns - 1)
         return (table[query[:, :, None], key[:, None, :]] & below[:, :, None] & inside[:, None, :])[:, None]
-
-
-def _real_ends(padding: Tensor) -> tuple[int, ...]:
-    slots = torch.arange(1, padding.shape[1] + 1, device=padding.device)
-    return tuple(cast(list[int], (padding * slots).amax(-1).tolist()))
 
 
 def _own_padding(mask: Tensor, batch: int, keys: int) -> MaskRequest | None:

@@ -136,7 +136,8 @@ def generate_blocks(
             for new, row, known in zip(written, clean.tolist(), begun, strict=True):
                 new += row[len(known) :]
             begun = [[] for _ in texts]
-    return Decoded(tuple(_until_end(new, ends, most) for new in written), run.passes)
+    last = [next((place for place, token in enumerate(new) if token in ends), most) for new in written]
+    return Decoded(tuple(tuple(new[: min(end + 1, most)]) for new, end in zip(written, last, strict=True)), run.passes)
 
 
 def _block_rows(pads: Tensor, past: int, rows: int, block: int) -> Bool[Tensor, "batch q k"]:
@@ -349,8 +350,3 @@ def _end_tokens(model: PreTrainedModel, eos_token: int | Sequence[int] | None) -
     ids = (-1 if default is None else default) if eos_token is None else eos_token
     several = cast("Sequence[object]", ids if isinstance(ids, list | tuple) else [ids])
     return frozenset(integer("eos_token", token, -1) for token in several) - {-1}
-
-
-def _until_end(tokens: Sequence[int], ends: frozenset[int], most: int) -> tuple[int, ...]:
-    last = next((number for number, token in enumerate(tokens) if token in ends), len(tokens))
-    return tuple(tokens[: min(last + 1, most)])
