@@ -223,18 +223,17 @@ def test_what_is_no_mask_is_told_how_to_become_one():
 
 
 def test_forms_that_say_something_else_are_refused():
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
     with pytest.raises(ValueError, match="overlap"):
-        export.MagiRanges(
-            torch.tensor([[0, 2], [1, 2]]).int(), torch.tensor([[0, 2]] * 2).int(), torch.zeros(2).int(), 2, 2
-        ).to_mask()
+        export.MagiRanges(ints([0, 2], [1, 2]), ints([0, 2], [0, 2]), ints(0, 0), 2, 2).to_mask()
     with pytest.raises(ValueError, match="0, 1, 2 or 3"):
-        export.MagiRanges(
-            torch.tensor([[0, 2]]).int(), torch.tensor([[0, 2]]).int(), torch.tensor([4]).int(), 2, 2
-        ).to_mask()
+        export.MagiRanges(ints([0, 2]), ints([0, 2]), ints(4), 2, 2).to_mask()
     with pytest.raises(ValueError, match="start at 0"):
-        export.Varlen(torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int(), 1, 2, True, (-1, -1)).to_mask()
+        export.Varlen(ints(1, 2), ints(0, 2), 1, 2, True, (-1, -1)).to_mask()
     with refused(ValueError, "as many documents"):
-        export.Varlen(torch.tensor([0, 2]).int(), torch.tensor([0, 1, 2]).int(), 2, 1, True, (-1, -1)).to_mask()
+        export.Varlen(ints(0, 2), ints(0, 1, 2), 2, 1, True, (-1, -1)).to_mask()
     with pytest.raises(ValueError, match="takes 1 or 2 bounds"):
         export.FlashMask(torch.zeros(1, 1, 3, 4).int(), True, 3).to_mask()
 

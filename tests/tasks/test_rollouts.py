@@ -48,18 +48,6 @@ def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
 
 
-def test_a_group_of_rollouts_becomes_a_tree():
-    merged = tasks.merge(tasks.rollouts([1, 2, 3], [[5, 6, 7], [5, 8], [9, 4]]))
-    assert merged.task.size == 3 + 1 + 1 + 1  # the prompt, the 5 that two share, 6, and 9
-    assert [token.ids[0] for token in merged.task.inputs] == [1, 2, 3, 5, 6, 9]
-    assert merged.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
-    assert merged.task.mask == af.masks.tree([-1, 0, 1, 2, 3, 2])
-    expected = [(2, 5, 0), (2, 5, 1), (2, 9, 2), (3, 6, 0), (3, 8, 1), (4, 7, 0), (5, 4, 2)]
-    assert [(e.position, e.target_id, e.task) for e in merged.task.labels] == expected
-    report = tasks.check(merged)
-    assert (report.ok, report.dead) == (True, ())
-
-
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
     token = st.integers(1, 3)
