@@ -18,17 +18,8 @@ BACKENDS = ["reference", "tiled"]
 
 def run(call, backend):
     """The call through the public function."""
-    return attention(
-        call.query,
-        call.key,
-        call.value,
-        call.terms,
-        call.allow,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        backend=backend,
-    )[0]
+    options = {name: getattr(call, name) for name in ("scale", "softcap", "sinks")}
+    return attention(call.query, call.key, call.value, call.terms, call.allow, backend=backend, **options)[0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -24,8 +24,7 @@ from torch import Tensor
 from attnflow._core import checks
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows, ragged
-from attnflow.masks.numbering import invert
-from attnflow.masks.stretches import pieces_of
+from attnflow.masks.numbering import invert, pieces_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

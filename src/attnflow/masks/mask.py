@@ -19,9 +19,8 @@ from attnflow._core.lazy import renderer
 from attnflow.masks import flex
 from attnflow.masks.flex import BlockSparsity, MaskMod
 from attnflow.masks.intervals import BoolArray, IntervalRows
-from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, same_rank
+from attnflow.masks.numbering import RENAMED, Numbered, combined, differing, invert, pieces_of, same_rank
 from attnflow.masks.registry import named_masks
-from attnflow.masks.stretches import pieces_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from attnflow._core.checks import IntArray
 from attnflow.masks.intervals import IntervalRows
 from attnflow.masks.mask import Mask
-from attnflow.masks.stretches import pieces_of
+from attnflow.masks.numbering import pieces_of
 from attnflow.tasks.layout import TasksLayout
 from attnflow.tasks.task import Task
 from attnflow.tasks.tokens import as_they_appear
@@ -52,13 +52,8 @@ def _is_prefix(long: Task, short: Task) -> bool:
     n = short.size
     if rank is not None or other_rank is not None or rows.indptr[n] != prefix.indptr[n]:
         return False
-    pairs = (
-        (short.sequence.index, long.sequence.index),
-        (prefix.indptr, rows.indptr),
-        (prefix.starts, rows.starts),
-        (prefix.ends, rows.ends),
-    )
-    for one, other in pairs:
+    columns = ((getattr(prefix, name), getattr(rows, name)) for name in ("indptr", "starts", "ends"))
+    for one, other in ((short.sequence.index, long.sequence.index), *columns):
         view = one.ctypes.data == other.ctypes.data and one.strides == other.strides
         if not view and not np.array_equal(one, other[: len(one)]):
             return False

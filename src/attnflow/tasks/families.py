@@ -278,7 +278,7 @@ class _Data:
             self.table = TokenTable.stack([self.table, blanks])
 
     def labels(self, position: IntArray, data_index: IntArray, task: object, weight: object = 1.0) -> LabelTable:
-        return LabelTable.columns(position, self.ids[data_index], data_index, data_index, task=task, weight=weight)
+        return LabelTable.columns(position, self.ids[data_index], data_index, data_index, task, weight)
 
 
 def beginning(rows: IntervalRows, name: str, **parameters: int) -> Mask:

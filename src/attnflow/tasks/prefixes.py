@@ -54,14 +54,8 @@ class Trie:
     def with_copies(self, nodes: IntArray) -> Trie:
         """A trie with a further leaf, of the same ancestors, for each of `nodes`; only its own `end` counts it."""
         leaves = np.arange(self.size, self.size + len(nodes))
-        return replace(
-            self,
-            source=np.concatenate([self.source, self.source[nodes]]),
-            parent=np.concatenate([self.parent, self.parent[nodes]]),
-            depth=np.concatenate([self.depth, self.depth[nodes]]),
-            end=np.concatenate([self.end, leaves + 1]),
-            head=np.concatenate([self.head, leaves]),
-        )
+        copied = {name: np.append(vars(self)[name], vars(self)[name][nodes]) for name in ("source", "parent", "depth")}
+        return replace(self, **copied, end=np.append(self.end, leaves + 1), head=np.append(self.head, leaves))
 
     def ancestors(self, columns: IntArray | None = None, window: int | None = None) -> IntervalRows:
         """Row v: v and its ancestors; with a `window` only those `u` with `columns[v] - columns[u] < window`."""

@@ -106,17 +106,10 @@ class LabelTable:
         return cls(np.array(rows, dtype=_ROW))
 
     @classmethod
-    def columns(
-        cls,
-        position: object,
-        target_id: IntArray,
-        target_position: object,
-        data_index: object,
-        task: object = 0,
-        weight: object = 1.0,
-    ) -> LabelTable:
+    def columns(cls, position: object, target_id: IntArray, *rest: object) -> LabelTable:
+        """Make labels from the fields of `_ROW`, in their order; each is an array or one value for all."""
         table = np.empty(len(target_id), dtype=_ROW)
-        columns = (position, target_id, target_position, data_index, task, weight)
+        columns = (position, target_id, *rest)
         for name, column in zip(_ROW.names or (), columns, strict=True):
             table[name] = column
         return cls(table)

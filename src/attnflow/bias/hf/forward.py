@@ -120,18 +120,10 @@ def _call(call: AttentionCall, terms: tuple[Term, ...]) -> BiasedCall:
         )
     allow, additive = _relation_of(call)
     added = kwargs.get(_ADDED)
-    own = [additive, None if added is None else Dense(added)]
-    return make_call(
-        _autocast(call.query),
-        _autocast(call.key),
-        _autocast(call.value),
-        (*terms, *(term for term in own if term is not None)),
-        allow,
-        kwargs.get("scaling"),
-        kwargs.get("softcap"),
-        sinks,
-        float(kwargs.get("dropout") or 0.0),
-    )
+    own = [term for term in (additive, None if added is None else Dense(added)) if term is not None]
+    query, key, value = map(_autocast, (call.query, call.key, call.value))
+    scale, softcap, dropout = kwargs.get("scaling"), kwargs.get("softcap"), float(kwargs.get("dropout") or 0.0)
+    return make_call(query, key, value, (*terms, *own), allow, scale, softcap, sinks, dropout)
 
 
 def _autocast(tensor: Tensor) -> Tensor:
