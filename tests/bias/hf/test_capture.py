@@ -158,7 +158,6 @@ def test_looking_changes_nothing():
 
 
 def test_several_biases_are_one_map():
-    torch.manual_seed(0)
     model = tiny("Llama", torch.float32, attn_implementation="eager")
     alibi = af.bias.AlibiConfig(rope="keep")
     af.bias.attach(model, [af.bias.GuidanceConfig(hidden_dim=8, layers="every", init="kaiming"), alibi])

@@ -116,7 +116,6 @@ class Nothing(torch.nn.Module):
 
 @pytest.mark.parametrize("name", SPEECH)
 def test_a_convolution_before_the_layers_of_a_speech_model_is_seen(name):
-    torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SPEECH[name])
     model = getattr(transformers, f"{name}Model")(config).eval()
     mask = af.masks.from_dense(torch.eye(8, dtype=torch.bool))
