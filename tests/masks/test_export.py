@@ -133,11 +133,6 @@ def test_documents_with_windows_are_said(lengths, window, causal):
     assert check(mask, "varlen") is not None
 
 
-def every_table(n):
-    for bits in product((False, True), repeat=n * n):
-        yield np.array(bits).reshape(n, n)
-
-
 def said_by(name, table):
     return made(masks.from_dense(torch.from_numpy(table)), name)[0] is not None
 
@@ -152,7 +147,7 @@ def test_nothing_is_refused_that_can_be_said(n):
     cuts = [np.cumsum([0, *lengths]).tolist() for lengths in compositions(n)]
     bands = {(cut := tuple(c), w): decoded_varlen(cut, cut, False, w).tobytes() for c in cuts for w in sides(n)}
     varlen = set(bands.values())
-    for table in every_table(n):
+    for table in (np.array(bits).reshape(n, n) for bits in product((False, True), repeat=n * n)):
         assert said_by("varlen", table) == (table.tobytes() in varlen)
 
 

@@ -11,7 +11,7 @@ import attnflow as af
 from attnflow import tasks
 from attnflow.models.passes.evaluation import precision
 from attnflow.tasks import Collator, Label, Task, Token
-from tests.tasks.test_collator import model
+from tests.tasks.test_collator import logits, model
 
 DOUBLE = torch.float64
 PROMPTS = [[1, 2, 3], [1, 2, 3], [1, 2, 7], [4]]
@@ -42,10 +42,6 @@ def alone(learner: LlamaForCausalLM, prompt: list[int], response: list[int]) -> 
 
 def gradients(learner: LlamaForCausalLM, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(learner.parameters()))])
-
-
-def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
 
 
 @st.composite
@@ -85,7 +81,7 @@ def test_signed_weights_are_the_policy_gradient(learner):
     """Advantages as weights: the summed loss is - sum of advantage x log-probability, and so are its gradients."""
     sample = {"prompts": PROMPTS, "responses": RESPONSES, "weights": ADVANTAGES}
     batch = Collator(tasks.rollouts, dtype=DOUBLE)([sample])
-    merged = tasks.loss(learner(**inputs(batch)), batch, reduction="sum")
+    merged = tasks.loss(logits(learner, batch), batch, reduction="sum")
     terms = [alone(learner, p, r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     stock = -sum((torch.tensor(a, dtype=DOUBLE) * t).sum() for a, t in zip(ADVANTAGES, terms, strict=True))
     assert close(merged, stock)

@@ -192,11 +192,7 @@ def _candidates(mask: Mask) -> Iterator[Mask]:
 
 
 def _near_documents(mask: Mask) -> Iterator[Mask]:
-    """Find the documents from which a square mask differs in the fewest pairs.
-
-    A document of tokens i to j adds to the agreement its allowed pairs less its forbidden ones. The best agreement up
-    to each token follows from those before it.
-    """
+    """Find the documents from which a square mask differs in the fewest pairs, by the best cut up to each token."""
     n = mask.num_queries
     if n != mask.num_keys or not 1 < n <= _DOCUMENTED:
         return

@@ -27,11 +27,7 @@ def offsets(lengths: npt.NDArray[Any]) -> IntArray:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class IntervalRows:
-    """Row r holds the intervals `[starts[t], ends[t])` for `t` in `[indptr[r], indptr[r + 1])`.
-
-    The intervals of a row are sorted, disjoint and never touch, so that equal relations have equal arrays. Set
-    operations put row r at offset `r * (num_keys + 1)` of one line and walk along it: O(intervals log intervals).
-    """
+    """Row r holds `[starts[t], ends[t])` for t in `[indptr[r], indptr[r + 1])`, sorted, never touching."""
 
     indptr: IntArray
     starts: npt.NDArray[np.int32]

@@ -174,10 +174,7 @@ def differing(a: Numbered, b: Numbered) -> IntArray:
 
 
 def pieces_of(rows: IntervalRows, new_key: IntArray | None, limit: int) -> Pieces | None:
-    """Disjoint (row, start, end), unordered, with key k renumbered `new_key[k]`; None if over `limit`.
-
-    `new_key` repeats no number within an interval. Cost: O((intervals + pieces) log keys), pieces up to `limit`.
-    """
+    """Disjoint (row, start, end), unordered, with key k renumbered `new_key[k]`; None if over `limit`."""
     row, starts, ends = rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
     if new_key is None or not len(starts):
         return row, starts, ends

@@ -93,11 +93,7 @@ def is_closed(rows: IntervalRows) -> bool:
 
 
 def depth_of(rows: IntervalRows) -> int:
-    """The smallest L >= 1 with A^L = A*, for A with its diagonal; raises ValueError if memory is too small.
-
-    Squares until nothing is new, then descends by halves: 2 log2(depth) products and log2(depth) relations kept. A^L
-    only grows, so it is the closure once it has as many pairs.
-    """
+    """The smallest L >= 1 with A^L = A*: squares until nothing is new, then descends by halves."""
     pairs = int(rows.counts().sum())
     short = rows.num_rows <= products.LONG
     most = close(rows).nnz if short else rows.num_rows**2  # pairs of the closure, at most

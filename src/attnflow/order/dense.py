@@ -96,12 +96,7 @@ def _four_russians(left: Words, right: Words) -> Words:
 
 
 def close(rows: IntervalRows) -> tuple[IntArray, Words, IntArray]:
-    """(class of each node, the classes at or below each class, covers) of a square relation with its diagonal.
-
-    Walks the classes in topological order with Python ints as bit sets, the fastest at hand. The latest direct
-    predecessor not yet covered is a cover; its closure is added, and so on: one union per Hasse edge.
-    Cost: O(edges x n / 64) word operations and n^2 / 4 bytes for n classes.
-    """
+    """(class of each node, the classes at or below each, covers): one union of bit sets per Hasse edge."""
     class_of = np.arange(rows.num_rows) if reads_only_before(rows) else _classes(rows)
     count = int(class_of.max()) + 1
     require_room(1, count, "an order of classes")
@@ -161,12 +156,7 @@ def _integers_of(table: BoolArray) -> Iterator[int]:
 
 
 def _classes(rows: IntervalRows) -> IntArray:
-    """Strong components in topological order, int64[n], lower ones first, by one depth-first search on bit sets.
-
-    Gabow's algorithm: the path holds components that read one another from top to bottom. The top one takes in the one
-    below if it reads back into the path, and is finished if nothing new is left to read: then all that it reads is
-    finished too. Cost: O(n^2 / 64) word operations and n^2 / 4 bytes.
-    """
+    """Strong components in topological order, lower first: Gabow's algorithm on bit sets, O(n^2 / 64) operations."""
     reads = list(_integers(rows))
     label, count = np.empty(rows.num_rows, dtype=np.int64), 0
     unvisited = (1 << rows.num_rows) - 1

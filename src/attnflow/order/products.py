@@ -36,12 +36,7 @@ def room(rows: IntervalRows) -> int:
 
 
 def compose(rows: IntervalRows, before: IntervalRows, limit: int) -> IntervalRows | None:
-    """The Boolean product: row i is the union of the rows k of `before` (the earlier layer) over the keys k of row i.
-
-    Over a range of keys, a chain of `before` gives one interval, from its lowest start to its highest end; each
-    distinct range is looked up once. None if more than `limit` intervals arise, also on the way.
-    Cost: O(m log m) for m intervals of both masks and the answer, plus the chains in each range.
-    """
+    """The Boolean product: row i is the union of the rows k of `before` over its keys k; None if over `limit`."""
     if not len(rows.starts) or not len(before.starts):
         empty = np.zeros(0, np.int64)
         return IntervalRows.build(empty, empty, empty, rows.num_rows, before.num_keys) if limit >= 0 else None

@@ -241,11 +241,7 @@ class _Quotient:
 
 
 def isomorphic(one: Graph, two: Graph, work: Work) -> dict[int, int] | None:
-    """A bijection of the nodes that keeps colours and edges, or None; `ValueError` if `work` runs out.
-
-    Colours are refined until stable. Where they do not separate nodes (strongly regular graphs), one node gets a colour
-    of its own and each counterpart is tried. Nodes with the same neighbours count as one.
-    """
+    """A bijection that keeps colours and edges, or None: colours are refined, then single nodes are told apart."""
     if any(len(mine) != len(others) for mine, others in zip(one, two, strict=True)):
         return None
     left, right = _Quotient.of(*one), _Quotient.of(*two)

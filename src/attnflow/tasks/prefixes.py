@@ -15,20 +15,15 @@ from attnflow.tasks.embedding import NO_ID
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """A prefix tree of int64 sequences, numbered depth-first: the descendants of node v are `[v + 1, end[v])`.
+    """A prefix tree of int64 sequences, numbered depth-first, the child with most descendants first."""
 
-    The child with most descendants comes first, so a node's ancestors are at most log2(nodes) + 1 stretches; `head` is
-    the first node of a node's stretch. Sequence s is `[offsets[s], offsets[s + 1])` of the flat items; `node_of` is the
-    node of each item, and `source` an item of each node, from its earliest sequence.
-    """
-
-    offsets: IntArray
-    node_of: IntArray
-    source: IntArray
+    offsets: IntArray  # sequence s is the flat items `[offsets[s], offsets[s + 1])`
+    node_of: IntArray  # of each item
+    source: IntArray  # an item of each node, from its earliest sequence
     parent: IntArray
     depth: IntArray
-    end: IntArray
-    head: IntArray
+    end: IntArray  # the descendants of node v are `[v + 1, end[v])`
+    head: IntArray  # the first node of a node's stretch; ancestors are at most log2(nodes) + 1 stretches
 
     @classmethod
     def of(cls, keys: IntArray, offsets: IntArray) -> Trie:
@@ -129,18 +124,14 @@ class PassCost:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences of a causal model as arrays [batch, length], `real` False at pads, labels as in transformers.
-
-    With `by_column` a token's column counts beside its position, as it does for sliding windows. `starts` is True where
-    a sequence begins, for rows that hold several (packed rows); by default each row is one.
-    """
+    """Sequences of a causal model as arrays [batch, length]."""
 
     ids: IntArray
-    real: BoolArray
+    real: BoolArray  # False at pads
     positions: IntArray
-    labels: IntArray | None = None
-    by_column: bool = False
-    starts: BoolArray | None = None
+    labels: IntArray | None = None  # as in transformers
+    by_column: bool = False  # whether a token's column counts beside its position, as for sliding windows
+    starts: BoolArray | None = None  # where a sequence begins, for packed rows; by default each row is one
 
     def columns(self) -> IntArray:
         columns = np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)
@@ -168,21 +159,16 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
-    """The prefix trees [trees, width] that run in place of a batch; slots after a tree's nodes are padding.
-
-    `columns` is the place of each node in its sequence. `place` is the slot of each token in the flattened trees, -1 at
-    pads. `label_place` is the slot of each prediction in the flattened [trees, width - 1]. `labels` holds every label
-    once.
-    """
+    """The prefix trees [trees, width] that run in place of a batch; slots after a tree's nodes are padding."""
 
     ids: IntArray
     positions: IntArray
     trees: tuple[Trie, ...]
-    columns: tuple[IntArray, ...]
-    place: IntArray
+    columns: tuple[IntArray, ...]  # the place of each node in its sequence
+    place: IntArray  # the slot of each token in the flattened trees, -1 at pads
     tokens: int
-    labels: IntArray | None = None
-    label_place: IntArray | None = None
+    labels: IntArray | None = None  # each label once: a token that predicts c labels takes c slots
+    label_place: IntArray | None = None  # the slot of each prediction in the flattened [trees, width - 1]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -216,13 +202,7 @@ class SharedPlan:
 
 
 def plan(batch: Batch, cost: PassCost, one_row: bool = False) -> SharedPlan | None:
-    """The prefix trees of a batch, with its labels if it has some; None if no sequence has a token.
-
-    Dense attention also computes forbidden pairs, so a sequence joins a tree only where that is less work; with
-    `one_row` all join, for kernels that skip such pairs. A token that predicts c labels (no pad may) takes c slots:
-    itself and copies with its position and ancestors. With labels each tree ends with a padding slot, as a slot's label
-    stands in the next.
-    """
+    """The prefix trees of a batch, with its labels if it has some; with `one_row` all sequences join one tree."""
     numbers = batch.sizes()
     if not numbers.any():
         return None
@@ -244,7 +224,7 @@ def plan(batch: Batch, cost: PassCost, one_row: bool = False) -> SharedPlan | No
             tree = _with_labels(tree, items, predicts, prediction)
         trees.append(tree)
         sources.append(items[tree.source])
-    width = max(tree.size for tree in trees) + (predicts is not None)
+    width = max(tree.size for tree in trees) + (predicts is not None)  # as a slot's label stands in the next
     starts, row_of = np.arange(len(groups)) * width, np.empty(len(numbers), np.int64)
     for number, group in enumerate(groups):
         row_of[group] = number

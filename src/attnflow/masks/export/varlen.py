@@ -164,11 +164,7 @@ class Bands:
 
 
 def bands_of(mask: Mask, format: str) -> Bands:
-    """Finds the fewest documents and the window that give a mask, or raises NotExpressible.
-
-    The search is complete: if any cut gives the mask, so does the cut at every place that no pair crosses, with the
-    farthest reach of a query as the window. A square mask is cut into square documents; any other is one document.
-    """
+    """Finds the fewest documents and the window of a mask: it is cut at every place that no pair crosses."""
     first, last = _one_interval(mask, format)
     if mask.num_queries != mask.num_keys:
         return _same(mask, _with_window((mask.num_queries,), (mask.num_keys,), first, last), first, last, format)

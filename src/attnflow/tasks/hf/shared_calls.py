@@ -97,24 +97,17 @@ class _Running:
 
 @dataclass(eq=False)
 class Calls:
-    """The hooks, and what they need to know of the model; copies of the model have their own.
+    """The hooks, and what they need to know of the model; copies of it have their own. Examined calls stay stock."""
 
-    `windows` is how far back attention reads, by name in `config.layer_types` ("" if all layers are alike). With
-    `always` calls are shared even where nothing is gained, as the check of a model needs. `unsupported` says why calls
-    with packed rows, or with router logits, are not shared. Calls of code that only inspects the model are not shared
-    either. `tables` are the position embeddings of a model that takes no `position_ids`, and get the positions
-    directly; otherwise None. With `counted`, pads take no position where a call gives none.
-    """
-
-    windows: Mapping[str, int | None]
+    windows: Mapping[str, int | None]  # how far back layers read, by name in `config.layer_types`; "" if all are alike
     cost: PassCost
     attention: Sequence[nn.Module]
     long_positions: bool = False
     with_labels: bool = True
-    tables: Sequence[nn.Module] | None = None
-    counted: bool = False
-    always: bool = False
-    unsupported: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    tables: Sequence[nn.Module] | None = None  # the position embeddings of a model that takes no `position_ids`
+    counted: bool = False  # whether pads take no position where a call gives none
+    always: bool = False  # share calls even where nothing is gained, as the check of a model needs
+    unsupported: dict[str, str] = field(default_factory=lambda: dict[str, str]())  # why packed rows, ... are not shared
     report: SharingReport = field(default_factory=SharingReport)
     masks: dict[str, object] = field(default_factory=lambda: dict[str, object]())  # of the last call, by kind of layer
     _running: PerThread[_Running] = field(default_factory=lambda: PerThread(_Running))
