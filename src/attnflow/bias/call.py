@@ -26,7 +26,12 @@ class Allow:
 
     @classmethod
     def of(cls, allow: object, num_queries: int, num_keys: int, device: torch.device) -> Allow:
-        """Make the relation from any mask that `attention` takes, for a call of this size on this device."""
+        """Make the relation from any mask that `attention` takes, for a call of this size on this device.
+
+        Raises:
+            TypeError: not a mask, or a tensor that is not boolean.
+            ValueError: the mask has another size than the call.
+        """
         if isinstance(allow, Allow):
             relation = allow
         elif allow is None:

@@ -1,4 +1,8 @@
-"""The terms of a bias; `tile` computes a block of pairs in plain PyTorch, the definition of all implementations."""
+"""The terms of a bias, as attention computes them: tensors per query, key and map, and a function of pairs.
+
+Only the kind `Dense` holds one number per pair. `tile` computes a block of pairs in plain PyTorch with gradients; it
+is the definition against which every fused implementation is tested.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,10 @@ def id_table(task: Task) -> Int[Tensor, "n width"]:
 
 
 def embed(ids: Int[Tensor, "*batch n width"], embedding: nn.Module) -> Float[Tensor, "*batch n hidden"]:
-    """The mean embedding of each token's ids, without `NO_ID` (hasse, eq. 46, on token embeddings alone; order.md)."""
+    """The mean embedding of the ids of each token (hasse, eq. 46, on token embeddings alone; see order.md).
+
+    It is differentiable in the embedding; `NO_ID` is skipped. An id outside the vocabulary raises `ValueError`.
+    """
     there = ids >= 0
     size = getattr(embedding, "num_embeddings", None)
     if isinstance(size, int) and ids.numel() and int(ids.max()) >= size:
