@@ -34,38 +34,23 @@ _PER_MISTAKE: Final = 6  # pairs of two tokens that a mask must have for each pa
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that looks wrong.
+    """One thing that looks wrong."""
 
-    Attributes:
-        kind: "empty", "diagonal", "inverted", "transposed" or "nearly".
-        message: what is wrong, and its effect.
-        pairs: the first pairs (query, key) that show it.
-    """
-
-    kind: str
-    message: str
-    pairs: tuple[tuple[int, int], ...] = ()
+    kind: str  # "empty", "diagonal", "inverted", "transposed" or "nearly"
+    message: str  # what is wrong, and its effect
+    pairs: tuple[tuple[int, int], ...] = ()  # the first pairs (query, key) that show it
 
 
 @dataclass(frozen=True)
 class Diagnosis(Result):
-    """The diagnosis of a mask you were given: what it is, what looks wrong, and which kernels can take it.
-
-    Attributes:
-        num_queries: rows.
-        num_keys: columns.
-        allowed_pairs: number of pairs that are allowed.
-        same_as: the mask of the catalogue that it equals, or None.
-        findings: everything that looks wrong.
-        formats: the formats of `masks.export` that can express it.
-    """
+    """The diagnosis of a mask you were given: what it is, what looks wrong, and which kernels can take it."""
 
     num_queries: int
     num_keys: int
     allowed_pairs: int
-    same_as: str | None
+    same_as: str | None  # the mask of the catalogue that it equals
     findings: tuple[Finding, ...]
-    formats: tuple[str, ...]
+    formats: tuple[str, ...]  # those of `masks.export` that can express it
 
     @property
     def ok(self) -> bool:

@@ -1,13 +1,9 @@
 """Compilation of relations for torch's FlexAttention: `mask_mod` and `BlockMask` straight from row intervals.
 
-Rows hold intervals of internal key numbers; `rank` gives the internal number of each key, or is None.
-
-The masks of a batch are one plain tensor, its *row intervals*; all forms are made from it on its device. It is int32
-[batch or 1, heads or 1, 2 x width, queries]: query q attends to the keys in `[rows[..., 2 t, q], rows[..., 2 t + 1,
-q])` for each t < width; unused intervals are (0, 0). An odd last row renumbers the keys: key k stands for `rows[...,
--1, k]`, which keeps scattered masks small (queries are then as many as keys). The number of rows never equals the
-number of queries, so a kernel that reads the tensor as pairs fails. With a mask for each layer, row intervals are int64
-[batch, layers, rows, queries]. Forms depend in shape on its shape alone.
+`rank` gives the internal number of each key, or is None. The masks of a batch are one tensor, its *row intervals*:
+int32 [batch or 1, heads or 1, 2 x width, queries], as `MaskGrid.row_intervals` says; unused intervals are (0, 0). An
+odd last row holds the number of each key. There are never as many rows as queries, so that a kernel that reads the
+tensor as pairs fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Keeps a bias's features of each key ("columns") in the model's own key-value cache.
-
-The columns of a layer live in an additional cache layer after those of the model. It has the same class where that
-matters (static, sliding), so cropping, beam reordering, batch selection, resetting and windowing treat it like keys.
-"""
+"""Keeps a bias's features of each key ("columns") in layers of like class behind those of the model's own cache."""
 
 from __future__ import annotations
 
