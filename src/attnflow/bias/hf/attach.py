@@ -138,12 +138,12 @@ def attach(
     ...     handle.num_parameters
     289
     """
-    model = Subject.of(model).model
-    return attach_to(model, None, (config,) if isinstance(config, BiasConfig) else tuple(config), train, backend)
+    configs = (config,) if isinstance(config, BiasConfig) else tuple(config)
+    return attach_to(Subject.of(model), None, configs, train, backend)
 
 
 def attach_to(
-    model: nn.Module,
+    subject: Subject,
     layers: Sequence[BiasedLayer] | None,
     configs: Sequence[BiasConfig],
     train: Train,
@@ -158,10 +158,11 @@ def attach_to(
         raise ValueError(f"train must be 'guidance' or 'all', got {train!r}")
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    model = subject.model
     if next(layer_biases(model), None) is not None:
-        raise ValueError(f"{type(model).__name__} has a bias attached already: remove it with its handle first")
+        raise ValueError(f"{subject.kind} has a bias attached already: remove it with its handle first")
     check_unwrapped(model, "bias")
-    layers = layers_of(model) if layers is None else layers
+    layers = layers_of(subject) if layers is None else layers
     children = _build(layers, configs, backend)
     around = models_around([layer.site for layer, _ in children])
     modules = [layer.site.module for layer, _ in children]

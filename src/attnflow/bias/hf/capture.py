@@ -87,7 +87,7 @@ def capture(
         raise ValueError(f"capture takes one sequence, got a batch of {len(tensors['input_ids'])}: pass one row of it")
     with evaluating(model), torch.no_grad():
         if generate is not None:
-            tensors, prompt, last = _generated(model, tensors, generate, name)
+            tensors, prompt, last = _generated(subject, tensors, generate, name)
         if name not in tensors:
             raise ValueError(f"the bias is in the decoder: pass the inputs as a mapping with {name}, or generate=...")
         ids: list[int] = tensors[name][0].tolist()
@@ -221,15 +221,15 @@ def _heads(biases: Sequence[tuple[str, LayerBias]], heads: object) -> list[int] 
 
 
 def _generated(
-    model: nn.Module, inputs: dict[str, Tensor], generate: int | Mapping[str, Any], name: str
+    subject: Subject, inputs: dict[str, Tensor], generate: int | Mapping[str, Any], name: str
 ) -> tuple[dict[str, Tensor], int, Tensor]:
     """(inputs with all tokens but the last, which is never a query; length of the prompt; last tokens)."""
     if isinstance(generate, Mapping):
         options = dict(generate)
     else:
         options = {"max_new_tokens": checks.integer("generate", generate, 1), "do_sample": False}
-    if not callable(run := getattr(model, "generate", None)):
-        raise ValueError(f"{type(model).__name__} cannot generate: leave generate= out")
+    if not callable(run := getattr(subject.model, "generate", None)):
+        raise ValueError(f"{subject.kind} cannot generate: leave generate= out")
     result = run(**inputs, **options)
     ids = result if isinstance(result, Tensor) else cast(Tensor, cast(Any, result).sequences)
     if len(ids) != len(inputs["input_ids"]):
@@ -243,7 +243,7 @@ def _generated(
         if "attention_mask" in longer:
             new = longer["attention_mask"].new_ones(len(ids), ids.shape[1] - 1 - prompt)
             longer["attention_mask"] = mask = torch.cat([longer["attention_mask"], new], dim=1)
-            if not mask.all() and Subject(model).accepts("position_ids"):  # as `generate` counts them in a padded batch
+            if not mask.all() and subject.accepts("position_ids"):  # as `generate` counts them in a padded batch
                 longer["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return longer, prompt, ids[:, -1]
 

@@ -37,9 +37,9 @@ class BiasedLayer:
     missing: str  # why it cannot
 
 
-def layers_of(model: nn.Module) -> list[BiasedLayer]:
-    stack = Subject(model).stack
-    seen = projections(model, stack.sites)
+def layers_of(subject: Subject) -> list[BiasedLayer]:
+    stack = subject.stack
+    seen = projections(subject.model, stack.sites)
     layers: list[BiasedLayer] = []
     for index, site in enumerate(stack.sites):
         config, found = site.owner.config, seen[site.name]

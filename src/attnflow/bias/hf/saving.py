@@ -68,17 +68,17 @@ def load(
         ValueError: a file is damaged, has another version, or holds NaN or infinity, or a kind is not imported. The
             model stays unchanged.
     """
-    model = Subject.of(model).model
-    if Subject(model).without_numbers:
+    subject = Subject.of(model)
+    if subject.without_numbers:
         raise ValueError("the model is on the meta device, where weights cannot be loaded: load its weights first")
     saved = read(folder)
-    layers = layers_of(model)
+    layers = layers_of(subject)
     saved.check_base(_identity(layers), strict)
     configs = _configs(saved, custom)
     _check_sizes(saved, layers, configs)
-    attached = attach_to(model, layers, configs, train, backend, loaded=train == "all")
+    attached = attach_to(subject, layers, configs, train, backend, loaded=train == "all")
     try:
-        saved.fill(_tensors(model))
+        saved.fill(_tensors(subject.model))
     except ValueError:
         attached.remove()
         raise

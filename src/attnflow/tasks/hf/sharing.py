@@ -266,12 +266,13 @@ class Backbone:
 
     @classmethod
     def of(cls, model: nn.Module) -> Backbone:
-        sites = Subject(model).sites
+        subject = Subject(model)
+        sites = subject.sites
         owners = list({id(site.owner): site.owner for site in sites}.values())
-        both = model not in owners and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        both = model not in owners and subject.encodes_and_decodes
         if len(owners) != 1 or both:
             names = ", ".join(type(owner).__name__ for owner in owners)
-            names = f"the encoder-decoder {type(model).__name__}" if both else names
+            names = f"the encoder-decoder {subject.kind}" if both else names
             raise UnsupportedArchitecture(
                 f"share_prefixes takes a model with one causal stack, got {names}: pass a part that is a single decoder"
             )
