@@ -16,6 +16,7 @@ from tests.models import tiny
 IDS = [11, 12, 13, 14, 15, 16]
 DATA = [Token(id, i) for i, id in enumerate(IDS)]
 CAUSAL = tasks.causal_lm(IDS)
+UNDECODABLE = "Jamba", "FalconH1", "Bloom", "T5", "Mamba2"
 LABELS = Collator(tasks.causal_lm)([[5, 6, 7]])["labels"]
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 WINDOW = Task(DATA[:3], [], masks.sliding_window(3, 2))
@@ -208,11 +209,7 @@ DECODING = [
     (lambda: write([3, 77]), "ids must hold ids of the 50 entries.*got 77"),
     (lambda: write(mask_token=50), "mask_token must hold ids of the 50 entries"),
     (lambda: write(eos_token=-2), "eos_token must be at least -1"),
-    *((lambda name=name: write(name=name), "attention|cache|position_ids|encoder") for name in ("Jamba", "FalconH1")),
-    *(
-        (lambda name=name: write(name=name), "attention|cache|position_ids|encoder")
-        for name in ("Bloom", "T5", "Mamba2")
-    ),
+    *((lambda n=name: write(name=n), "attention|cache|position_ids|encoder") for name in UNDECODABLE),
     (lambda: fill([3], [[4], [5]]), "got 1 and 2"),
     (lambda: fill([], []), "at least one side"),
     (lambda: fill([3], [77]), "left and right must hold ids of the 50 entries.*got 77"),
