@@ -63,14 +63,9 @@ class Mask:
         for rank in (query_rank, key_rank):
             if rank is not None:
                 rank.setflags(write=False)
-        values: dict[str, object] = {
-            "name": name,
-            "parameters": MappingProxyType(dict(parameters or {})),
-            "num_queries": rows.num_rows,
-            "num_keys": rows.num_keys,
-            "_relation": Numbered(rows, query_rank, key_rank),
-            "_cache": {},
-        }
+        values: dict[str, object] = {"name": name, "parameters": MappingProxyType(dict(parameters or {}))}
+        values |= {"num_queries": rows.num_rows, "num_keys": rows.num_keys}
+        values |= {"_relation": Numbered(rows, query_rank, key_rank), "_cache": {}}
         for key, value in values.items():
             object.__setattr__(self, key, value)
 
