@@ -140,7 +140,6 @@ def _by_key_head(heads: Tensor, call: BiasedCall) -> Tensor:
 
 
 def compute(call: BiasedCall, backend: str, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
-    """(output, weights if they are needed) of a checked call, by the backend that `choose` names."""
     name = choose(call, backend, need_weights)
     if name == "reference":
         output, weights = reference(call)

@@ -27,7 +27,6 @@ class Reach:
 
     @classmethod
     def of(cls, rows: IntervalRows) -> Reach:
-        """Reach after one layer; bits for a short or scattered mask."""
         return cls(rows if stays_few(rows) else dense.from_rows(rows), rows.num_keys)
 
     @classmethod

@@ -253,5 +253,4 @@ def _build(
 
 
 def _shares_keys(layer: BiasedLayer) -> bool:
-    """Whether it attends to the keys of an earlier layer, which its bias could not read."""
     return bool(getattr(layer.site.module, "is_kv_shared_layer", False))

@@ -130,7 +130,6 @@ def read(folder: str | os.PathLike[str]) -> Addon:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the bias by layer number and name; none is copied."""
     return {
         f"layers.{bias.shape.index}.{name}": tensor
         for _, bias in layer_biases(model)

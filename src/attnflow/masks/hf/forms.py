@@ -51,7 +51,6 @@ class MaskForms:
 
     @cached_property
     def pieces(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(query, first key, last key + 1) of the intervals of the mask."""
         rows = self.mask.intervals()
         return rows.row_index(), rows.starts.astype(np.int64), rows.ends.astype(np.int64)
 
