@@ -24,11 +24,6 @@ def relations(draw, max_queries: int = 8, max_keys: int | None = None, square: b
     return table
 
 
-def square_relations(max_size: int = 8):
-    """bool[n, n]."""
-    return relations(max_size, square=True)
-
-
 def dense_masks(max_queries: int = 8, square: bool = False):
     """Masks from random relations."""
     return relations(max_queries, square=square).map(lambda table: masks.from_dense(torch.from_numpy(table)))

@@ -18,17 +18,11 @@ _LISTED: Final = 20  # edges that are printed
 
 @dataclass(frozen=True)
 class BiasEdge:
-    """An edge from a key to a query that the bias makes attend more to it.
+    """An edge from a key to a query that the bias makes attend more to it."""
 
-    Attributes:
-        key: the position that the information comes from.
-        query: the position that it flows to.
-        bias: the row-centred bias, positive.
-    """
-
-    key: int
-    query: int
-    bias: float
+    key: int  # the position that the information comes from
+    query: int  # the position that it flows to
+    bias: float  # row-centred, positive
 
 
 @dataclass(frozen=True)

@@ -67,23 +67,14 @@ class LayerMap(Result):
 
 @dataclass(frozen=True)
 class LayerQuery(Result):
-    """The bias of one query in one layer.
-
-    Attributes:
-        layer: the number of the layer in the model.
-        name: path of its attention module.
-        strength: root mean square of the row-centred bias over all captured queries.
-        moved: share of the weight that the bias moves between keys, mean over the captured queries.
-        energy: for each rank, the share of the row-centred bias that a bias of that rank can explain.
-        bias: row-centred bias of each key; None where the mask forbids the pair.
-    """
+    """The bias of one query in one layer."""
 
     layer: int
-    name: str
-    strength: float
-    moved: float
-    energy: dict[int, float]
-    bias: tuple[float | None, ...]
+    name: str  # path of its attention module
+    strength: float  # root mean square of the row-centred bias over all captured queries
+    moved: float  # share of the weight that the bias moves between keys, mean over the captured queries
+    energy: dict[int, float]  # for each rank, the share of the row-centred bias that a bias of it can explain
+    bias: tuple[float | None, ...]  # row-centred bias of each key; None where the mask forbids the pair
 
 
 @dataclass(frozen=True)

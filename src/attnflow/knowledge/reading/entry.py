@@ -20,7 +20,7 @@ from attnflow.knowledge.layered import LayerEntries, LayerReader, observed, read
 from attnflow.knowledge.reader import LayerReading
 from attnflow.knowledge.reading.ablation import LocatedEntry, logits_without
 from attnflow.knowledge.reading.direct_effect import Stream, directions, wide
-from attnflow.knowledge.reading.results import Chance, EntryReport, Example, Near, Pushed, EntryRemoval
+from attnflow.knowledge.reading.results import Chance, EntryRemoval, EntryReport, Example, Near, Pushed
 from attnflow.models.passes.evaluation import evaluating
 from attnflow.models.subject import Loaded, Subject, Text
 
@@ -123,7 +123,9 @@ def entry(
     )
 
 
-def removal(model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0) -> EntryRemoval:
+def removal(
+    model: Loaded, id: int, text: Text, *, position: int, layer: int | None = None, head: int = 0
+) -> EntryRemoval:
     """`entry(model, id, ablate=text).removal` alone, of a model that reads entries."""
     subject = Subject.of(model)
     return _removal(subject, _located(subject, id, layer, head), text, position, 8)

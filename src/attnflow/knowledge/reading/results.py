@@ -101,7 +101,9 @@ class EntryReport(Result):
     active: int  # at how many of them its score is positive (in gated layers, its gate's score)
     near_by_value: tuple[Near, ...]  # the entries with the most similar values, which say the same
     near_by_key: tuple[Near, ...]  # those with the most similar keys (in gated layers, gates), which fire for the same
-    removal: EntryRemoval | None = None  # what the model says next with the entry and without it; None: no text was given
+    removal: EntryRemoval | None = (
+        None  # what the model says next with the entry and without it; None: no text was given
+    )
 
     def rows(self) -> Sequence[Mapping[str, object]]:
         """A row for each token, example and near entry, which "kind" tells apart."""
