@@ -42,7 +42,6 @@ class FactEncoder(nn.Module):
 
     @property
     def entry_dim(self) -> int:
-        """Width of an entry."""
         return 2 * self.words.embedding_dim
 
     def key(self, texts: Sequence[str]) -> Float[Tensor, "texts dim"]:
@@ -51,7 +50,6 @@ class FactEncoder(nn.Module):
         return self.out(hidden + self.network(hidden))
 
     def forward(self, keys: Sequence[str], values: Sequence[str]) -> Float[Tensor, "texts entry_dim"]:
-        """Entries."""
         return torch.cat([self.key(keys), self._sum(values)], dim=1)
 
     def query(self, questions: Sequence[str]) -> Float[Tensor, "texts entry_dim"]:
@@ -66,19 +64,10 @@ class FactEncoder(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Rows of tokens that end in an answer.
-
-    Attributes:
-        ids: [rows, tokens], padded at the right, where causal attention does not see it.
-        row: of each token of an answer.
-        place: before it, the position that predicts it.
-        target: the token.
-    """
-
-    ids: Tensor
-    row: Tensor
-    place: Tensor
-    target: Tensor
+    ids: Tensor  # [rows, tokens], padded at the right, where causal attention does not see it
+    row: Tensor  # of each token of an answer
+    place: Tensor  # before it, the position that predicts it
+    target: Tensor  # the token
 
     def right(self, logits: Float[Tensor, "answers vocabulary"]) -> Tensor:
         """For each row, whether every token of the answer is the likeliest: what greedy decoding would say."""
@@ -200,6 +189,5 @@ def nearest_loss(queries: Float[Tensor, "questions dim"], keys: Float[Tensor, "f
 
 
 def padded(rows: Sequence[Sequence[int]], padding: int) -> Tensor:
-    """Rows of tokens as a matrix."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows])

@@ -71,14 +71,12 @@ class LanguageModel(nn.Module):
         return functional.cross_entropy(logits[masked], inputs[masked])
 
     def forward(self, inputs: Int[Tensor, "batch position"], causal: bool) -> Float[Tensor, "batch position words"]:
-        """Logits of every position."""
         hidden = self.embedding(inputs) + self.position.weight[: inputs.shape[1]]
         for layer in self.layers():
             hidden = layer(hidden, causal)
         return self.norm(hidden) @ self.embedding.weight[:-1].T
 
     def layers(self) -> list[Layer]:
-        """The layers, the first one first."""
         return cast(list[Layer], list(self._layers))
 
     def bilinear_forms(self) -> Float[Tensor, "layers d d"]:
@@ -102,7 +100,6 @@ class Layer(nn.Module):
         self._tokens = self._weights = torch.empty(0)
 
     def forward(self, hidden: Float[Tensor, "batch position d"], causal: bool) -> Float[Tensor, "batch position d"]:
-        """The hidden states after the layer."""
         tokens = self.norm(hidden)
         query, key, value = (
             projection(tokens).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -125,7 +122,6 @@ class Layer(nn.Module):
         return self._tokens, self._weights.detach(), gradient
 
     def heads(self) -> tuple[Float[Tensor, "head head_dim d"], Float[Tensor, "head head_dim d"]]:
-        """W_q and W_k by head, detached."""
         split = (weight.detach().unflatten(0, (self.num_heads, -1)) for weight in (self.query.weight, self.key.weight))
         query, key = split
         return query, key

@@ -48,7 +48,6 @@ class Practice(NamedTuple):
 
 
 def practice(tokenizer: PreTrainedTokenizerBase, own: Sequence[Record], settings: Settings) -> Practice:
-    """By the seed of the settings."""
     draw = random.Random(settings.seed)
     words = words_of(tokenizer, draw)
     records = [*own, *made_up(settings.facts, words, draw, _ORDINARY)]

@@ -84,8 +84,6 @@ def markdown(text: str) -> str:
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """No cell may hang."""
-
     def late(_: int, __: FrameType | None) -> None:
         raise TimeoutError(f"no answer in {seconds} s")
 
@@ -143,7 +141,6 @@ def audit_packed(model: PreTrainedModel) -> str:
 
 
 def audit_padded(model: PreTrainedModel) -> str:
-    """A batch with padding on the left."""
     return _audit(model, _of_one_stack(model, made.padded(model), "attention_mask", "a padded batch is"))
 
 
@@ -167,7 +164,6 @@ def audit_cached(model: PreTrainedModel) -> str:
 
 
 def audit_image(model: PreTrainedModel) -> str:
-    """Text around an image."""
     return _audit(model, made.with_image(model))
 
 

@@ -131,7 +131,6 @@ def loss(out: Tensor, labels: Tensor) -> Tensor:
 
 
 def geometry(weights: Weights, adapted: bool) -> list[tuple[float, float]]:
-    """S and D of every layer."""
     call = Call(*[torch.empty(0)] * 3, adapted=adapted)
     scores: list[tuple[float, float]] = []
     for number in range(LAYERS):

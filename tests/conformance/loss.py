@@ -163,7 +163,6 @@ def _gradient(model: PreTrainedModel, batch: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _mistakes(model: PreTrainedModel, batch: Inputs, truth: list[Trained]) -> Iterator[tuple[str, Any, Inputs]]:
-    """What is wrong, the loss, and the batch."""
     labels, taken = batch["labels"], inspect.signature(model.forward).parameters
     masked = bool((batch["input_ids"] == _HIDDEN).any())
     decoder = getattr(model.config, "is_encoder_decoder", False)

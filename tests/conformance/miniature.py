@@ -256,7 +256,6 @@ def build(architecture: Architecture) -> PreTrainedModel:
 
 
 def named(name: str) -> PreTrainedModel:
-    """The miniature of a class."""
     return build(next(architecture for architecture in architectures() if architecture.name == name))
 
 
@@ -309,7 +308,6 @@ def shrink(config: PreTrainedConfig, narrow: bool, **changes: object) -> PreTrai
 
 
 def small_config(kind: type[PreTrainedConfig], **changes: object) -> PreTrainedConfig:
-    """The default configuration of a kind, made small."""
     return shrink(kind(**_REQUIRED.get(kind.model_type, {})), True, **changes)
 
 

@@ -100,7 +100,6 @@ def test_namespaces_of_its_own_lead_nowhere(tmp_path):
 
 
 def processes() -> set[str]:
-    """Those of users that only a sandbox has."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:

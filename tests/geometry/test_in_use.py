@@ -145,7 +145,6 @@ def seen_of(query, key, x, heads):
 
 
 def layer_of(query, key, heads):
-    """An attention layer of given weights."""
     stored = {"q": query, "k": key}
     rows = [blocks(name, len(query) // heads, heads, 0, heads) for name in stored]
     read = lambda name, span: stored[name] if span is None else stored[name][slice(*span)]  # noqa: E731

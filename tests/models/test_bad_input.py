@@ -84,8 +84,6 @@ def configured(folder, text):
 
 
 class _Sets:
-    """What runs when it is unpickled."""
-
     def __reduce__(self):
         return exec, ("import builtins; builtins.attnflow_was_here = True",)
 
