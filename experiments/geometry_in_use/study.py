@@ -15,6 +15,7 @@ from torch import Tensor
 import attnflow as af
 from attnflow._core.progress import Progress
 from attnflow.geometry.in_use import Accumulator, LayerTokens, observe
+from attnflow.models.subject import Subject
 from attnflow.models.weights.attention import AttentionLayer, attention_layers
 from experiments.geometry_in_use.models import UNTRAINED, Reading, needed, read
 from experiments.runner.experiment import Setup
@@ -125,7 +126,7 @@ def in_use(reading: Reading, inputs: Mapping[str, Tensor]) -> dict[str, dict[str
         sums[ALL][layer.name].add(seen)
         sums[INNER][layer.name].add(inner(seen, *reading.ends[layer.tower]))
 
-    observe(reading.model, layers, inputs, see)
+    observe(Subject(reading.model), layers, inputs, see)
     found: dict[str, dict[str, Any]] = {tower: {"tokens": count, ALL: {}, INNER: {}} for tower, count in tokens.items()}
     for which, by_layer in sums.items():
         for layer in layers:

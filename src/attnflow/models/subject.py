@@ -123,6 +123,11 @@ class Subject:
         """Whether a parameter lies on the meta device, and nothing brings its numbers for a call."""
         return without_numbers(self.model)
 
+    @cached_property
+    def weights_elsewhere(self) -> bool:
+        """Whether weights are on the meta device and nothing brings them, or sharded over devices (DTensor)."""
+        return self.without_numbers or any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters())
+
     def require_weights(self, what: str) -> None:
         """Raise `UnsupportedArchitecture` for weights that are offloaded, saying what needs them."""
         if any(parameter.is_meta for parameter in self.model.parameters()):

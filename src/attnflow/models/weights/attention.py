@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from attnflow._core.checks import preview
 from attnflow._core.errors import UnsupportedArchitecture
+from attnflow.models.anatomy.mixing import moves_between_positions
 from attnflow.models.loading.offload import parameter_of
 from attnflow.models.subject import Subject
 from attnflow.models.weights.checkpoints import BadCheckpoint, Weights, config_of
@@ -91,28 +92,27 @@ class AttentionLayer(Place):
                 rows.put(self.parameters[rows.tensor], weight)
 
 
-def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+def attention_layers(model: nn.Module | Subject) -> list[AttentionLayer]:
     """List the attention modules of a model in memory, by layer; a module shared by layers (ALBERT) appears once.
 
     Costs one forward pass of 16 tokens. `UnsupportedArchitecture` for unknown attention, adapters on queries or keys,
     and queries or keys that are no linear function of a token.
     """
-    if not isinstance(cast(object, model), nn.Module):
-        raise TypeError(f"expected a torch module, got {type(model).__name__}")
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # layers may share their weights
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    subject = Subject.of(model)
+    parameters = dict(subject.model.named_parameters(remove_duplicate=False))  # layers may share their weights
+    shapes = {name: tuple(parameter.shape) for name, parameter in subject.model.named_parameters()}
 
     def read(tensor: str, rows: tuple[int, int] | None) -> Tensor:
-        parameter = parameters[tensor] if not parameters[tensor].is_meta else parameter_of(model, tensor)
+        parameter = parameters[tensor] if not parameters[tensor].is_meta else parameter_of(subject.model, tensor)
         return parameter if rows is None else parameter[slice(*rows)]
 
     return [
         AttentionLayer(**vars(place), read=read, parameters={name: parameters[name] for name in place.tensors})
-        for place in _places(model, shapes, {})
+        for place in _places(subject, shapes, {})
     ]
 
 
-def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projections | str]:
+def projections(model: nn.Module | Subject, sites: Sequence[Site]) -> dict[str, Projections | str]:
     """Return what the queries and keys of each site consist of at run time, or why that is unknown.
 
     Names are those of the model's own code, under adapters and quantisation too. Costs one forward pass of 16 tokens;
@@ -121,7 +121,7 @@ def projections(model: nn.Module, sites: Sequence[Site]) -> dict[str, Projection
     from attnflow.models.weights.noise import traces
     from attnflow.models.weights.probe import projections_in
 
-    traced = traces(model, sites)
+    traced = traces(Subject.of(model), sites)
     read = {trace: projections_in(trace) for trace in dict.fromkeys(traced.values())}
     return {name: read[trace] for name, trace in traced.items()}
 
@@ -140,7 +140,7 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
         )
     try:
         if weights.module is not None:
-            places = _places(weights.module, weights.shapes, config or {})
+            places = _places(Subject(weights.module), weights.shapes, config or {})
         else:
             shapes, whole = weights.shapes, {**weights.config, **(config or {})}
             if wrong := misstated(whole):
@@ -171,32 +171,27 @@ def _with_defaults(config: Config) -> Config:
         return config
 
 
-def _places(model: nn.Module, shapes: Shapes, config: Config) -> tuple[Place, ...]:
+def _places(subject: Subject, shapes: Shapes, config: Config) -> tuple[Place, ...]:
     """Return a place for each attention module: as its names suggest, corrected by the probe."""
-    root = {**config_of(next((part for part in model.modules() if hasattr(part, "config")), model)), **config}
-
-    at = dict(model.named_modules())
+    at = dict(subject.model.named_modules())
+    root = {**config_of(next((part for part in at.values() if hasattr(part, "config")), subject.model)), **config}
 
     def stated(path: str) -> Config:  # by torch's own attention
         return {word: n for word in _HEADS if isinstance(n := getattr(at[path], word, None), int)}
 
     pairs = registered(shapes, root, stated)
-    if not (
-        Subject(model).without_numbers or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-    ):
+    if not subject.weights_elsewhere:
         try:
-            from attnflow.models.anatomy.sites import moves_between_positions
-
-            sites = Subject(model).sites
+            sites = subject.sites
         except (ImportError, ValueError, UnsupportedArchitecture):
             pass  # no transformers, no model of it, or one that goes past its interface
         else:  # recurrent layers have queries and keys, too
             mixers = {path for path, module in at.items() if moves_between_positions(module)}
-            pairs = _probed(model, sites, [(stem, place) for stem, place in pairs if stem.path not in mixers])
+            pairs = _probed(subject, sites, [(stem, place) for stem, place in pairs if stem.path not in mixers])
     return ordered(pairs, shapes, root)
 
 
-def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
+def _probed(subject: Subject, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     from attnflow.models.weights.noise import traces
     from attnflow.models.weights.probe import Unread, weights_in
 
@@ -206,7 +201,7 @@ def _probed(model: nn.Module, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     result = list(pairs)
     if not chosen:
         return result
-    probed = weights_in({site.name: site.module for site in chosen}, traces(model, chosen))
+    probed = weights_in({site.name: site.module for site in chosen}, traces(subject, chosen))
     for site in chosen:
         named = [pair for pair in pairs if inside(pair[0].path, site.name)]
         certain = [place for _, place in named if isinstance(place, Place) and not place.discovered]

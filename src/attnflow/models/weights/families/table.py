@@ -26,28 +26,13 @@ def _words(text: str) -> frozenset[str]:
 
 
 # Names of separate projections: the last part of the query's path, and of the key's beside it.
-SEPARATE: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "q_proj": "k_proj",
-        "query": "key",
-        "q_lin": "k_lin",
-        "q": "k",
-        "query_proj": "key_proj",
-        "linear_q": "linear_k",
-        "to_q": "to_k",
-        "wq": "wk",
-        "q_linear": "k_linear",
-        "query_net": "key_net",
-        "attn_q": "attn_k",
-        "cross_attn_q": "cross_attn_k",
-        "q_attn": "c_attn",
-        "q_proj_weight": "k_proj_weight",
-        "project_q": "project_k",
-        "q_head": "k_head",
-        "query_key": "query_key",  # one projection for both (Reformer)
-        "Wq": "Wk",
-    }
-)
+# In Reformer one projection serves for both.
+_PAIRS: Final = """
+    q_proj:k_proj query:key q_lin:k_lin q:k query_proj:key_proj linear_q:linear_k to_q:to_k wq:wk q_linear:k_linear
+    query_net:key_net attn_q:attn_k cross_attn_q:cross_attn_k q_attn:c_attn q_proj_weight:k_proj_weight
+    project_q:project_k q_head:k_head query_key:query_key Wq:Wk
+"""
+SEPARATE: Final = MappingProxyType({query: key for query, _, key in (pair.partition(":") for pair in _PAIRS.split())})
 # Names of queries beside keys and values in one tensor, with its name and whether it is stored (in, out).
 BESIDE: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType({"q_attn": ("c_attn", True), "to_q": ("to_kv", False)})
 
