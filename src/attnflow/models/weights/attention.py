@@ -67,28 +67,17 @@ class AttentionLayer(Place):
     def write(
         self, query: Float[Tensor, "out d_query"] | None = None, key: Float[Tensor, "kv_out d_key"] | None = None
     ) -> None:
-        """Replace the weights of a model in memory in place; the rest of a fused parameter stays.
-
-        `UnsupportedArchitecture` for latent attention: its weights are products, whose factors are not unique.
-        """
+        """Replace the weights of a model in memory in place; the rest of a fused parameter stays."""
         for rows, weight in ((self.query_rows, query), (self.key_rows, key)):
             if weight is None:
                 continue
-            if not isinstance(rows, Selected):
-                raise UnsupportedArchitecture(
-                    f"{self.name} has queries or keys that are products (latent attention), which cannot be written"
-                )
+            assert isinstance(rows, Selected), "the factors of a product are not unique"
             if self.parameters[rows.tensor].is_meta:
                 raise UnsupportedArchitecture(
                     f"{self.name} cannot be written: its weights are offloaded or on the meta device; load it without "
                     "device_map and offload"
                 )
             with torch.no_grad():
-                expected = rows.take(self.parameters[rows.tensor]).shape
-                if weight.shape != expected:
-                    raise ValueError(
-                        f"{self.name}: expected a weight of shape {list(expected)}, got {list(weight.shape)}"
-                    )
                 rows.put(self.parameters[rows.tensor], weight)
 
 
