@@ -177,11 +177,7 @@ def survey(
     config: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> GeometrySurvey:
-    """Score each model once, in the given order, with the arguments of `score`.
-
-    `progress` runs before each model and after each layer, with the next one's name. A wrong gamma, mode or attention
-    raises `ValueError` at once; a model that fails is listed in `unscored`.
-    """
+    """Score each model once, with the arguments of `score`; one that fails is listed in `unscored`."""
     check_reading(gamma, mode)
     check_attention(attention)
     models: list[GeometryScores] = []

@@ -180,10 +180,7 @@ def _scaled(weight: Tensor, like: Tensor, name: str, what: str) -> Tensor:
 
 
 def _forms(sign: Literal[1, -1], like: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw forms, [kv_heads, count, head_dim, head_dim]: R R^T, or (P - P^T) / 2, for normal R and P.
-
-    The identity in place of R R^T would make the heads of a group equal.
-    """
+    """Draw forms, [kv_heads, count, head_dim, head_dim]: R R^T (I would make heads equal), or (P - P^T) / 2."""
     kv_heads, _, head_dim, _ = like.shape
     random = torch.randn(kv_heads, count, head_dim, head_dim, generator=generator, device=_device(generator)).to(like)
     return random @ random.mT if sign > 0 else (random - random.mT) / 2

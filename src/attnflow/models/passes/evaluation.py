@@ -61,10 +61,7 @@ def examining(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Run in eval mode; training flags and all random generators are restored afterwards.
-
-    If flags change, other threads that are in a call of the model end it first, and later calls wait.
-    """
+    """Run in eval mode, and restore flags and random generators; if flags change, calls in other threads wait."""
     trains = any(module.training for module in model.modules())
     with alone_with(model.modules()) if trains else nullcontext(), examining(model):
         training = [(module, module.training) for module in model.modules()]

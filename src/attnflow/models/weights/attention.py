@@ -54,10 +54,7 @@ class AttentionLayer(Place):
     parameters: Mapping[str, nn.Parameter]  # of a model in memory, which hold query and key, perhaps among other rows
 
     def query(self) -> Float[Tensor, "out d_query"]:
-        """Return the query's weight, [num_heads * head_dim, d_query]; a checkpoint is read now.
-
-        In memory it is differentiable: a view if the heads lie in one run, a copy in interleaved and latent layouts.
-        """
+        """Return the query's weight, [num_heads * head_dim, d_query]; differentiable, or read from a file now."""
         return self.query_rows.load(self.read)
 
     def key(self) -> Float[Tensor, "kv_out d_key"]:
@@ -82,11 +79,7 @@ class AttentionLayer(Place):
 
 
 def attention_layers(model: nn.Module | Subject) -> list[AttentionLayer]:
-    """List the attention modules of a model in memory, by layer; a module shared by layers (ALBERT) appears once.
-
-    Costs one forward pass of 16 tokens. `UnsupportedArchitecture` for unknown attention, adapters on queries or keys,
-    and queries or keys that are no linear function of a token.
-    """
+    """List the attention modules of a model in memory, each once, by layer, by one forward pass of 16 tokens."""
     subject = Subject.of(model)
     parameters = dict(subject.model.named_parameters(remove_duplicate=False))  # layers may share their weights
     shapes = {name: tuple(parameter.shape) for name, parameter in subject.model.named_parameters()}
@@ -102,11 +95,7 @@ def attention_layers(model: nn.Module | Subject) -> list[AttentionLayer]:
 
 
 def projections(model: nn.Module | Subject, sites: Sequence[Site]) -> dict[str, Projections | str]:
-    """Return what the queries and keys of each site consist of at run time, or why that is unknown.
-
-    Names are those of the model's own code, under adapters and quantisation too. Costs one forward pass of 16 tokens;
-    modules that it misses, such as those of a model of images or on the meta device, are called alone.
-    """
+    """Return what the queries and keys of each site consist of at run time, by one pass of 16 tokens, or why not."""
     from attnflow.models.weights.noise import traces
     from attnflow.models.weights.probe import projections_in
 
@@ -116,11 +105,7 @@ def projections(model: nn.Module | Subject, sites: Sequence[Site]) -> dict[str, 
 
 
 def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) -> list[AttentionLayer]:
-    """List the attention modules of a checkpoint, in order; weights are read on demand.
-
-    `config` overrides entries of config.json. `BadCheckpoint` where layers lack tensors or head counts are no numbers;
-    `UnsupportedArchitecture` where queries and keys are unknown, do not fit the config, or are packed.
-    """
+    """List the attention modules of a checkpoint, in order, read on demand; `config` overrides config.json."""
     packed = sorted(name for name in weights.packed if is_query_or_key(name))
     if packed:
         raise UnsupportedArchitecture(
@@ -147,10 +132,7 @@ def stored_layers(weights: Weights, config: Mapping[str, object] | None = None) 
 
 
 def _with_defaults(config: Config) -> Config:
-    """Fill in the defaults of the config's family, also in nested configs; unchanged if unknown.
-
-    Released configs of models with several towers often list only what differs from these.
-    """
+    """Fill in the defaults of the config's family: released configs of several towers often list what differs."""
     try:
         from transformers import CONFIG_MAPPING
 

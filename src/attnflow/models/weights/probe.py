@@ -131,10 +131,7 @@ class Unread:
 
 
 def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, NoiseTrace]) -> dict[str, ProbedWeights | Unread]:
-    """Derive the weights of traced attention modules, by path, in running order.
-
-    A module that attends to an earlier one's keys (shared key-value layers) gets that one's key weights.
-    """
+    """Derive the weights of modules in running order; who attends to an earlier one's keys gets its key weights."""
     result: dict[str, ProbedWeights | Unread] = {}
     for name, module in modules.items():
         earlier = {traces[other]: read for other, read in result.items() if isinstance(read, ProbedWeights)}

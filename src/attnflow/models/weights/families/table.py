@@ -106,10 +106,7 @@ def with_heads(config: Mapping[str, object], model_type: str) -> Mapping[str, ob
 
 
 def misstated(config: Mapping[str, object]) -> str | None:
-    """Say which number of heads, or width of one, is not a number in a config or a part of it; None if all are.
-
-    Lists have one number for each layer, which is 0 for a layer without attention; a width of 0 says nothing.
-    """
+    """Say which number of heads, or width of one, is not a number in a config or a part of it; None if all are."""
 
     def is_count(value: object, least: int) -> bool:
         if isinstance(value, list | tuple):
@@ -153,10 +150,7 @@ class Stated:
         self.query_words = (*sided, *_QUERY)
 
     def separate(self, name: str, stage: int, rows: int, key_rows: int, width: int | None = None) -> Heads:
-        """Count the heads of separate projections with so many rows; `UnsupportedArchitecture` if they do not fit.
-
-        `stage` indexes lists in the config; `width` is the total where the config gives no head width (None: any).
-        """
+        """Count the heads of separate projections; `width`: the total where no width of heads is stated."""
         query = self.query_heads(name, stage)
         dims = self.values(_DIM, stage)
         if width is not None and not dims and rows != width:
