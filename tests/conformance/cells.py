@@ -28,7 +28,7 @@ from tests.conformance import oracles, senses
 from tests.conformance.alone import rows_alone
 from tests.conformance.inputs import LENGTH, Inputs
 from tests.conformance.loss import loss_read
-from tests.conformance.miniature import NotBuilt
+from tests.conformance.miniature import NotBuilt, Wrong
 
 Code = Literal["works", "refused", "unclear", "wrong", "none"]
 _CLEAR = (af.AttnflowError, ValueError, TypeError, RuntimeError)
@@ -41,10 +41,6 @@ class Cell:
 
     code: Code
     reason: str = ""
-
-
-class Wrong(Exception):
-    """The feature answered, and the oracle says otherwise."""
 
 
 def cell(feature: Callable[[PreTrainedModel], str | None], model: PreTrainedModel) -> Cell:

@@ -219,6 +219,10 @@ def architectures() -> Iterator[Architecture]:
                 yield Architecture(model_type, name, kind)
 
 
+class Wrong(Exception):
+    """A feature answered, and the oracle says otherwise."""
+
+
 class NotBuilt(Exception):
     """No small configuration of a class was accepted: the reasons, one per try."""
 
