@@ -62,13 +62,7 @@ class Practice:
 
 
 def practice(tokenizer: Any, length: int, held_out: int) -> Practice:
-    """Read the packages.
-
-    Args:
-        tokenizer: of the model.
-        length: tokens of a row.
-        held_out: rows for choosing.
-    """
+    """Read the packages."""
     kinds = [documents(tokenizer, texts) for texts in (reasoned_answers(), functions())]
     training = [[one for n, one in enumerate(kind) if n % _HELD_OUT] for kind in kinds]
     held = [Packed(kind[::_HELD_OUT], length).tokens for kind in kinds]

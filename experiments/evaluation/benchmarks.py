@@ -62,12 +62,7 @@ def perplexity(tokenizer: Any, source: str = "shakespeare", pieces: int = 24, ch
 
 
 def humaneval(limit: int | None = None, tokens: int = 256) -> Benchmark:
-    """Functions from their head and docstring, one greedy answer to each; their tests run in the sandbox or not at all.
-
-    Args:
-        limit: problems; all 164 by default.
-        tokens: that an answer has at most.
-    """
+    """Functions from their head and docstring, a greedy answer to each; tests run in the sandbox or not at all."""
     every = sources.humaneval()
     found = self_test()
     return Benchmark(

@@ -26,10 +26,6 @@ class FactEncoder(nn.Module):
     The key part is a sum of word embeddings, a small network, a linear map; the value part is a sum of word embeddings.
     Texts are read as bags of words: the syllables of a name differ by their place in it. The word embeddings are those
     of the language model.
-
-    Args:
-        vocabulary: of the texts.
-        words: embeddings, shared.
     """
 
     def __init__(self, vocabulary: Vocabulary, words: nn.Embedding) -> None:
@@ -76,12 +72,7 @@ class Asked:
 
 
 class FactReader:
-    """The language model, as what answers questions from entries or from text.
-
-    Args:
-        config: of the model; its vocabulary is that of the corpus.
-        vocabulary: of the corpus.
-    """
+    """The language model, as what answers questions from entries or from text."""
 
     def __init__(self, config: ModularConfig, vocabulary: Vocabulary) -> None:
         self.model = ModularForCausalLM(config)
@@ -168,12 +159,7 @@ def _align(model: ModularForCausalLM) -> None:
 
 
 def retrieval_loss(scores: Float[Tensor, "answers facts"], which: Tensor) -> Tensor:
-    """The entry that answers shall be above its threshold, all others below: supervised reading.
-
-    Args:
-        scores: with thresholds, of each answer token and fact.
-        which: fact that answers, -1 where none does.
-    """
+    """The entry that answers shall be above its threshold, all others below: supervised reading."""
     sharp = _SHARPNESS * scores
     answers = functional.one_hot(which.clamp(min=0), scores.shape[1]).bool() & (which >= 0)[:, None]
     fires = functional.softplus(-sharp[answers]).sum()

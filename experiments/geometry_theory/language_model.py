@@ -32,15 +32,7 @@ def draw_tokens(seed: int, vocabulary: int = 48, length: int = 8192) -> Int[Tens
 
 
 class LanguageModel(nn.Module):
-    """Embeddings with learned positions, layers of attention and MLP behind norms, outputs tied to the embeddings.
-
-    Args:
-        vocabulary: number of tokens; one more is kept for [MASK].
-        width: of the embeddings.
-        num_heads: a divisor of `width`.
-        num_layers: at least 1.
-        seed: of the initial weights.
-    """
+    """Embeddings with learned positions, layers of attention and MLP behind norms, outputs tied to the embeddings."""
 
     def __init__(self, vocabulary: int, width: int, num_heads: int, num_layers: int, seed: int) -> None:
         super().__init__()

@@ -75,11 +75,6 @@ def implicit_step(
 
     Remark S1.6. M itself is no parameter, and its step is not proportional to -G: the gradient passes through both
     projections. Of one pair, `G = beta_ij x_i x_j^T`, both terms have rank 1 (eq. S41); of a batch, head_dim at most.
-
-    Args:
-        query: W_q of one head as `nn.Linear` stores it.
-        key: W_k of the head.
-        gradient: G, with respect to M.
     """
     return -(gradient @ key.mT @ key + query.mT @ query @ gradient)
 

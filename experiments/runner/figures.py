@@ -179,13 +179,7 @@ def plot_band(
 
 
 def label_ends(axes: Any, ends: Mapping[str, tuple[float, float]], size: float = SIZE) -> None:
-    """Names beside the ends of curves, in their colours, moved apart where they would cover one another.
-
-    Args:
-        axes: with all curves drawn; its limits are fixed by this.
-        ends: name of an arm -> (x, y) of the end of its curve.
-        size: of the text, in points.
-    """
+    """Names beside the ends of curves, in their colours, moved apart where they would cover one another."""
     if not ends:
         return
     figure = axes.figure

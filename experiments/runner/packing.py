@@ -65,11 +65,6 @@ class Drawn(Dataset[dict[str, Tensor]]):
     """A given number of draws from other rows, each a function of (seed, draw) alone: every row once, then again.
 
     A shuffling data loader resumes exactly only if its random state was saved; this needs no state.
-
-    Args:
-        rows: what to draw from.
-        draws: how many.
-        seed: of the order.
     """
 
     def __init__(self, rows: Dataset[dict[str, Tensor]], draws: int, seed: int) -> None:

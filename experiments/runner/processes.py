@@ -141,13 +141,6 @@ def check(count: int, plugin: Any, seen: int, kind: str, device: str) -> None:
 
     On the CPU accelerate knows no FSDP: it calls the launch MULTI_CPU, and would run whole models side by side. That is
     let through for `sharding.shard`, which shards by PyTorch itself and looks at every parameter afterwards.
-
-    Args:
-        count: of processes that were launched.
-        plugin: of FSDP, or None.
-        seen: processes, by accelerate.
-        kind: of the launch, by accelerate.
-        device: type of the device, by accelerate.
     """
     if seen != count:  # independent runs
         raise ValueError(

@@ -98,13 +98,7 @@ def named_tokenizer(name: str) -> Any:
 
 
 def split_text(tokenizer: Any, length: int, rows_per_work: int) -> Split:
-    """Shakespeare's works in rows of `length` tokens.
-
-    Args:
-        tokenizer: of the model.
-        length: tokens of a row.
-        rows_per_work: rows taken from each held-out work, evenly spaced.
-    """
+    """Shakespeare's works in rows of `length` tokens."""
     training = [name for name in works() if name not in {*VALIDATION, *TEST}]
     counts = (rows_per_work * len(VALIDATION), rows_per_work * len(TEST))
     return split_works(tokenizer, length, training, VALIDATION, TEST, *counts)
@@ -184,12 +178,7 @@ class Stored(Dataset[dict[str, Tensor]]):
 
 
 def hub_rows(source: str, split: str) -> Iterable[dict[str, Any]]:
-    """Rows of a data set of the hub, streamed.
-
-    Args:
-        source: `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT`.
-        split: where the source names none.
-    """
+    """Rows of a data set of the hub, streamed."""
     try:
         import datasets
     except ImportError as error:
@@ -201,11 +190,7 @@ def hub_rows(source: str, split: str) -> Iterable[dict[str, Any]]:
 
 
 def stream(source: str) -> Iterator[str]:
-    """Documents of a data set of the hub, as they come: nothing is downloaded as a whole.
-
-    Args:
-        source: see `hub_rows`; the column "text" is read.
-    """
+    """Documents of a data set of the hub, as they come: nothing is downloaded as a whole."""
     for row in hub_rows(source, "train"):
         text = row.get("text")
         if not isinstance(text, str):
