@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from attnflow._core.results import Result
 from attnflow.geometry.in_use import InUse
@@ -67,18 +67,9 @@ def rows_of(place: Place, scores: FormScores, width: int) -> list[MatrixScores]:
     for head in range(scores.norm.numel()):
         values = {field.name: getattr(scores, field.name).reshape(-1)[head].item() for field in fields(scores)}
         flags = {ZERO: values["norm"] == 0, NOT_SQUARE: math.isnan(values["symmetry"]), DISCOVERED: place.discovered}
-        rows.append(
-            MatrixScores(
-                layer=place.layer,
-                head="all" if full else head,
-                kind=place.kind,
-                tower=place.tower,
-                name=place.name,
-                width=width,
-                flags=tuple(flag for flag, holds in flags.items() if holds),
-                **values,
-            )
-        )
+        marks = tuple(flag for flag, holds in flags.items() if holds)
+        about: dict[str, Any] = {"tower": place.tower, "name": place.name, "flags": marks, "width": width}
+        rows.append(MatrixScores(place.layer, "all" if full else head, place.kind, **values, **about))
     return rows
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from attnflow.models.loading.offload import parameter_of
-from attnflow.models.weights.families.rows import Composed, Piece, Selected, run_of, same_input
+from attnflow.models.weights.families.rows import Composed, Piece, Selected, run_of, same
 from attnflow.models.weights.noise import TOKENS, NoiseTrace
 
 OTHER_SEQUENCE: Final = "it attends to another sequence in the same call"
@@ -175,7 +175,7 @@ class _Reader:
         if any(part.shape[0] != TOKENS for part in parts):
             raise NotLinear(f"are of {tokens} positions when it reads {TOKENS} tokens")
         maps = [self._simple(self._map(part[:, at], head_dim)) for part in parts for at in range(part.shape[1])]
-        if any(not other.same(maps[0]) for other in maps):
+        if any(not same(other, maps[0]) for other in maps):
             raise NotLinear(f"are made in {len(maps)} ways, such as of other tokens or for several softmaxes")
         return maps[0]
 
@@ -217,7 +217,7 @@ class _Reader:
         if not float((expected - result).norm()) <= _LINEAR * float(result.norm()):
             return None
         inputs = [self._input(read) for read in reads]
-        if any(not same_input(other, inputs[0]) for other in inputs):
+        if any(not same(other, inputs[0]) for other in inputs):
             raise NotLinear(f"come out of {path}, which runs several times, on more than tokens")
         rows = Selected(f"{self._name}.{path}.weight".lstrip("."), head_dim, index, transposed)
         return Composed(head_dim, (Piece(rows, torch.arange(len(index)), None, inputs[0]),))
