@@ -93,10 +93,8 @@ class WithoutDropout(TorchFunctionMode):
 def unchanged(model: nn.Module) -> Generator[None]:
     """Restore every module's attributes, parameters, buffers, submodules and hooks, and what calls wrote into buffers.
 
-    Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. transformers adds
-    hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns, and
-    those that call the model wait. Compiled parts run eagerly. Costs a copy of the buffers. Raises `RuntimeError`
-    inside a transform of `torch.func`, where its passes would be transformed, too.
+    Passes write counters, rotary tables and load statistics there, and transformers adds hooks in a model's first pass.
+    Threads take turns, and those that call the model wait. Compiled parts run eagerly. Costs a copy of the buffers.
     """
     if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(

@@ -164,7 +164,7 @@ def _places(subject: Subject, shapes: Shapes, config: Config) -> tuple[Place, ..
 
 def _probed(subject: Subject, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     from attnflow.models.weights.noise import traces
-    from attnflow.models.weights.probe import Unread, weights_in
+    from attnflow.models.weights.probe import weights_in
 
     stems = {site.name: Stem(site.name, "", "") for site in sites}
     numbered = any(stem.numbers for stem in (*stems.values(), *(stem for stem, _ in pairs)))
@@ -172,16 +172,17 @@ def _probed(subject: Subject, sites: Sequence[Site], pairs: Pairs) -> Pairs:
     result = list(pairs)
     if not chosen:
         return result
-    probed = weights_in({site.name: site.module for site in chosen}, traces(subject, chosen))
+    traced = traces(subject, chosen)
+    probed = weights_in({site.name: site.module for site in chosen}, traced)
     for site in chosen:
         named = [pair for pair in pairs if inside(pair[0].path, site.name)]
         certain = [place for _, place in named if isinstance(place, Place) and not place.discovered]
         weights = probed[site.name]
-        if isinstance(weights, Unread):
-            if certain or (named and not weights.ran):
+        if isinstance(weights, str):
+            if certain or (named and not traced[site.name].calls):
                 continue  # nothing speaks against what the registry says, be it a guess, which the result says
             place: Place | UnsupportedArchitecture = UnsupportedArchitecture(
-                f"{site.name} ({type(site.module).__name__}): {weights.why}"
+                f"{site.name} ({type(site.module).__name__}): {weights}"
             )
         elif certain and (
             isinstance(certain[0].key_rows, Composed) or weights.query_rows.head_dim != certain[0].head_dim

@@ -122,34 +122,25 @@ class ProbedWeights:
     num_kv_heads: int
 
 
-@dataclass(frozen=True)
-class Unread:
-    """Why queries and keys of an attention module were not read."""
-
-    why: str
-    ran: bool  # whether the module was seen at work; otherwise nothing speaks against what its names suggest
-
-
-def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, NoiseTrace]) -> dict[str, ProbedWeights | Unread]:
-    """Derive the weights of modules in running order; who attends to an earlier one's keys gets its key weights."""
-    result: dict[str, ProbedWeights | Unread] = {}
+def weights_in(modules: Mapping[str, nn.Module], traces: Mapping[str, NoiseTrace]) -> dict[str, ProbedWeights | str]:
+    """Derive the weights of modules in running order, or why not; who attends to earlier keys gets their weights."""
+    result: dict[str, ProbedWeights | str] = {}
     for name, module in modules.items():
         earlier = {traces[other]: read for other, read in result.items() if isinstance(read, ProbedWeights)}
         result[name] = _weights(_Reader(module, name, traces[name]), traces[name], earlier)
     return result
 
 
-def _weights(reader: _Reader, trace: NoiseTrace, earlier: Mapping[NoiseTrace, ProbedWeights]) -> ProbedWeights | Unread:
+def _weights(reader: _Reader, trace: NoiseTrace, earlier: Mapping[NoiseTrace, ProbedWeights]) -> ProbedWeights | str:
     if not trace.calls:
-        return Unread(trace.why, ran=False)
+        return trace.why
     query, key = trace.calls[0]
     if any(q.shape[1:2] + q.shape[3:] != query.shape[1:2] + query.shape[3:] for q, _ in trace.calls):
-        return Unread("it calls the attention interface several times, with heads of several shapes", ran=True)
+        return "it calls the attention interface several times, with heads of several shapes"
     if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-        return Unread(
+        return (
             f"its {query.shape[1]} query heads of {query.shape[3]} do not share its {key.shape[1]} key heads of "
-            f"{key.shape[3]}",
-            ran=True,
+            f"{key.shape[3]}"
         )
     shared = next((read for other, read in earlier.items() if torch.equal(other.calls[0][1].to(key.device), key)), None)
     rows: list[Selected | Composed] = []
@@ -157,7 +148,7 @@ def _weights(reader: _Reader, trace: NoiseTrace, earlier: Mapping[NoiseTrace, Pr
         try:
             rows.append(shared.key_rows if shared and side == "keys" else reader.weight(heads))
         except NotLinear as error:
-            return Unread(f"its {side} {error}", ran=True)
+            return f"its {side} {error}"
     return ProbedWeights(rows[0], rows[1], query.shape[1], key.shape[1])
 
 
