@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from attnflow.bias.config import Placement
@@ -61,9 +61,6 @@ class Comparison:
     dtype: str = "float32"  # of a pretrained model
     measure_every: int = 50  # steps between two measurements of a task on text
     save_every: int = 200  # steps between two checkpoints
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def llama(width: int, layers: int, heads: int, head_dim: int, inner: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -34,9 +34,6 @@ class FactEvaluation:
     group: int = 64
     near: float = 0.6  # fraction of keys that differ in one part from another key in the store
     timed: int = 20  # questions whose times are taken, one at a time
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

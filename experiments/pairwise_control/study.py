@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,9 +32,6 @@ class Control:
     steps: int = 1000  # of the optimiser
     batch_size: int = 64  # new problems a step
     tested: int = 4096  # problems for the results, and as many for choosing the rate
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def miniature(config: Control) -> Control:
