@@ -15,6 +15,7 @@ from attnflow.geometry.scores import FormScores, Mode
 from attnflow.models.weights.families.find import Kind, Place
 
 Bands = dict[str, tuple[float, float]]
+_SUMMARISED: Final = ("symmetry", "directionality", "norm")
 
 IGNORED: Final = "biases, rotary position embeddings, layer-norm gains and 1/sqrt(head_dim)"
 ZERO: Final = "zero"  # the matrix is zero: both scores are 0 by definition
@@ -130,9 +131,7 @@ class GeometryScores(Result):
                 *group,
                 count=len(rows),
                 flagged=sum(bool(row.flags) for row in rows),
-                symmetry=Quartiles.of([row.symmetry for row in rows]),
-                directionality=Quartiles.of([row.directionality for row in rows]),
-                norm=Quartiles.of([row.norm for row in rows]),
+                **{name: Quartiles.of([getattr(row, name) for row in rows]) for name in _SUMMARISED},
             )
             for group, rows in self._groups.items()
         )
