@@ -284,7 +284,7 @@ def geometry_scored(model: PreTrainedModel) -> str:
     if not shared:
         raise Wrong(f"scores {sorted(map(str, rows))[:2]}, and attention is in {sorted(seen)[:2]}")
     for name in shared:
-        s, d = oracles.symmetry(*seen[name]), oracles.directionality(*seen[name])
+        s, d = oracles.geometry(*seen[name])
         row = rows[name]
         if abs(row["symmetry"] - s) > 1e-4 or abs(row["directionality"] - d) > 1e-3:
             raise Wrong(
