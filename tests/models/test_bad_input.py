@@ -95,7 +95,7 @@ BAD_FILES = {
     "header of a list": (lambda d: header(d, [1]), HEADER),
     "negative shape": (lambda d: header(d, entry(shape=[-4, -4])), HEADER),
     "lists in lists": (
-        lambda d: gguf_list(d, struct.pack("<IQ", 9, 1) * 5000),
+        lambda d: gguf_list(d, NESTED),
         r"m\.gguf has a damaged header: Recursion",
     ),
     "endless list": (lambda d: gguf_list(d, struct.pack("<IQ", 0, 2**60) + bytes(100)), r"m\.gguf is truncated"),
