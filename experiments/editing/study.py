@@ -58,39 +58,22 @@ ARMS: Final = ("least change", "with constraints", "few entries, constraints", "
 
 @dataclass(frozen=True)
 class Editing:
-    """One experiment. The defaults are the scale "tiny", an hour of one CPU core that is not shared.
+    """One experiment. The defaults are the scale "tiny", an hour of one CPU core that is not shared."""
 
-    Attributes:
-        model: as `af.models.load_model` takes it.
-        layers: that are edited; of the arm "one layer", the middle one.
-        entries: of each layer, in the arm with few.
-        direct: entries that are changed by direct effect, as in `knowledge_ablation`.
-        margin: of that arm, see there.
-        steps: of the descent to what layers must add.
-        rate: of it.
-        ridge: see `Method`.
-        tuned: facts of each of the three first relations, on which the method was tuned.
-        held_out: other facts.
-        others: other facts of the relation that are asked for.
-        constraints: further facts of the relation, at whose prompts nothing may be added.
-        moment_tokens: of Shakespeare's sonnets, for second moments.
-        text_tokens: of Hamlet, for the loss on other text.
-    """
-
-    model: str = "smollm2-135m"
-    layers: tuple[int, ...] = (7, 9, 11)
-    entries: int = 64
-    direct: int = 16
-    margin: float = 5.0
-    steps: int = 20
-    rate: float = 0.15
-    ridge: float = 0.2
-    tuned: int = 6
-    held_out: int = 30
-    others: int = 4
-    constraints: int = 8
-    moment_tokens: int = 4000
-    text_tokens: int = 128
+    model: str = "smollm2-135m"  # as `af.models.load_model` takes it
+    layers: tuple[int, ...] = (7, 9, 11)  # that are edited; of the arm "one layer", the middle one
+    entries: int = 64  # of each layer, in the arm with few
+    direct: int = 16  # entries that are changed by direct effect, as in `knowledge_ablation`
+    margin: float = 5.0  # of that arm, see there
+    steps: int = 20  # of the descent to what layers must add
+    rate: float = 0.15  # of it
+    ridge: float = 0.2  # see `Method`
+    tuned: int = 6  # facts of each of the three first relations, on which the method was tuned
+    held_out: int = 30  # other facts
+    others: int = 4  # other facts of the relation that are asked for
+    constraints: int = 8  # further facts of the relation, at whose prompts nothing may be added
+    moment_tokens: int = 4000  # of Shakespeare's sonnets, for second moments
+    text_tokens: int = 128  # of Hamlet, for the loss on other text
 
 
 def tiny() -> Editing:
@@ -110,19 +93,10 @@ def paper() -> Editing:
 
 @dataclass(frozen=True)
 class Case:
-    """A fact with what is asked besides.
-
-    Attributes:
-        fact: that is changed.
-        held_out: whether the method was not tuned on it.
-        others: facts of its relation that are asked for, and must stay.
-        constraints: further ones, at whose prompts nothing may be added.
-    """
-
-    fact: Fact
-    held_out: bool
-    others: tuple[Fact, ...]
-    constraints: tuple[Fact, ...]
+    fact: Fact  # that is changed
+    held_out: bool  # whether the method was not tuned on it
+    others: tuple[Fact, ...]  # facts of its relation that are asked for, and must stay
+    constraints: tuple[Fact, ...]  # further ones, at whose prompts nothing may be added
 
 
 def cases(known: Sequence[Fact], config: Editing) -> list[Case]:

@@ -162,12 +162,7 @@ def find_feed_forward(model: nn.Module) -> list[FeedForward | PackedExperts]:
 
 
 def uncovered(model: nn.Module, sites: Sequence[FeedForward | PackedExperts]) -> dict[str, Tensor]:
-    """Return the matrices, by name, of layers, and of modules built as the feed-forward ones, that no site covers.
-
-    Layers are the elements of lists with attention or sites; of lists with other mixers of positions the linear maps
-    count. Attention, recurrence, convolutions, norms, embeddings, residual-stream mixers and routers (one row for each
-    expert) are left out; everything else counts, whatever its name.
-    """
+    """Return the matrices, by name, of layers, and of modules built as the feed-forward ones, that no site covers."""
     covered = {id(parameter) for site in sites for parameter in _parameters(model, site)}
     rest: dict[str, Tensor] = {}
     names = [name for name, module in model.named_modules() if attends(module)]
@@ -272,10 +267,7 @@ def _linear(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def packed_experts(module: nn.Module, name: str = "") -> PackedExperts | None:
-    """Find how a module of experts is read, or None if no way fits.
-
-    Readings are compared with the module on a few random tokens and experts; on the meta device the first is taken.
-    """
+    """Find how a module of experts is read, by comparing on random tokens (on meta: the first way); or None."""
     readings = list(_readings(module, name))
     if readings and any(parameter.is_meta for parameter in module.parameters()):
         return readings[0]
@@ -288,16 +280,6 @@ def by_expert(index: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Te
         if 0 <= expert < num_experts:
             tokens, places = torch.where(index == expert)
             yield expert, tokens, places
-
-
-def neuron_weights(module: nn.Module, experts: PackedExperts, number: int, hidden: Tensor) -> Tensor:
-    """Compute the weights of one expert's neurons [..., n] for its tokens [..., d], before the router's weight."""
-    thresholds = experts.thresholds(module)
-    scores = [
-        functional.linear(hidden, key, None if thresholds is None else thresholds[number, part])
-        for part, key in enumerate(experts.keys(module)[number])
-    ]
-    return experts.weigh(module, scores)
 
 
 def _readings(module: nn.Module, name: str) -> Iterator[PackedExperts]:
@@ -356,7 +338,12 @@ def _agrees(module: nn.Module, experts: PackedExperts) -> bool:
 
 def _written(module: nn.Module, experts: PackedExperts, number: int, hidden: Tensor) -> Tensor:
     """Compute one expert's output for its tokens, before the router's weight."""
-    weights, bias = neuron_weights(module, experts, number, hidden), experts.output_bias(module)
+    thresholds, bias = experts.thresholds(module), experts.output_bias(module)
+    scores = [
+        functional.linear(hidden, key, None if thresholds is None else thresholds[number, part])
+        for part, key in enumerate(experts.keys(module)[number])
+    ]
+    weights = experts.weigh(module, scores)
     return functional.linear(weights, experts.values(module)[number].T, None if bias is None else bias[number])
 
 

@@ -62,10 +62,7 @@ def examining(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Run in eval mode; training flags and all random generators are restored afterwards.
-
-    If flags change, other threads that are in a call of the model end it first, and later calls wait.
-    """
+    """Run in eval mode, and restore flags and random generators; if flags change, calls in other threads wait."""
     trains = any(module.training for module in model.modules())
     with alone_with(model.modules()) if trains else nullcontext(), examining(model):
         training = [(module, module.training) for module in model.modules()]
@@ -97,10 +94,8 @@ class WithoutDropout(TorchFunctionMode):
 def unchanged(model: nn.Module) -> Generator[None]:
     """Restore every module's attributes, parameters, buffers, submodules and hooks, and what calls wrote into buffers.
 
-    Counters, rotary tables and load statistics are buffers or attributes that a forward pass writes. transformers adds
-    hooks that collect hidden states in a model's first pass, and an attribute that says so. Threads take turns, and
-    those that call the model wait. Compiled parts run eagerly. Costs a copy of the buffers. Raises `RuntimeError`
-    inside a transform of `torch.func`, where its passes would be transformed, too.
+    Passes write counters, rotary tables and load statistics there, and transformers adds hooks in a model's first pass.
+    Threads take turns, and those that call the model wait. Compiled parts run eagerly. Costs a copy of the buffers.
     """
     if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
