@@ -282,6 +282,16 @@ def by_expert(index: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Te
             yield expert, tokens, places
 
 
+def neuron_weights(module: nn.Module, experts: PackedExperts, number: int, hidden: Tensor) -> Tensor:
+    """Compute the weights of one expert's neurons [..., n] for its tokens [..., d], before the router's weight."""
+    thresholds = experts.thresholds(module)
+    scores = [
+        functional.linear(hidden, key, None if thresholds is None else thresholds[number, part])
+        for part, key in enumerate(experts.keys(module)[number])
+    ]
+    return experts.weigh(module, scores)
+
+
 def _readings(module: nn.Module, name: str) -> Iterator[PackedExperts]:
     stored = [(key, p) for key, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.is_floating_point()]
     if len(stored) != 2 or len({len(p) for _, p in stored}) > 1:
@@ -338,12 +348,7 @@ def _agrees(module: nn.Module, experts: PackedExperts) -> bool:
 
 def _written(module: nn.Module, experts: PackedExperts, number: int, hidden: Tensor) -> Tensor:
     """Compute one expert's output for its tokens, before the router's weight."""
-    thresholds, bias = experts.thresholds(module), experts.output_bias(module)
-    scores = [
-        functional.linear(hidden, key, None if thresholds is None else thresholds[number, part])
-        for part, key in enumerate(experts.keys(module)[number])
-    ]
-    weights = experts.weigh(module, scores)
+    weights, bias = neuron_weights(module, experts, number, hidden), experts.output_bias(module)
     return functional.linear(weights, experts.values(module)[number].T, None if bias is None else bias[number])
 
 

@@ -5,9 +5,9 @@ remains between the first layer and the logits is affine, and its derivative tim
 carries to the answer (explain.md, "The mathematics"). The forward pass is the model's own: only derivatives are held,
 and a `Switch` sends a backward pass either along the held derivatives or along those of the model.
 
-A sublayer is found by its place. What calls the attention interface attends, and derivatives pass through its values.
-The `writers` that the caller names write entries. Every other module of a layer that owns a matrix, and lies in no
-block that attends, is a source as a whole (mixers), or a gate where its output is no vector of the stream.
+A sublayer is found by its place. What calls the attention interface passes derivatives through its values. The
+`writers` that the caller names write entries. Every other module of a layer that owns a matrix, and lies in no block
+that attends, is a source as a whole (mixers), or a gate where its output is no vector of the stream.
 """
 
 from __future__ import annotations
@@ -174,9 +174,8 @@ class HeldPass:
             places[route.place] += route.constant
         of = dict(zip(map(id, reached), grads, strict=False))
         filled = [torch.zeros_like(p) if (grad := of.get(id(p))) is None else grad for p in points]
-        sizes = (len(self.arrivals), len(self.attentions), len(self.written), len(self.ends))
-        rest = iter(filled)
-        arrivals, attentions, written, ends = ([next(rest) for _ in range(size)] for size in sizes)
+        rest, parts = iter(filled), (self.arrivals, self.attentions, self.written, self.ends)
+        arrivals, attentions, written, ends = ([next(rest) for _ in part] for part in parts)
         return Derivatives(arrivals, attentions, written, dict(zip(self.ends, ends, strict=True)), places)
 
     # -------- the forward pass
@@ -398,5 +397,4 @@ def _lists_of(subject: Subject) -> dict[str, str]:
 
 def _identity(value: Tensor) -> Tensor:
     """Values [1, heads, keys, keys] that attention turns into its weights."""
-    keys = value.shape[2]
-    return torch.eye(keys, dtype=value.dtype, device=value.device).expand(1, value.shape[1], keys, keys)
+    return torch.eye(value.shape[2], dtype=value.dtype, device=value.device).expand(1, value.shape[1], -1, -1)
