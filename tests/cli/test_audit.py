@@ -9,8 +9,7 @@ import attnflow as af
 
 
 def test_clean_model(run: Callable, tiny_model: str) -> None:
-    code, out, err = run("audit", tiny_model, "--tokens", "12")
-    assert (code, err) == (0, "")
+    out = run.ok("audit", tiny_model, "--tokens", "12")
     assert f"{tiny_model}: LlamaForCausalLM" in out
     assert "clean: causal" in out
     assert "2 x 12 positions, 2 layers" in out
@@ -53,14 +52,12 @@ def test_models_without_a_tokenizer(run: Callable, tiny_model: str, tmp_path: Pa
 
 def test_a_saved_order(run: Callable, tiny_model: str, tmp_path: Path, masked: Callable) -> None:
     path = tmp_path / "order.json"
-    code, out, err = run("audit", tiny_model, "--tokens", "6", "--save", str(path))
-    assert (code, err) == (0, "")
+    out = run.ok("audit", tiny_model, "--tokens", "6", "--save", str(path))
     assert f"{path}: measured order of LlamaForCausalLM" in out
     saved = json.loads(path.read_text())
     assert len(saved["inputs"]["input_ids"][0]) == 6
     assert saved["backend"] == "sdpa"
-    code, out, err = run("audit", tiny_model, "--against", str(path))
-    assert (code, err) == (0, "")
+    out = run.ok("audit", tiny_model, "--against", str(path))
     assert f"{path}: the same in 2 layers" in out
     both = json.loads(run("audit", tiny_model, "--against", str(path), "--json").out)
     assert (both["schema"], both["audit"]["ok"], both["difference"]["ok"]) == ("attnflow.audit.against/1", True, True)

@@ -26,8 +26,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_one_model_is_listed_by_layer(run: Callable, tiny_model: str) -> None:
-    code, out, err = run("geometry", tiny_model)
-    assert (code, err) == (0, "")
+    out = run.ok("geometry", tiny_model)
     scores = af.geometry.score(tiny_model, per_head=False)
     for row in scores:
         assert f"{row.symmetry:z.3f}" in out
@@ -39,8 +38,7 @@ def test_one_model_is_listed_by_layer(run: Callable, tiny_model: str) -> None:
 
 
 def test_several_models_are_one_table(run: Callable, tiny_model: str, t5: str) -> None:
-    code, out, err = run("geometry", tiny_model, t5, tiny_model)
-    assert (code, err) == (0, "")
+    out = run.ok("geometry", tiny_model, t5, tiny_model)
     assert out.count("2 layers") == 3  # the Llama once, T5's encoder and decoder
     assert "encoder, self: 2 layers" in out
     assert "norm" not in out.splitlines()[0]
@@ -106,8 +104,7 @@ def test_a_defect_does_not_stop_the_others(run: Callable, tiny_model: str, monke
 @pytest.mark.parametrize("picture", ["plane", "layers", "heads"])
 def test_figures(run: Callable, tiny_model: str, tmp_path: Path, picture: str) -> None:
     target = tmp_path / "figure.svg"
-    code, out, _ = run("geometry", tiny_model, "-o", str(target), "--picture", picture)
-    assert code == 0
+    out = run.ok("geometry", tiny_model, "-o", str(target), "--picture", picture)
     assert f"written: {target}" in out
     assert parse_svg(target.read_text()).tag == "svg"
 
@@ -139,8 +136,7 @@ WORDS = "I the of my I"
 
 
 def test_why_lists_the_leading_terms_and_they_sum_to_the_score(run: Callable, tiny_model: str) -> None:
-    code, out, err = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "--count", "3")
-    assert (code, err) == (0, "")
+    out = run.ok("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "--count", "3")
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert not any(line != line.rstrip() for line in out.splitlines())
     found = af.geometry.attribute(af.load_model(tiny_model), WORDS, 1, 2)
@@ -240,16 +236,14 @@ def test_a_typo_in_the_name_of_a_command_is_not_read_as_a_model(run: Callable, t
 
 
 def test_why_of_cross_attention(run: Callable, t5: str) -> None:
-    code, out, err = run("geometry", "why", t5, "--ids", "5,6,7", "--layer", "1", "--attention", "cross")
-    assert (code, err) == (0, "")
+    out = run.ok("geometry", "why", t5, "--ids", "5,6,7", "--layer", "1", "--attention", "cross")
     assert "encoder" in out
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".csv", ".json"])
 def test_why_writes_files(run: Callable, tiny_model: str, tmp_path: Path, suffix: str) -> None:
     target = tmp_path / f"why{suffix}"
-    code, out, _ = run("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "-o", str(target))
-    assert code == 0
+    out = run.ok("geometry", "why", tiny_model, WORDS, "--layer", "1", "--head", "2", "-o", str(target))
     assert f"written: {target}" in out
     assert target.stat().st_size > 200
 
