@@ -35,6 +35,12 @@ class Run:
         assert (code, err) == (0, "")
         return out
 
+    def refused(self, *arguments: str) -> str:
+        """What a command that cannot be run complains of."""
+        code, out, err = self(*arguments)
+        assert (code, out) == (2, "")
+        return err
+
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:

@@ -161,8 +161,7 @@ def refuse(*_: object, **__: object) -> None:
 
 def is_refused(run: Callable, words: list[str], message: str) -> None:
     before = sorted(Path().iterdir())
-    code, out, err = run(*words)
-    assert (code, out) == (2, "")
+    err = run.refused(*words)
     assert err.startswith("attnflow: ")
     assert message.lower() in err.lower()
     assert "unexpected error" not in err.lower()

@@ -52,8 +52,7 @@ def test_an_unexpected_error_is_no_finding(run: Callable, monkeypatch: pytest.Mo
         raise KeyError("planted")
 
     monkeypatch.setattr(mask, "print_json", explode)
-    code, out, err = run("mask", "list", "--json")
-    assert (code, out) == (2, "")
+    err = run.refused("mask", "list", "--json")
     assert "unexpected KeyError: 'planted'" in err
     assert "defect of attnflow" in err
     assert "Traceback" not in err

@@ -126,31 +126,36 @@ def _layers(trace: Trace) -> Section:
 
 def _reading(trace: Trace) -> list[Content]:
     shares = active_shares(trace)
-    active = f"On average {percent(float(shares.mean()))} of the entries that a layer can read are active for a token."
+    said: list[Content] = [
+        f"On average {percent(float(shares.mean()))} of the entries that a layer can read are active for a token."
+    ]
     strongest = trace.fired(-1, count=1)
     if strongest and strongest[0].effect is not None:
-        fired, effect = strongest[0], strongest[0].effect
-        return [
-            f"{active} At ",
-            html.code(token_label(fired.token)),
-            f" the entry with the largest direct effect, {fired.entry} of layer {fired.layer}, "
+        one, effect = strongest[0], strongest[0].effect
+        said += [
+            " At ",
+            html.code(token_label(one.token)),
+            f" the entry with the largest direct effect, {one.entry} of layer {one.layer}, "
             f"{'raises' if effect > 0 else 'lowers'} the logit of ",
-            html.code(token_label(fired.target)),
+            html.code(token_label(one.target)),
             f" by {abs(effect):.3g}.",
         ]
-    return [active, f" Direct effects on the logits are not defined: {trace.without}." if trace.without else ""]
+    elif trace.without:
+        said.append(f" Direct effects on the logits are not defined: {trace.without}.")
+    return said
 
 
 def _sum(trace: Trace) -> str:
-    sides = {"entries": "effect", "attention": "attention_effect"}
-    effects = {name: [getattr(layer, field) for layer in trace] for name, field in sides.items()}
-    terms = [(name, math.fsum(float(e[-1]) for e in each if e is not None)) for name, each in effects.items()]
+    terms = [
+        ("entries", math.fsum(float(one.effect[-1]) for one in trace if one.effect is not None)),
+        ("attention", math.fsum(float(one.attention_effect[-1]) for one in trace if one.attention_effect is not None)),
+    ]
     for name, value in (("embedding", trace.embedding_effect), ("constants", trace.constant_effect)):
         if value is not None and float(value[-1]):
             terms.append((name, float(value[-1])))
     logit = 0.0 if trace.logits is None else float(trace.logits[-1])
-    parts = ", ".join(f"{name} {value:+.3g}" for name, value in terms).replace("-", "−")
-    return f"The logit at the last token, {logit:.3g} above the mean of all tokens, is the sum of {parts}."
+    said = ", ".join(f"{name} {value:+.3g}" for name, value in terms).replace("-", "−")
+    return f"The logit at the last token, {logit:.3g} above the mean of all tokens, is the sum of {said}."
 
 
 def _share(value: float) -> str:
