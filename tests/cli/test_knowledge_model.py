@@ -13,8 +13,7 @@ TEXT = "I the of thou with thy"
 
 
 def test_text(run, tiny_model):
-    code, out, err = run("knowledge", "trace", tiny_model, TEXT, "--count", "3")
-    assert (code, err) == (0, "")
+    out = run.ok("knowledge", "trace", tiny_model, TEXT, "--count", "3")
     lines = out.splitlines()
     assert lines[0] == tiny_model
     assert lines[1] == f"prompt {TEXT}"
@@ -55,8 +54,7 @@ def test_entries_are_taken_out(run, tiny_model):
 def test_files(run, tiny_model, tmp_path):
     for suffix in ("svg", "png", "html", "csv", "json"):
         file = tmp_path / f"trace.{suffix}"
-        code, out, err = run("knowledge", "trace", tiny_model, TEXT, "--top", "5", "--count", "5", "-o", str(file))
-        assert (code, err) == (0, "")
+        out = run.ok("knowledge", "trace", tiny_model, TEXT, "--top", "5", "--count", "5", "-o", str(file))
         assert out.splitlines()[-1] == f"written: {file}"
     saved = Trace.from_json((tmp_path / "trace.json").read_text())
     assert saved.model == tiny_model

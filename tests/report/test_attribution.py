@@ -17,8 +17,6 @@ from attnflow.report.charts import NEGATIVE, POSITIVE
 from attnflow.report.page import Context, build
 from tests.report.reading import parse_page
 
-pytest.importorskip("matplotlib")
-
 
 def components(layers):
     kinds = [(n, kind) for n in range(layers) for kind in ("attention", "feed-forward")]

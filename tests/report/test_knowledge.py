@@ -64,7 +64,6 @@ def test_nothing_fired_for_the_last_token():
 
 @pytest.mark.parametrize("effects", [True, False])
 def test_figure_shows_layers_tokens_and_entries(effects):
-    pytest.importorskip("matplotlib")
     found = made(effects)
     drawn = figure(found, count=5, title="the $title")
     shares, written, bars = drawn.axes[:3]
@@ -92,7 +91,6 @@ def test_figure_shows_layers_tokens_and_entries(effects):
 
 
 def test_outliers_do_not_hide_the_rest_of_a_map_and_it_says_so():
-    pytest.importorskip("matplotlib")
     found = made()
     layers = [replace(one, direct_effect=torch.full((3,), 0.1)) for one in found]
     plain = figure(replace(found, layers=tuple(layers)), picture="layers").axes[1]
@@ -106,7 +104,6 @@ def test_outliers_do_not_hide_the_rest_of_a_map_and_it_says_so():
 
 
 def test_both_effects_stand_side_by_side_with_the_probability():
-    pytest.importorskip("matplotlib")
     found = made()
     last = found.layers[1]
     for name in ("ablated_effects", "probability_effects"):

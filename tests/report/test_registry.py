@@ -306,20 +306,8 @@ def test_without_matplotlib_pages_hold_tables_and_name_the_extra(name, monkeypat
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     charts = {
-        "Flow",
-        "Mask",
-        "AuditReport",
-        "BiasMap",
-        "GeometryScores",
-        "ScoreAttribution",
-        "GeometrySurvey",
-        "Trace",
-        "EntryReport",
-        "EntryRemoval",
-        "MaskGrid",
-        "Task",
-        "MergedTask",
-        "Monitor",
+        *("Flow", "Mask", "AuditReport", "BiasMap", "GeometryScores", "ScoreAttribution", "GeometrySurvey", "Trace"),
+        *("EntryReport", "EntryRemoval", "MaskGrid", "Task", "MergedTask", "Monitor"),
     }
     assert ("attnflow[report]" in report.page(result).html) == (name in charts)
     assert report.notebook(result).startswith("<div")

@@ -6,25 +6,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.geometry.attribution import ScoreAttribution, telling
 from attnflow.models.passes.recording import ComponentName
 from attnflow.report import charts, html
-from attnflow.report.charts import INK, SIGNED, SOFT, blank, chart, colours, draw_bars, literal, name_axis, signed
+from attnflow.report.charts import SOFT, Array, Figure, chart, colours, literal, name_axis, signed
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, PagePart, Section
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Array = npt.NDArray[np.floating[Any]]
 AttributionPicture = Literal["all", "map", "terms", "tokens"]
 Drawn = Callable[[AttributionPicture, str, str], html.Html]  # draws a picture of a page, with its name and caption
 
@@ -40,10 +35,7 @@ CHOICE: Final = "has the most weight on a token besides the first and the query"
 
 @dataclass(frozen=True)
 class HeadRow:
-    """One head's row of an attribution, and the key that is explained.
-
-    `terms` are [keys, query components, key components]; `constants` hold their parts, [keys] each; in logits.
-    """
+    """In logits: `terms` are [keys, query components, key components], `constants` [keys]; `index` is explained."""
 
     head: int | None
     index: int
@@ -71,13 +63,18 @@ class Leading:
     others: float
     total: float
 
+    @property
+    def names(self) -> list[str]:
+        terms = [f"{short(query)} × {short(key)}" for query, key, _ in self.terms]
+        return terms + [f"constant: {name}" for name in self.constants]
+
+    @property
+    def values(self) -> list[float]:
+        return [value for *_, value in self.terms] + [*self.constants.values()]
+
 
 def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = None, raw: bool = False) -> HeadRow:
-    """Returns the row of a head and the position in it of the key to explain.
-
-    By default the head is the one with the largest weight on a token other than the first and the query itself, and the
-    key is the one with the largest weight of that head.
-    """
+    """Takes by default the head with the most weight on a token but the first and the query, and its largest key."""
     heads = list(result.heads)
     constants = result.constants if raw else result.centred_constants
     everything = [result.weights, result.scores, result.raw if raw else result.centred, *constants.values()]
@@ -87,9 +84,9 @@ def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = 
     if head is not None and head not in heads:
         raise ValueError(f"head must be one of the attributed {heads}, got {head}")
     if key is not None and key not in result.keys:
-        raise ValueError(
-            f"key must be a position that query {result.query} may attend to, {_positions(result.keys)}, got {key}"
-        )
+        all_between = len(result.keys) == max(result.keys) - min(result.keys) + 1
+        keys = f"{min(result.keys)} to {max(result.keys)}" if all_between else str(list(result.keys))
+        raise ValueError(f"key must be a position that query {result.query} may attend to, {keys}, got {key}")
     if head is None:
         others = telling(result) or slice(None)
         head = heads[int(weights[:, others].max(axis=1).argmax())]
@@ -182,12 +179,11 @@ def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
     warning = html.paragraph(remark(result, row)) if remark(result, row) else html.Html("")
     bars = drawn("terms", "Leading terms", caption)
     listed = leading(result, row, _LISTED)
-    values = [value for *_, value in listed.terms] + [*listed.constants.values(), listed.others, listed.total]
-    names = [(str(query), str(key)) for query, key, _ in listed.terms] + [
-        ("constant", name) for name in listed.constants
-    ]
+    values = html.numbers([*listed.values, listed.others, listed.total], signed=True)
+    names = [(str(query), str(key)) for query, key, _ in listed.terms]
+    names += [("constant", name) for name in listed.constants]
     names += [("other terms", grouped(listed.count)), ("sum", "")]
-    cells = [(*pair, value) for pair, value in zip(names, html.numbers(values, signed=True), strict=True)]
+    cells = [(*pair, value) for pair, value in zip(names, values, strict=True)]
     table = html.table(["query side", "key side", "logits"], cells, text_columns=2)
     numbers = tag("details", tag("summary", f"The {len(listed.terms)} largest terms in numbers"), table)
     return Section("why", "Why did this head look there?", html.paragraph(lead, kind="lead") + warning + bars + numbers)
@@ -225,10 +221,6 @@ def attribution_chart(
     count: int = 10,
     title: str | None = None,
 ) -> Figure:
-    """Draws why a query looked at a key: pairs of components, the leading terms, and the tokens of the row.
-
-    Terms are centred by the row's attention, or as they enter the score if `raw`; both are in logits.
-    """
     if picture not in ("all", "map", "terms", "tokens"):
         raise ValueError(f'picture must be "all", "map", "terms" or "tokens", got {picture!r}')
     row = row_of(result, head, key, raw)
@@ -243,7 +235,7 @@ def attribution_chart(
         "terms": (5.8, [bars]),
         "tokens": (min(12.0, max(6.4, wide)), [3.6]),
     }[picture]
-    figure = blank(width, sum(heights) + 0.2)
+    figure = charts.blank(width, sum(heights) + 0.2)
     panels = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     if picture == "all":
         left, right = panels[0].subfigures(1, 2, width_ratios=[7.0, 5.0])
@@ -256,8 +248,8 @@ def attribution_chart(
         _draw_terms(panels[0], row, best)
     else:
         _draw_tokens(panels[0], result, row)
-    said = f"{result.model}, {_where(result, row)}: why {query_name(result)} looks at {key_name(result, row.index)}"
-    figure.suptitle(literal(title or shorten(said, 110)))
+    what = f"{result.model}, {_where(result, row)}: why {query_name(result)} looks at {key_name(result, row.index)}"
+    figure.suptitle(literal(title or shorten(what, 110)))
     return figure
 
 
@@ -266,7 +258,7 @@ def _draw_map(panel: Any, row: HeadRow, table: Array, sides: tuple[list[str], li
     (above, corner), (axes, beside) = panel.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=grid)
     corner.set_axis_off()
     limit = _limit(table) or 1.0
-    look = {"aspect": "auto", "interpolation": "none", "cmap": SIGNED, "vmin": -limit, "vmax": limit}
+    look = {"aspect": "auto", "interpolation": "none", "cmap": charts.SIGNED, "vmin": -limit, "vmax": limit}
     image = axes.imshow(table, **look)
     axes.spines[["top", "right"]].set_visible(True)
     for axis, names in ((axes.yaxis, sides[0]), (axes.xaxis, sides[1])):
@@ -277,13 +269,15 @@ def _draw_map(panel: Any, row: HeadRow, table: Array, sides: tuple[list[str], li
     layered = len(table) != row.terms.shape[1]
     axes.set_ylabel("written at the query, by layer" if layered else "written at the query")
     axes.set_xlabel("written at the key, by layer" if layered else "written at the key")
-    for margin, sums, direction in ((above, table.sum(0), above.bar), (beside, table.sum(1), beside.barh)):
-        direction(np.arange(len(sums)), sums, color=colours(sums), **{"width" if margin is above else "height": 0.8})
+    for margin, sums, draw, zero, value, names in (
+        (above, table.sum(0), above.bar, above.axhline, above.yaxis, "x"),
+        (beside, table.sum(1), beside.barh, beside.axvline, beside.xaxis, "y"),
+    ):
+        draw(np.arange(len(sums)), sums, 0.8, color=colours(sums))
         margin.tick_params(labelsize=6.5, length=2, labelbottom=margin is beside, labelleft=margin is above)
-        value, name = (margin.yaxis, "y") if margin is above else (margin.xaxis, "x")
         value.get_major_locator().set_params(nbins=3)
-        margin.tick_params(axis="y" if name == "x" else "x", length=0)
-        (margin.axhline if name == "y" else margin.axvline)(0, color=SOFT, linewidth=0.6)
+        margin.tick_params(axis=names, length=0)
+        zero(0, color=SOFT, linewidth=0.6)
     axes.figure.colorbar(
         image, ax=[axes, above], location="bottom", fraction=0.04, aspect=40, label=_scale(table, limit), format="{x:g}"
     )
@@ -291,16 +285,11 @@ def _draw_map(panel: Any, row: HeadRow, table: Array, sides: tuple[list[str], li
 
 
 def _draw_terms(panel: Any, row: HeadRow, best: Leading) -> None:
-    names = [f"{short(query)} × {short(key)}" for query, key, _ in best.terms]
-    names += [f"constant: {name}" for name in best.constants]
-    values = [value for *_, value in best.terms] + [*best.constants.values()]
-    if best.count:
-        names.append(plural(best.count, "other term"))
-        values.append(best.others)
-    names.append("sum of all" if row.centred else "the score")
-    values.append(best.total)
+    others = [(plural(best.count, "other term"), best.others)] if best.count else []
+    sums = [*others, ("sum of all" if row.centred else "the score", best.total)]
+    names, values = [*best.names, *(name for name, _ in sums)], [*best.values, *(value for _, value in sums)]
     axes = panel.subplots()
-    draw_bars(axes, names, values, len(best.terms))
+    charts.draw_bars(axes, names, values, len(best.terms))
     axes.set_title(f"largest terms (query side × key side), {_quantity(row)}", fontsize=9, loc="right")
 
 
@@ -319,18 +308,15 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
         names.append("constant")
     table = np.stack(lines)
     bars, axes = panel.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 1.7], "hspace": 0.03})
-    shades = [INK if key == row.index else SOFT for key in chosen]
+    shades = [charts.INK if key == row.index else SOFT for key in chosen]
     bars.bar(np.arange(len(chosen)), row.weights[chosen], color=shades, width=0.75)
     bars.set_ylabel("weight")
     bars.tick_params(axis="x", length=0, labelbottom=False)
     limit = _limit(table) or 1.0
-    image = axes.imshow(table, aspect="auto", interpolation="none", cmap=SIGNED, vmin=-limit, vmax=limit)
-    axes.spines[["top", "right"]].set_visible(True)
+    charts.heat_map(axes, table, limit, label="logits", pad=0.01, fraction=0.04, aspect=12)
     axes.set_yticks(range(len(names)), [literal(name) for name in names])
     axes.tick_params(axis="y", length=0, labelsize=7.5)
     name_axis(axes.xaxis, [token_label(result.tokens[key]) for key in chosen], list(range(len(chosen))), turned=True)
-    bar = panel.colorbar(image, ax=axes, pad=0.01, fraction=0.04, aspect=12, label="logits")
-    bar.outline.set_visible(False)
     cut = ""
     if len(chosen) < len(result.keys):
         share = percent(float(row.weights[chosen].sum()))
@@ -343,7 +329,7 @@ def _collapsed(result: ScoreAttribution, table: Array) -> tuple[Array, tuple[lis
     """Sums the components of each layer if there are many, and names rows and columns."""
     sides: list[list[str]] = []
     for axis, names in enumerate((result.components, result.key_components)):
-        if max(table.shape) <= _NAMED and len(sides) == axis:
+        if max(table.shape) <= _NAMED:
             sides.append([short(name) for name in names])
             continue
         groups = [name.place.replace("layer ", "") for name in names]
@@ -390,7 +376,3 @@ def query_name(result: ScoreAttribution) -> str:
 
 def key_name(result: ScoreAttribution, index: int) -> str:
     return f"“{token_label(result.tokens[index])}” ({result.keys[index]})"
-
-
-def _positions(keys: Sequence[int]) -> str:
-    return f"{min(keys)} to {max(keys)}" if len(keys) == max(keys) - min(keys) + 1 else str(list(keys))

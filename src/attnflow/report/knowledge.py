@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
 from attnflow.knowledge.reading.provenance import Fired, Trace
 from attnflow.report import charts, html
-from attnflow.report.charts import NEGATIVE, PICTURES, POSITIVE, SOFT, blank, chart, heat_map, literal, name_axis
+from attnflow.report.charts import SOFT, Array, Figure, chart, literal, name_axis
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
 from attnflow.report.page import Context, PagePart, Section
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Array = npt.NDArray[np.floating[Any]]
 
 _BARS: Final = 16
 _ROWS: Final = 40
@@ -47,29 +41,21 @@ def trace_part(trace: Trace, _: Context) -> PagePart:
     if not trace.without:
         caption += " Blue raises the logit of the target, red lowers it."
     chart = charts.in_page(lambda: trace_chart(trace, picture="layers", title=" "), "Layers by tokens", caption)
-    sections = [
-        _prompt(trace),
-        _entries(trace),
-        Section("maps", "Layer by layer, token by token", chart),
-        _layers(trace),
-    ]
+    maps = Section("maps", "Layer by layer, token by token", chart)
+    sections = [_prompt(trace), _entries(trace), maps, _layers(trace)]
     source = [("Model", html.code(trace.model))]
     return PagePart(f"Entries that fired in {trace.model}", sections, _reading(trace), numbers, source)
 
 
 def _prompt(trace: Trace) -> Section:
     first = max(0, len(trace.tokens) - _PROMPT)
-    traced = set(trace.positions)
-    tokens = [
-        tag("span", token_label(token, 40), class_="token traced" if position in traced else "token")
-        for position, token in enumerate(trace.tokens[first:], first)
-    ]
     before = f"… {plural(first, 'token')} before. " if first else ""
-    parts = [html.paragraph(before, *(part for token in tokens for part in (token, " ")), kind="prompt")]
+    tokens = html.tokens(trace.tokens[first:], trace.positions, first)
+    body = html.paragraph(before, tokens, " " if trace.tokens else "", kind="prompt")
     if trace.targets:
-        asked = ("The effects are about the logit of ", html.code(token_label(trace.targets[-1], 24)), " after it.")
-        parts.append(html.paragraph(*asked, kind="lead"))
-    return Section("prompt", "Prompt", html.join(parts))
+        target = html.code(token_label(trace.targets[-1], 24))
+        body += html.paragraph("The effects are about the logit of ", target, " after it.", kind="lead")
+    return Section("prompt", "Prompt", body)
 
 
 def _entries(trace: Trace) -> Section:
@@ -90,40 +76,32 @@ def _entries(trace: Trace) -> Section:
             "(↓) most here: weight times value, seen by the unembedding."
         )
         lead += f" There are no direct effects: {trace.without}." if trace.without else ""
-    words = [entry_words(one, 90) or "–" for one in strongest]
-    columns: dict[str, Sequence[str]] = {
-        "Entry": [entry_name(one) for one in strongest],
-        "Text, or tokens": words,
-        "Score": html.numbers([one.score for one in strongest], signed=True),
-        "Threshold": html.numbers([one.threshold for one in strongest], signed=True),
-        "Weight": html.numbers([one.weight for one in strongest], signed=True),
-        "Norm": html.numbers([one.norm for one in strongest]),
-        "Effect": html.numbers(_column(strongest, "effect"), signed=True),
-        "Direct effect": html.numbers(_column(strongest, "direct_effect"), signed=True),
-    }
-    if not any(one.threshold for one in strongest):
-        del columns["Threshold"]  # the layers have no biases
+    columns: dict[str, Sequence[str]] = {"Entry": [entry_name(fired) for fired in strongest]}
+    words = [entry_words(fired, 90) or "–" for fired in strongest]
+    if {*words} != {"–"}:  # without an unembedding and without a store, entries have no words
+        columns["Text, or tokens"] = words
+    names = {"Score": "score", "Threshold": "threshold", "Weight": "weight", "Norm": "norm", "Effect": "effect"}
+    names["Direct effect"] = "direct_effect"
+    if not any(fired.threshold for fired in strongest):
+        del names["Threshold"]  # the layers have no biases
     if not effects:
-        del columns["Effect"]
+        del names["Effect"]
     if trace.without:
-        del columns["Direct effect"]
-    if {*words} == {"–"}:  # without an unembedding and without a store, entries have no words
-        del columns["Text, or tokens"]
-    if any(one.ablated_effect is not None for one in strongest):
-        columns["Ablated"] = html.numbers(_column(strongest, "ablated_effect"), signed=True)
-        columns["Probability lost"] = html.numbers(_column(strongest, "probability_effect"), signed=True)
+        del names["Direct effect"]
+    if any(fired.ablated_effect is not None for fired in strongest):
+        names |= {"Ablated": "ablated_effect", "Probability lost": "probability_effect"}
         lead += f" {ABLATED}"
-    table = html.table(
-        list(columns), zip(*columns.values(), strict=True), text_columns=1 + ("Text, or tokens" in columns)
-    )
+    for name, field in names.items():
+        values = [getattr(fired, field) for fired in strongest]
+        columns[name] = _numbers(values, signed=name != "Norm")
+    table = html.columns(columns, text_columns=1 + ("Text, or tokens" in columns))
     what = "Effects of entries" if effects else "Norms of contributions"
     chart = charts.in_page(lambda: trace_chart(trace, picture="entries", count=_BARS), what)
     return Section("entries", title, html.paragraph(lead, kind="lead") + chart + table)
 
 
-def _column(entries: Sequence[Fired], name: str) -> list[float]:
-    values = [getattr(one, name) for one in entries]
-    return [math.nan if value is None else value for value in values]
+def _numbers(values: Sequence[float | None], signed: bool = True) -> list[str]:
+    return html.numbers([math.nan if value is None else value for value in values], signed=signed)
 
 
 def _layers(trace: Trace) -> Section:
@@ -146,9 +124,8 @@ def _layers(trace: Trace) -> Section:
             ("Attention’s direct effect", [one.attention_effect for one in layers]),
         ):
             if any(effect is not None for effect in effects):
-                values = [math.nan if effect is None else float(effect[-1]) for effect in effects]
-                columns[name] = html.numbers(values, signed=True)
-    table = html.table(list(columns), zip(*columns.values(), strict=True))
+                columns[name] = _numbers([None if effect is None else float(effect[-1]) for effect in effects])
+    table = html.columns(columns)
     return Section("layers", "Each layer in numbers", html.paragraph(lead, kind="lead") + table)
 
 
@@ -199,10 +176,7 @@ def trace_chart(
     count: int = 12,
     title: str | None = None,
 ) -> Figure:
-    """Draws layers by tokens, first layer on top, and the strongest entries of a token.
-
-    The maps are the share of active entries and their direct effect, or without effects the norm of what they write.
-    """
+    """The maps are the share of active entries and their direct effect, or without effects the norm they write."""
     if picture not in ("all", "layers", "entries"):
         raise ValueError(f'picture must be "all", "layers" or "entries", got {picture!r}')
     strongest = trace.fired(position, count=count)
@@ -214,7 +188,7 @@ def trace_chart(
         "layers": ([wide, wide], maps),
         "entries": ([7.6], bars),
     }[picture]
-    figure = blank(sum(widths) if picture == "layers" else min(16.0, sum(widths)), height)
+    figure = charts.blank(sum(widths) if picture == "layers" else min(16.0, sum(widths)), height)
     panels = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
     if picture != "layers":
         _bars(panels.pop(), trace, strongest, trace.row(position))
@@ -250,7 +224,7 @@ def entry_words(one: Fired, limit: int = 28) -> str:
     count = 2 if limit < 40 else 3
     sides = (("↑", one.promotes), ("↓", one.suppresses))
     words = (" ".join([arrow, *map(token_label, each[:count])]) for arrow, each in sides if each)
-    return shorten("  ".join(words), limit).translate(PICTURES)
+    return shorten("  ".join(words), limit).translate(charts.PICTURES)
 
 
 def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, unit: str) -> None:
@@ -259,7 +233,7 @@ def _map(axes: Any, trace: Trace, table: Array, title: str, *, signed: bool, uni
     sizes = np.abs(table)
     largest = float(sizes.max(initial=0.0)) or 1.0
     limit = (float(np.percentile(sizes, _CLIPPED)) if sizes.size else 0.0) or largest
-    heat_map(axes, table, limit, signed=signed, label=unit)
+    charts.heat_map(axes, table, limit, signed=signed, label=unit)
     names = [trace.token(row) for row in range(first, len(trace.positions))]
     name_axis(axes.xaxis, names, list(trace.positions[first:]), turned=True)
     name_axis(axes.yaxis, [str(one.layer) for one in trace], [one.layer for one in trace])
@@ -282,7 +256,7 @@ def _bars(axes: Any, trace: Trace, strongest: list[Fired], row: int) -> None:
     tried = [(at, one.ablated_effect) for at, one in zip(places, listed, strict=True) if one.ablated_effect is not None]
     reach = max(map(abs, [*sizes.values(), *(effect for _, effect in tried)]), default=1.0) or 1.0
     height, shift = (0.38, 0.2) if tried else (0.7, 0.0)
-    colours = [POSITIVE if sizes[id(one)] > 0 else NEGATIVE for one in listed]
+    colours = [charts.POSITIVE if sizes[id(one)] > 0 else charts.NEGATIVE for one in listed]
     shifted = [at - shift for at in places]
     axes.barh(shifted, [sizes[id(one)] for one in listed], color=colours, height=height, label="effect")
     if tried:

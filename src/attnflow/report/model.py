@@ -12,7 +12,7 @@ from attnflow import audit, bias, geometry, knowledge
 from attnflow._core.errors import AttnflowError
 from attnflow._core.progress import Progress
 from attnflow.bias.kind import layer_biases
-from attnflow.geometry.attribution import ScoreAttribution, telling
+from attnflow.geometry.attribution import telling
 from attnflow.geometry.table import GeometryScores
 from attnflow.models.subject import Loaded, Subject
 from attnflow.order.flow import Flow
@@ -70,21 +70,24 @@ def model_page(
         return scores_part(scored, context)
 
     def attribution() -> PagePart:
-        layer = _upper(scored)
+        rows = [row for one in scored for row in one if row.kind == "self" and row.tower != "encoder"]
+        layers = sorted({row.layer for row in rows})
+        layer = layers[2 * len(layers) // 3] if layers else -1
         with geometry.reading(module, first, tokenizer=subject.tokenizer) as reading:
-            explained = reading.explain(layer, reading.telling_head(layer))
-        return _attribution(replace(explained, model=name), context)
+            explained = replace(reading.explain(layer, reading.telling_head(layer)), model=name)
+        part = attribution_part(explained, context)
+        chosen = f" Layer {explained.layer} is two thirds up the model; of its heads, this one {CHOICE}."
+        return replace(part, reading=[*part.reading, chosen]) if telling(explained) else part
+
+    def read(verb: Callable[..., Any]) -> Any:
+        return replace(verb(module, first, tokenizer=subject.tokenizer), model=name)
 
     steps: dict[str, Callable[[], PagePart]] = {
         "audit": lambda: audit_part(audit.check(module, named), context),
         "geometry": scores,
-        "bias": lambda: bias_part(
-            replace(bias.capture(module, first, tokenizer=subject.tokenizer), model=name), context
-        ),
+        "bias": lambda: bias_part(read(bias.capture), context),
         "attribution": attribution,
-        "knowledge": lambda: trace_part(
-            replace(knowledge.trace(module, first, tokenizer=subject.tokenizer), model=name), context
-        ),
+        "knowledge": lambda: trace_part(read(knowledge.trace), context),
         "order": lambda: _order(audit.declared_order(module, named), context),
     }
     if not any(layer_biases(module)):
@@ -105,17 +108,6 @@ def model_page(
     if problems:
         parts.append(_missing(problems))
     return build(parts, name, details, {})
-
-
-def _upper(scored: Sequence[GeometryScores]) -> int:
-    layers = sorted({row.layer for one in scored for row in one if row.kind == "self" and row.tower != "encoder"})
-    return layers[2 * len(layers) // 3] if layers else -1
-
-
-def _attribution(result: ScoreAttribution, context: Context) -> PagePart:
-    part = attribution_part(result, context)
-    chosen = f" Layer {result.layer} is two thirds up the model; of its heads, this one {CHOICE}."
-    return replace(part, reading=[*part.reading, chosen]) if telling(result) else part
 
 
 def _missing(problems: Mapping[str, str]) -> PagePart:

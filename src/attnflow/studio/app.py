@@ -57,15 +57,9 @@ class Studio:
     """
 
     def __init__(
-        self,
-        token: str,
-        design: Mapping[str, object],
-        limits: Limits,
-        model: Mapping[str, object] | None = None,
+        self, token: str, design: Mapping[str, object], limits: Limits, model: Mapping[str, object] | None = None
     ) -> None:
-        self.token = token
-        self.model = None if model is None else dict(model)
-        self.limits = limits
+        self.token, self.model, self.limits = token, model, limits
         self._last_message = time.monotonic()
         self._design = design
         self._open = {False: 0, True: 0}  # pages, of which guests are counted apart
@@ -115,13 +109,14 @@ class Studio:
             return
         self._open[is_guest] += 1
         self._last_message = time.monotonic()
+        model = None
         if is_guest:
-            worker, own_model = Worker(_GUESTS_DESIGN, self.limits), None
+            worker = Worker(_GUESTS_DESIGN, self.limits)
         else:
-            worker, own_model = self._spare or Worker(self._design, self.limits), self.model
-            self._spare = None
-        limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
-        model = None if own_model is None else Worker(own_model, limits, MODEL)
+            worker, self._spare = self._spare or Worker(self._design, self.limits), None
+            if self.model is not None:
+                limits = replace(self.limits, seconds=self.limits.model_seconds, memory=self.limits.model_memory)
+                model = Worker(self.model, limits, MODEL)
         try:
             if is_guest:
                 await socket.send_text('{"guest":true}')
@@ -143,13 +138,9 @@ class Studio:
         return _parsed(text or "", self.limits.message_bytes) or {}
 
     async def _converse(self, socket: WebSocket, worker: Worker, model: Worker | None) -> None:
-        """Handles the messages of a page, one at a time for masks and one at a time for the model.
-
-        "stop" ends the computation for masks at once; {"op": "stop", "what": "model"} that for the model.
-        """
-        lines = [_Line(worker, asyncio.Queue(self.limits.queued))]
-        if model is not None:
-            lines.append(_Line(model, asyncio.Queue(self.limits.queued)))
+        """Handles messages one at a time for masks and for the model; "stop" ends the work of one at once."""
+        workers = [worker] if model is None else [worker, model]
+        lines = [_Line(each, asyncio.Queue(self.limits.queued)) for each in workers]
         answering = [asyncio.create_task(self._answer(socket, line)) for line in lines]
         try:
             while True:
@@ -162,20 +153,17 @@ class Studio:
                     await _close(socket, MALFORMED, "expected a JSON object")
                     return
                 operation = message.get("op")  # anything that JSON can say
-                about_model = message.get("what") == "model" or (
-                    isinstance(operation, str) and operation in MODEL_OPERATIONS
-                )
+                named = isinstance(operation, str) and operation in MODEL_OPERATIONS
+                about_model = named or message.get("what") == "model"
                 if about_model and model is None:
                     await socket.send_text(_without_model(message))
-                    continue
-                line = lines[about_model]
-                if operation == _STOP:
-                    await line.worker.stop()
-                elif line.waiting.full():
+                elif operation == _STOP:
+                    await lines[about_model].worker.stop()
+                elif lines[about_model].waiting.full():
                     await _close(socket, TOO_MANY, f"{self.limits.queued} messages wait already")
                     return
                 else:
-                    line.waiting.put_nowait(message)
+                    lines[about_model].waiting.put_nowait(message)
         finally:
             for task in answering:
                 task.cancel()
@@ -208,10 +196,8 @@ class _Line(NamedTuple):
 
 def _without_model(message: Mapping[str, object]) -> str:
     identity = {"id": message["id"]} if isinstance(message.get("id"), int) else {}
-    if message.get("op") == "model":
-        return json.dumps({**identity, "ok": True, "model": None})
-    error = "the studio was started without a model: attnflow studio MODEL"
-    return json.dumps({**identity, "ok": False, "error": error})
+    error = {"ok": False, "error": "the studio was started without a model: attnflow studio MODEL"}
+    return json.dumps(identity | ({"ok": True, "model": None} if message.get("op") == "model" else error))
 
 
 def is_token(shown: object, token: str) -> bool:

@@ -42,10 +42,7 @@ def traced(trace: Trace, position: int) -> Reply:
 def _fired(one: Fired) -> Reply:
     return {
         "name": entry_name(one),
-        "entry": one.entry,
-        "layer": one.layer,
-        "head": one.head,
-        "text": one.text,
+        **fields(one, "entry", "layer", "head", "text"),
         "promotes": labels(one.promotes),
         "suppresses": labels(one.suppresses),
         **numbers(score=one.score, weight=one.weight, norm=one.norm),
@@ -55,25 +52,20 @@ def _fired(one: Fired) -> Reply:
 
 def described(found: EntryReport, trace: Trace, position: int) -> Reply:
     return {
-        "entry": found.entry,
-        "layer": found.layer,
-        "head": found.head,
+        **fields(found, "entry", "layer", "head", "without"),
         "norm": number(found.norm),
         "tokens": [token_label(text) for text in trace.tokens],
         "position": position,
         "weights": _weights(found, trace),
         "up": _pushed(found.raised),
         "down": _pushed(found.lowered),
-        "without": found.without,
         "near": {"value": _near(found.near_by_value), "key": _near(found.near_by_key)},
     }
 
 
 def fires(found: EntryReport) -> Reply:
     return {
-        "entry": found.entry,
-        "layer": found.layer,
-        "active": found.active,
+        **fields(found, "entry", "layer", "active"),
         "read": found.tokens_read,
         "examples": [
             {
@@ -89,19 +81,15 @@ def fires(found: EntryReport) -> Reply:
 
 
 def removed(found: EntryRemoval) -> Reply:
-    return {
-        "entry": found.entry,
-        "position": found.position,
-        "kl": number(found.kl),
-        "changed": found.changed,
-        "rows": [
-            {
-                "token": token_label(one.token),
-                **numbers(before=one.before, after=one.after, change=one.after - one.before),
-            }
-            for one in found.chances
-        ],
-    }
+    rows = [
+        {"token": token_label(one.token), **numbers(before=one.before, after=one.after, change=one.after - one.before)}
+        for one in found.chances
+    ]
+    return {**fields(found, "entry", "position", "changed"), "kl": number(found.kl), "rows": rows}
+
+
+def fields(result: object, *names: str) -> Reply:
+    return {name: getattr(result, name) for name in names}
 
 
 def labels(tokens: Iterable[str]) -> str:
