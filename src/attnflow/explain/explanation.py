@@ -271,6 +271,15 @@ class Removal(Result):
     together: float
     value: float
 
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each of them, and one for all together."""
+        removed = zip((*self.names, "all together"), (*self.alone, self.together), strict=True)
+        return [{"without": name, "removed": amount} for name, amount in removed]
+
+    def __repr__(self) -> str:
+        alone = ", ".join(f"{name} {amount:+.3g}" for name, amount in zip(self.names[:5], self.alone[:5], strict=True))
+        return f"of {self.value:+.3g}, lost without all {len(self.names)}: {self.together:+.3g}; alone: {alone}"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -292,6 +301,14 @@ class SourceGraph(Result):
 
     nodes: tuple[Source, ...]
     links: tuple[Link, ...]
+
+    def rows(self) -> Sequence[Mapping[str, object]]:
+        """A row for each link."""
+        names = [node.name if node.position is None else f"{node.name} at {node.position}" for node in self.nodes]
+        return [{"from": names[link.source], "to": names[link.target], "carried": link.carried} for link in self.links]
+
+    def __repr__(self) -> str:
+        return f"{plural(len(self.nodes), 'source')}, {plural(len(self.links), 'link')} between them"
 
 
 def _numbers(item: Edge | Source) -> str:
