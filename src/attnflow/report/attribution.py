@@ -42,7 +42,8 @@ CHOICE: Final = "has the most weight on a token besides the first and the query"
 class HeadRow:
     """One head's row of an attribution, and the key that is explained.
 
-    `terms` are [keys, query components, key components]; `constants` hold their parts, [keys] each; in logits.
+    `terms` are [keys, query components, key components]; `constants` hold their parts, [keys] each; in logits. Both
+    are above `level`: the row's mean, or another key.
     """
 
     head: int | None
@@ -52,6 +53,7 @@ class HeadRow:
     constants: Mapping[str, Array]
     scores: Array
     weights: Array
+    level: str = "the row’s mean"
 
     @property
     def constant(self) -> Array:
@@ -76,9 +78,12 @@ def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = 
     """Returns the row of a head and the position in it of the key to explain.
 
     By default the head is the one with the largest weight on a token other than the first and the query itself, and the
-    key is the one with the largest weight of that head.
+    key is the one with the largest weight of that head. Of a result that compares two keys it is the first of them, and
+    terms are those of the two less each other.
     """
     heads = list(result.heads)
+    contrasts = result.against is not None and not raw
+    raw = raw or contrasts
     constants = result.constants if raw else result.centred_constants
     everything = [result.weights, result.scores, result.raw if raw else result.centred, *constants.values()]
     if result.head is not None:
@@ -95,8 +100,13 @@ def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = 
         head = heads[int(weights[:, others].max(axis=1).argmax())]
     place = heads.index(head)
     row = weights[place]
-    index = int(row.argmax()) if key is None else result.keys.index(key)
+    first = 0 if result.against is not None else int(row.argmax())
+    index = first if key is None else result.keys.index(key)
     chosen = {name: values[place] for name, values in zip(constants, parts, strict=True)}
+    if contrasts:
+        less = {name: values - values[::-1] for name, values in chosen.items()}
+        other = key_name(result, 1 - index)
+        return HeadRow(head, index, True, terms[place] - terms[place][::-1], less, scores[place], row, other)
     return HeadRow(head, index, not raw, terms[place], chosen, scores[place], row)
 
 
@@ -113,7 +123,7 @@ def leading(result: ScoreAttribution, row: HeadRow, count: int) -> Leading:
 
 def remark(result: ScoreAttribution, row: HeadRow) -> str:
     """Warns of a key with nearly all of the weight, whose centred terms say little; otherwise returns ""."""
-    if not row.centred or row.weights[row.index] < _MOST:
+    if not row.centred or result.against is not None or row.weights[row.index] < _MOST:
         return ""
     if len(result.keys) == 1 and row.weights[0] == 1:
         return "The query can attend to no other token, so that this weight is 1 whatever the score."
@@ -128,7 +138,7 @@ def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = 
     row = row_of(result, None, key, raw)
     best = leading(result, row, 10)
     where = _where(result, row)
-    above = f"{signed(best.total)} above the row’s mean" if row.centred else "before the softmax"
+    above = f"{signed(best.total)} above {row.level}" if row.centred else "before the softmax"
     numbers: list[tuple[str, Content]] = [
         (
             "Attention weight",
@@ -154,13 +164,29 @@ def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = 
 def _reading(result: ScoreAttribution, row: HeadRow, best: Leading) -> list[Content]:
     if len(result.keys) == 1 and row.centred:
         return [f"In {_where(result, row)} the query {query_name(result)} has one key. ", remark(result, row)]
-    query_side, key_side, value = best.terms[0]
     return [
         f"In {_where(result, row)} the query {query_name(result)} gives ",
-        "its largest weight" if row.weights[row.index] == row.weights.max() else f"{row.weights[row.index]:.3f}",
-        f" to {key_name(result, row.index)}. The largest term of this score by magnitude, {signed(value)} logits, "
-        f"pairs {query_side} at the query with {key_side} at the key.",
+        "its largest weight" if row.weights[row.index] == result.weights.max() else percent(row.weights[row.index]),
+        f" to {key_name(result, row.index)}. {_leads(row, best)}",
     ]
+
+
+def _leads(row: HeadRow, best: Leading) -> str:
+    """Name the largest term for looking there; where none is for it, the largest one."""
+    above = f" above {row.level}" if row.centred else ""
+    favours = [term for term in best.terms if term[2] > 0]
+    query_side, key_side, value = (favours or best.terms)[0]
+    return (
+        f"The largest term {'for' if favours else 'against'} looking there, {signed(value)} logits{above}, pairs "
+        f"{query_side} at the query with {key_side} at the key."
+    )
+
+
+def why(result: ScoreAttribution) -> str:
+    """Why a head looked at a key, in a sentence or two."""
+    row = row_of(result)
+    gives = f"It gives {key_name(result, row.index)} {percent(row.weights[row.index])}."
+    return f"{gives} {_leads(row, leading(result, row, 10))}"
 
 
 def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
@@ -170,7 +196,9 @@ def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
         "feed-forward layer wrote at the query, times what one wrote at the key. Norms keep the scale that they had in "
         "this pass. "
     )
-    if row.centred:
+    if result.against is not None and row.centred:
+        lead += f"Each term is shown less that of {row.level}: all of them sum to the difference of the two scores. "
+    elif row.centred:
         lead += (
             "Softmax ignores what all keys of a row share. So each term is shown centred, less its mean over the row "
             "weighted by attention: this is how much log attention grows with the term. "
@@ -194,14 +222,19 @@ def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
 
 
 def _tokens(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
-    zero = "the row’s mean" if row.centred else "zero"
+    zero = row.level if row.centred else "zero"
     lead = (
         f"Every key of the row, coloured by its score above (blue) or below (red) {zero}. The key that is explained is "
         "underlined."
     )
     limit = _limit(row.totals) or 1.0
     words: list[Content] = []
-    for index, (position, token, total) in enumerate(zip(result.keys, result.tokens, row.totals, strict=True)):
+    order = np.arange(len(row.weights))
+    if len(order) > _KEYS:
+        order = np.argsort(-row.weights, kind="stable")
+        lead += " Those with the largest weights come first."
+    for index in order.tolist():
+        position, token, total = result.keys[index], result.tokens[index], row.totals[index]
         shade = min(_SHADES, math.ceil(_SHADES * abs(float(total)) / limit))
         kind = f"token {'attract' if total > 0 else 'repel'}-{shade}" if shade else "token"
         said = f"{position}: weight {row.weights[index]:.3f}, {signed(float(total))} logits"
@@ -305,7 +338,9 @@ def _draw_terms(panel: Any, row: HeadRow, best: Leading) -> None:
 
 
 def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
-    chosen = np.sort(np.argsort(-row.weights, kind="stable")[:_KEYS])
+    chosen = np.argsort(-row.weights, kind="stable")[:_KEYS]
+    if len(row.weights) <= _KEYS:
+        chosen = np.sort(chosen)
     sums = row.terms.sum(1)[chosen]  # of each component at the key
     order = np.argsort(-(row.weights[chosen] @ np.abs(sums)), kind="stable")[:_PARTS]
     rest = sums.sum(1) - sums[:, order].sum(1)
@@ -322,6 +357,8 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
     shades = [INK if key == row.index else SOFT for key in chosen]
     bars.bar(np.arange(len(chosen)), row.weights[chosen], color=shades, width=0.75)
     bars.set_ylabel("weight")
+    bars.set_ylim(0, 1)
+    bars.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     bars.tick_params(axis="x", length=0, labelbottom=False)
     limit = _limit(table) or 1.0
     image = axes.imshow(table, aspect="auto", interpolation="none", cmap=SIGNED, vmin=-limit, vmax=limit)
@@ -369,6 +406,8 @@ def _scale(table: Array, limit: float) -> str:
 
 
 def _quantity(row: HeadRow) -> str:
+    if row.level != HeadRow.level:
+        return f"above {row.level}"
     return "centred over the row" if row.centred else "raw"
 
 
