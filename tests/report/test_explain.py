@@ -82,10 +82,10 @@ def test_what_was_measured_and_what_a_bias_added_is_said():
 def test_no_size_is_too_large_for_a_screen(tokens, layers, heads, width):
     result = of_length(tokens, layers, heads)
     picture = drawn(result, width=width)
-    assert float(picture.get("width")) == width
+    assert float(picture.get("width")) == width + 28
     assert float(picture.get("height")) < 900
     places = [float(x) for line in lines(picture) for x in re.findall(r"(-?[\d.]+) -?[\d.]+", line.get("d"))]
-    assert 0 <= min(places) <= max(places) <= width
+    assert 0 <= min(places) <= max(places) <= width  # and a margin at either side
     written = [node for node in picture.iter("text") if "w" in "".join(node.itertext())]
     assert any(f"w{tokens - 1}" in text for text in texts(picture))
     folded = next((text for text in texts(picture) if "folded" in text), None)

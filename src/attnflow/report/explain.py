@@ -33,7 +33,7 @@ from attnflow.report.page import Context, PagePart, Section
 from attnflow.report.svg import root
 from attnflow.report.tables import cell
 
-_LISTED: Final = 40  # rows of a table
+_OPEN, _LISTED = 12, 60  # rows of a table that are shown, and those that a click shows
 _SHADES: Final = 4  # of each colour, in the prompt
 _WORDS: Final = 60  # tokens of a prompt that are shown
 
@@ -118,6 +118,8 @@ def _prompt(result: Explanation) -> html.Html:
         words: list[Content] = []
         skipped = 0
         strongest = sorted(range(len(texts)), key=lambda at: -abs(given.get((half, at), 0.0)))[:_WORDS]
+        if len(texts) > _WORDS:
+            strongest = [at for at in strongest if abs(given.get((half, at), 0.0)) > limit / 50]
         shown = set(strongest) | {answering(result)} | set(range(max(0, len(texts) - 8), len(texts)))
         for at, text in enumerate(texts):
             if at not in shown:
@@ -144,6 +146,14 @@ def _amounts(items: Sequence[Edge | Source]) -> list[list[str]]:
     return [html.numbers([math.nan if v is None else v for v in values], signed=True) for values in found]
 
 
+def _long(head: Sequence[str], rows: Sequence[Sequence[Content]], count: int) -> html.Html:
+    """The first rows of a table, of three columns of text; more of them after a click."""
+    body = html.table(head, rows[:_OPEN], text_columns=3)
+    more = html.table(head, rows[_OPEN:], text_columns=3) + html.rest(count - len(rows))
+    summary = tag("summary", plural(len(rows) - _OPEN, "more row"))
+    return body + tag("details", summary, more) if len(rows) > _OPEN else body
+
+
 def _edges_table(result: Explanation) -> html.Html:
     edges = result.edges[:_LISTED]
     if not edges:
@@ -160,8 +170,7 @@ def _edges_table(result: Explanation) -> html.Html:
         "Carried: the exact share of the answer that passes here. Effect: a first-order estimate of what the answer "
         "would lose without it. Removed: what it lost when the model ran without it."
     )
-    more = html.rest(len(result.edges) - len(edges))
-    return html.paragraph(lead, kind="lead") + html.table(head, rows, text_columns=3) + more
+    return html.paragraph(lead, kind="lead") + _long(head, rows, len(result.edges))
 
 
 def _sources_table(result: Explanation) -> html.Html:
@@ -176,8 +185,7 @@ def _sources_table(result: Explanation) -> html.Html:
     if rows:
         lead = "Entries with the largest effect, and the words that each promotes, as it fired here, or its text."
         body = html.paragraph(lead, kind="lead")
-        body += html.table(["entry", "at", "promotes, or text", *names], rows, text_columns=3)
-        body += html.rest(len(result.entries) - len(entries))
+        body += _long(["entry", "at", "promotes, or text", *names], rows, len(result.entries))
     sums: dict[str, tuple[float, float]] = {}
     for source in result.sources:
         name = {"token": "tokens", "entry": "entries that are listed", "constant": "constants of the model"}

@@ -21,6 +21,7 @@ _LINES, _MARKS, STRONGEST = 60, 12, 5  # lines; entries by what they carry, and 
 _NAMED: Final = 7  # lines and marks whose names are written into the picture
 BROAD, NARROW = 980, 358  # pixels: a page on a screen, and on a telephone
 _WIDEST: Final = 9.0  # pixels of the strongest line
+_MARGIN: Final = 14.0
 _TALL: Final = 520.0  # pixels of all layers
 Place = tuple[str, int]  # a half, "" or "encoder", and a position in it
 
@@ -116,7 +117,9 @@ def explanation_svg(result: Explanation, *, width: int = BROAD, lines: int = _LI
     ]  # fmt: skip
     legend, height = _legend(picture, width, height)
     what = f"The flow of the answer {result.answer!r} of {result.model}"
-    return root("".join([*parts, *legend]), width, height, what, font_size=11)
+    margin = _MARGIN if heading.strip() else 0.0  # a page has its own
+    drawing = element("g", "".join([*parts, *legend]), transform=f"translate({margin:g} {margin / 2:g})")
+    return root(drawing, width + 2 * margin, height + margin, what, font_size=11)
 
 
 def coloured(amount: float, kind: str = "stroke") -> dict[str, Any]:
