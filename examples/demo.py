@@ -2,8 +2,8 @@
 
 Derives block two-stream and butterfly attention from their tasks, proves them free of leaks, shows that the paper's
 eq. 58 is wrong as printed, audits the model, runs the merged tasks in float64 against every subtask alone, asks the
-model who told it an answer, and writes a report. Each proof has a control that must fail. It takes one to two minutes on two
-cores and 6 GB of memory, and downloads nothing. Exits with 1 if anything comes out otherwise.
+model who told it an answer, and writes a report. Each proof has a control that must fail. It takes one to two minutes
+on two cores and 6 GB of memory, and downloads nothing. Exits with 1 if anything comes out otherwise.
 `python examples/demo.py [MODEL] [REPORT.html]`
 """
 
