@@ -179,7 +179,8 @@ def terminal() -> Any:
 
 
 PICTURES: tuple[Callable[[], Any], ...] = (
-    mask, hasse, window, chains, growth, witness, gap, tree, measured, audit, bias, plane, why, trace, page, terminal,
+    mask, hasse, window, chains, growth, witness, gap, tree, measured, audit, bias, plane, why, trace, flow, page,
+    terminal,
 )  # fmt: skip
 
 

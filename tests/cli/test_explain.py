@@ -34,11 +34,8 @@ def test_json_is_the_result_with_its_removals(run: Callable, tiny_model: str) ->
 def test_an_answer_is_compared_with_others(run: Callable, tiny_model: str) -> None:
     told = ("--answer", "my", "--against", "the", "--against", "of", "--position", "1")
     found = Explanation.from_json(run("explain", tiny_model, TEXT, *told, "--json").out)
-    assert (found.answer.strip(), [text.strip() for text in found.against], found.position) == (
-        "life",
-        ["the", "my"],
-        1,
-    )
+    assert (found.answer.strip(), found.position) == ("my", 1)
+    assert [text.strip() for text in found.against] == ["the", "of"]
     ids = run("explain", tiny_model, "--ids", "5,6,7", "--answer", "3", "--json").out
     assert Explanation.from_json(ids).answer_id == 3
 
