@@ -132,7 +132,7 @@ class Explanation(Result):
     probability: float
     sources: tuple[Source, ...]
     edges: tuple[Edge, ...]
-    arrived: Float[Tensor, "layers tokens"]
+    arrived: Float[Tensor, "states tokens"]
     heads: Float[Tensor, "layers heads"]
     moved: float
     written: float

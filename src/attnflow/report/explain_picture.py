@@ -71,7 +71,7 @@ def answering(result: Explanation) -> int:
     return int(result.arrived[-1].abs().argmax()) if result.position is None else result.position
 
 
-def _picture(result: Explanation, width: float, lines: int) -> _Picture:
+def _picture(result: Explanation, width: int, lines: int) -> _Picture:
     narrow = width < 600
     left, right = 30.0, width - (74.0 if narrow else 150.0)
     least = 17.0 if narrow else 30.0
@@ -127,7 +127,7 @@ def coloured(amount: float, kind: str = "stroke") -> dict[str, Any]:
     return {kind: SERIES[series], "class_": f"af-{kind}-s{series}"}
 
 
-def written(text: str, x: float, y: float, **look: object) -> str:
+def written(text: str, x: int | float, y: int | float, **look: object) -> str:
     return element("text", escape(text), x=float(x), y=float(y), **{"fill": "currentColor", **look})
 
 
@@ -220,7 +220,7 @@ def _marks(picture: _Picture) -> Iterable[str]:
         yield label(entry.name, before if before > picture.left else x + 10, picture.y((entry.layer or 0) + 1) + 4)
 
 
-def _bars(picture: _Picture, width: float) -> Iterable[str]:
+def _bars(picture: _Picture, width: int) -> Iterable[str]:
     """What the answering token gains in each layer, by tokens that it reads and entries that fire there."""
     amounts = picture.result.arrived[:, answering(picture.result)].tolist()
     gains = [after - before for before, after in pairwise(amounts)]
@@ -263,7 +263,7 @@ def _tokens(picture: _Picture) -> tuple[list[str], float]:
     return parts, y + tall + 14
 
 
-def _legend(picture: _Picture, width: float, y: float) -> tuple[list[str], float]:
+def _legend(picture: _Picture, width: int, y: float) -> tuple[list[str], float]:
     result = picture.result
     against = " and ".join(f"“{token_label(text)}”" for text in result.against) or "the mean of all tokens"
     items = [
