@@ -52,7 +52,7 @@ class _Picture:
     def bottom(self) -> float:
         return self.top + self.pitch * self.depth
 
-    def y(self, layer: float) -> float:
+    def y(self, layer: int | float) -> float:
         return self.bottom - layer * self.pitch
 
     @cached_property
@@ -332,7 +332,7 @@ def promoted(entry: Source) -> str:
 
 
 def token_words(result: Explanation, place: Place) -> str:
-    carried = sum(s.carried for s in result.tokens if (s.half, s.position) == place)
+    carried = sum((s.carried for s in result.tokens if (s.half, s.position) == place), 0.0)
     words = f"{place_name(result, place)} carries {signed(carried)} of its own"
     if result.reach and not place[0]:
         steps = result.reach[place[1]]
