@@ -353,6 +353,10 @@ def test_what_attnflow_put_on_a_model_is_part_of_the_flow(kind):
                 parameter.normal_(0, 0.5)
         found = af.explain.answer(model, IDS, 7, 9)
         assert any(edge.bias for edge in found.edges)
+        with af.explain.reading(model, IDS) as reading:
+            reading.answer(7, 9)
+            (lost,) = reading.remove(found.edges[:1]).alone
+            assert lost == pytest.approx(found.edges[0].effect, rel=0.5, abs=0.05)
         weights = af.explain.weights(model, IDS, -1)
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
     elif kind == "mask":

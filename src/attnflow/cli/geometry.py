@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnflow.geometry.attribution import ScoreAttribution
     from attnflow.geometry.published import Summary
     from attnflow.geometry.table import GeometryScores
-    from attnflow.report.attribution import HeadRow
+    from attnflow.report.attribution_rows import HeadRow
 
 
 class _ScoreByDefault(TyperGroup):
@@ -129,7 +129,8 @@ def geometry_why(
     with working(f"loading {model}") as spinner:
         from attnflow.geometry import reading
         from attnflow.models.subject import Subject
-        from attnflow.report.attribution import attribution_part, row_of
+        from attnflow.report.attribution import attribution_part
+        from attnflow.report.attribution_rows import row_of
         from attnflow.report.page import Context, build
 
         loaded = arguments.load(model, ids is None, "give token ids, as in --ids 5,6,7")
@@ -153,7 +154,8 @@ def geometry_why(
 
 def _chosen(found: ScoreAttribution, row: HeadRow) -> str:
     from attnflow.geometry.attribution import telling
-    from attnflow.report.attribution import CHOICE, key_name
+    from attnflow.report.attribution import CHOICE
+    from attnflow.report.attribution_rows import key_name
 
     if found.attention == "cross":
         return ", which has the most weight on one token"
@@ -164,7 +166,7 @@ def _chosen(found: ScoreAttribution, row: HeadRow) -> str:
 
 
 def _explained(found: ScoreAttribution, row: HeadRow, count: int) -> str:
-    from attnflow.report.attribution import key_name, query_name, remark
+    from attnflow.report.attribution_rows import key_name, query_name, remark
     from attnflow.report.html import numbers
 
     order = sorted(range(len(row.weights)), key=lambda index: -row.weights[index])
@@ -186,7 +188,7 @@ def _explained(found: ScoreAttribution, row: HeadRow, count: int) -> str:
 
 def _terms(found: ScoreAttribution, row: HeadRow, count: int) -> list[str]:
     """Lists the leading terms and their sums; nothing for a single key, whose centred terms are zero."""
-    from attnflow.report.attribution import leading
+    from attnflow.report.attribution_rows import leading
     from attnflow.report.html import numbers
 
     if row.centred and len(found.keys) == 1:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -12,9 +11,9 @@ import numpy as np
 
 from attnflow._core import checks
 from attnflow._core.markup import grouped, percent, plural, shorten, token_label
-from attnflow.geometry.attribution import ScoreAttribution, telling
-from attnflow.models.passes.recording import ComponentName
+from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.report import charts, html
+from attnflow.report.attribution_rows import HeadRow, Leading, key_name, leading, query_name, remark, row_of, short
 from attnflow.report.charts import SOFT, Array, Figure, chart, colours, literal, name_axis, signed
 from attnflow.report.displays import describes, draws
 from attnflow.report.html import Content, tag
@@ -28,96 +27,8 @@ _NAMED: Final = 24  # components up to which a map has a row for each; of more c
 _KEYS: Final = 48  # tokens in the picture of a row
 _PARTS: Final = 5  # components in the picture of a row, each with a line of its own
 _LISTED: Final = 40  # terms in the table of a page
-_MOST: Final = 0.9  # of the weight of a row: of a key with more, centred terms say little
 _SHADES: Final = 4  # of each colour, in the text of a page
 CHOICE: Final = "has the most weight on a token besides the first and the query"
-
-
-@dataclass(frozen=True)
-class HeadRow:
-    """In logits: `terms` are [keys, query components, key components], `constants` [keys]; `index` is explained."""
-
-    head: int | None
-    index: int
-    centred: bool
-    terms: Array
-    constants: Mapping[str, Array]
-    scores: Array
-    weights: Array
-
-    @property
-    def constant(self) -> Array:
-        return np.sum(list(self.constants.values()), axis=0) if self.constants else np.zeros(len(self.scores))
-
-    @property
-    def totals(self) -> Array:
-        """What the terms and constants of each key sum to: its score, or its score above the row's mean."""
-        return self.terms.sum((1, 2)) + self.constant
-
-
-@dataclass(frozen=True)
-class Leading:
-    terms: Sequence[tuple[ComponentName, ComponentName, float]]
-    constants: Mapping[str, float]
-    count: int  # of the other terms
-    others: float
-    total: float
-
-    @property
-    def names(self) -> list[str]:
-        terms = [f"{short(query)} × {short(key)}" for query, key, _ in self.terms]
-        return terms + [f"constant: {name}" for name in self.constants]
-
-    @property
-    def values(self) -> list[float]:
-        return [value for *_, value in self.terms] + [*self.constants.values()]
-
-
-def row_of(result: ScoreAttribution, head: int | None = None, key: int | None = None, raw: bool = False) -> HeadRow:
-    """Takes by default the head with the most weight on a token but the first and the query, and its largest key."""
-    heads = list(result.heads)
-    constants = result.constants if raw else result.centred_constants
-    everything = [result.weights, result.scores, result.raw if raw else result.centred, *constants.values()]
-    if result.head is not None:
-        everything = [values[None] for values in everything]
-    weights, scores, terms, *parts = (np.asarray(values, dtype=np.float64) for values in everything)
-    if head is not None and head not in heads:
-        raise ValueError(f"head must be one of the attributed {heads}, got {head}")
-    if key is not None and key not in result.keys:
-        all_between = len(result.keys) == max(result.keys) - min(result.keys) + 1
-        keys = f"{min(result.keys)} to {max(result.keys)}" if all_between else str(list(result.keys))
-        raise ValueError(f"key must be a position that query {result.query} may attend to, {keys}, got {key}")
-    if head is None:
-        others = telling(result) or slice(None)
-        head = heads[int(weights[:, others].max(axis=1).argmax())]
-    place = heads.index(head)
-    row = weights[place]
-    index = int(row.argmax()) if key is None else result.keys.index(key)
-    chosen = {name: values[place] for name, values in zip(constants, parts, strict=True)}
-    return HeadRow(head, index, not raw, terms[place], chosen, scores[place], row)
-
-
-def leading(result: ScoreAttribution, row: HeadRow, count: int) -> Leading:
-    checks.integer("count", count, 1)
-    table = row.terms[row.index]
-    order = np.argsort(-np.abs(table), axis=None, kind="stable")[:count]
-    places = [(int(place) // table.shape[1], int(place) % table.shape[1]) for place in order]
-    terms = [(result.components[q], result.key_components[k], float(table[q, k])) for q, k in places]
-    constants = {name: float(values[row.index]) for name, values in row.constants.items() if values.any()}
-    others = math.fsum(table.ravel().tolist()) - math.fsum(value for *_, value in terms)
-    return Leading(terms, constants, table.size - len(terms), others, float(row.totals[row.index]))
-
-
-def remark(result: ScoreAttribution, row: HeadRow) -> str:
-    """Warns of a key with nearly all of the weight, whose centred terms say little; otherwise returns ""."""
-    if not row.centred or row.weights[row.index] < _MOST:
-        return ""
-    if len(result.keys) == 1 and row.weights[0] == 1:
-        return "The query can attend to no other token, so that this weight is 1 whatever the score."
-    return (
-        "This key has nearly all of the weight, so the row’s mean is nearly its own score and centred terms are small. "
-        "Those of another key say why it got less, and raw terms what the score is made of."
-    )
 
 
 @describes(ScoreAttribution)
@@ -125,7 +36,7 @@ def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = 
     row = row_of(result, None, key, raw)
     best = leading(result, row, 10)
     where = _where(result, row)
-    above = f"{signed(best.total)} above the row’s mean" if row.centred else "before the softmax"
+    above = f"{signed(best.total)} above {row.level}" if row.centred else "before the softmax"
     numbers: list[tuple[str, Content]] = [
         (
             "Attention weight",
@@ -151,13 +62,29 @@ def attribution_part(result: ScoreAttribution, _: Context, *, key: int | None = 
 def _reading(result: ScoreAttribution, row: HeadRow, best: Leading) -> list[Content]:
     if len(result.keys) == 1 and row.centred:
         return [f"In {_where(result, row)} the query {query_name(result)} has one key. ", remark(result, row)]
-    query_side, key_side, value = best.terms[0]
     return [
         f"In {_where(result, row)} the query {query_name(result)} gives ",
-        "its largest weight" if row.weights[row.index] == row.weights.max() else f"{row.weights[row.index]:.3f}",
-        f" to {key_name(result, row.index)}. The largest term of this score by magnitude, {signed(value)} logits, "
-        f"pairs {query_side} at the query with {key_side} at the key.",
+        "its largest weight" if row.weights[row.index] == result.weights.max() else percent(row.weights[row.index]),
+        f" to {key_name(result, row.index)}. {_leads(row, best)}",
     ]
+
+
+def _leads(row: HeadRow, best: Leading) -> str:
+    """Name the largest term for looking there; where none is for it, the largest one."""
+    above = f" above {row.level}" if row.centred else ""
+    favours = [term for term in best.terms if term[2] > 0]
+    query_side, key_side, value = (favours or best.terms)[0]
+    return (
+        f"The largest term {'for' if favours else 'against'} looking there, {signed(value)} logits{above}, pairs "
+        f"{query_side} at the query with {key_side} at the key."
+    )
+
+
+def why(result: ScoreAttribution) -> str:
+    """Why a head looked at a key, in a sentence or two."""
+    row = row_of(result)
+    gives = f"It gives {key_name(result, row.index)} {percent(row.weights[row.index])}."
+    return f"{gives} {_leads(row, leading(result, row, 10))}"
 
 
 def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
@@ -167,7 +94,9 @@ def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
         "feed-forward layer wrote at the query, times what one wrote at the key. Norms keep the scale that they had in "
         "this pass. "
     )
-    if row.centred:
+    if result.against is not None and row.centred:
+        lead += f"Each term is shown less that of {row.level}: all of them sum to the difference of the two scores. "
+    elif row.centred:
         lead += (
             "Softmax ignores what all keys of a row share. So each term is shown centred, less its mean over the row "
             "weighted by attention: this is how much log attention grows with the term. "
@@ -190,14 +119,19 @@ def _terms(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
 
 
 def _tokens(result: ScoreAttribution, row: HeadRow, drawn: Drawn) -> Section:
-    zero = "the row’s mean" if row.centred else "zero"
+    zero = row.level if row.centred else "zero"
     lead = (
         f"Every key of the row, coloured by its score above (blue) or below (red) {zero}. The key that is explained is "
         "underlined."
     )
     limit = _limit(row.totals) or 1.0
     words: list[Content] = []
-    for index, (position, token, total) in enumerate(zip(result.keys, result.tokens, row.totals, strict=True)):
+    order = np.arange(len(row.weights))
+    if len(order) > _KEYS:
+        order = np.argsort(-row.weights, kind="stable")
+        lead += " Those with the largest weights come first."
+    for index in order.tolist():
+        position, token, total = result.keys[index], result.tokens[index], row.totals[index]
         shade = min(_SHADES, math.ceil(_SHADES * abs(float(total)) / limit))
         kind = f"token {'attract' if total > 0 else 'repel'}-{shade}" if shade else "token"
         said = f"{position}: weight {row.weights[index]:.3f}, {signed(float(total))} logits"
@@ -294,7 +228,9 @@ def _draw_terms(panel: Any, row: HeadRow, best: Leading) -> None:
 
 
 def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
-    chosen = np.sort(np.argsort(-row.weights, kind="stable")[:_KEYS])
+    chosen = np.argsort(-row.weights, kind="stable")[:_KEYS]
+    if len(row.weights) <= _KEYS:
+        chosen = np.sort(chosen)
     sums = row.terms.sum(1)[chosen]  # of each component at the key
     order = np.argsort(-(row.weights[chosen] @ np.abs(sums)), kind="stable")[:_PARTS]
     rest = sums.sum(1) - sums[:, order].sum(1)
@@ -311,6 +247,8 @@ def _draw_tokens(panel: Any, result: ScoreAttribution, row: HeadRow) -> None:
     shades = [charts.INK if key == row.index else SOFT for key in chosen]
     bars.bar(np.arange(len(chosen)), row.weights[chosen], color=shades, width=0.75)
     bars.set_ylabel("weight")
+    bars.set_ylim(0, 1)
+    bars.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     bars.tick_params(axis="x", length=0, labelbottom=False)
     limit = _limit(table) or 1.0
     charts.heat_map(axes, table, limit, label="logits", pad=0.01, fraction=0.04, aspect=12)
@@ -355,24 +293,11 @@ def _scale(table: Array, limit: float) -> str:
 
 
 def _quantity(row: HeadRow) -> str:
+    if row.level != HeadRow.level:
+        return f"above {row.level}"
     return "centred over the row" if row.centred else "raw"
-
-
-def short(name: ComponentName) -> str:
-    """ "attention 7" for layer 7 attention."""
-    which = f"({name.which})" if name.which else ""
-    number = "" if name.layer is None else str(name.layer)
-    return shorten(" ".join(filter(None, (name.half, name.kind, which, number))), 34)
 
 
 def _where(result: ScoreAttribution, row: HeadRow) -> str:
     kind = "" if result.attention == "self" else f" of its {result.attention}-attention"
     return f"layer {result.layer}, head {row.head}{kind}"
-
-
-def query_name(result: ScoreAttribution) -> str:
-    return f"“{token_label(result.query_token)}” ({result.query})"
-
-
-def key_name(result: ScoreAttribution, index: int) -> str:
-    return f"“{token_label(result.tokens[index])}” ({result.keys[index]})"

@@ -19,7 +19,7 @@ from attnflow.masks.export.varlen import Varlen
 from attnflow.masks.mask import Mask
 from attnflow.order.flow import Flow
 from attnflow.order.hasse import Sparse
-from attnflow.report import attribution, audit, bias, entry, geometry, html, knowledge, recorded, svg, tasks
+from attnflow.report import attribution, audit, bias, entry, explain, geometry, html, knowledge, recorded, svg, tasks
 from attnflow.report.charts import Figure, in_page, svg_of
 from attnflow.report.displays import DISPLAYS, Display, describes, draws, opens
 from attnflow.report.mask import flow_of
@@ -62,7 +62,7 @@ def _survey_figure(survey: GeometrySurvey, **options: Any) -> Figure:
     return geometry.score_chart(*survey.models, **options)
 
 
-SHOWN: Final = (attribution, audit, bias, entry, knowledge, recorded)  # which register what they draw
+SHOWN: Final = (attribution, audit, bias, entry, explain, knowledge, recorded)  # which register what they draw
 opens(Mask, to=lambda mask: [flow_of(mask)[0] or mask])
 opens(MaskGrid, to=lambda grid: list(dict.fromkeys(mask for row in grid.masks for mask in row)))
 opens(MeasuredOrder, to=lambda measured: measured.flows)
@@ -113,6 +113,7 @@ def figure(result: object, *others: object, **options: Any) -> Svg | Figure:
             ScoreAttribution: `picture`, "all", "map" (pairs of components), "terms" (the `count` largest) or "tokens";
             `head` and `key`, a position, by default those with the largest weights; `raw`, for terms that are not
             centred over the row.
+            Explanation: `width` in pixels, narrow for a telephone, and `lines`, the most that are drawn.
             Trace: `picture`, "all", "layers" (maps) or "entries" (bars); `position` of the token whose entries are
             shown, -1 for the last one; their `count`.
 

@@ -25,6 +25,7 @@ _STYLE: Final = (
     "<style>.af-page{color:#1c2024;background:#fff}"
     "@media (prefers-color-scheme:dark){.af-page{color:#e8eaec;background:#14171a}}</style>"
 )
+_HALO: Final = "<style>@media (prefers-color-scheme:dark){.af-page .af-halo{stroke:#14171a}}</style>"
 _MARGIN: Final = 14.0
 
 
@@ -58,8 +59,9 @@ class Svg:
 
 
 def standalone(markup: str) -> Svg:
+    style = _STYLE + _HALO * ("af-halo" in markup)
     on_page = re.sub(r'(class="af-svg[^"]*)"', r'\1 af-page"', markup, count=1)
-    return Svg(on_page.replace("<title>", f"{_STYLE}<title>", 1))
+    return Svg(on_page.replace("<title>", f"{style}<title>", 1))
 
 
 def root(content: str, width: float, height: float, what: str, kind: str = "af-svg", **attributes: object) -> str:

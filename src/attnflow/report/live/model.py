@@ -25,7 +25,7 @@ from attnflow.knowledge.reading.provenance import Trace
 from attnflow.models import load_model
 from attnflow.models.passes.recording import ComponentName
 from attnflow.models.subject import Loaded, Subject
-from attnflow.report.attribution import key_name, query_name, remark, row_of
+from attnflow.report.attribution_rows import key_name, query_name, remark, row_of
 from attnflow.report.audit import LISTED, effort, strips_of
 from attnflow.report.bias import table_of
 from attnflow.report.charts import Array
