@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -67,26 +69,40 @@ def _cut(model: nn.Module, edge: Edge) -> Iterator[None]:
     halves = getattr(model.config, "is_encoder_decoder", False)
     kept = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager") if name in ALL_ATTENTION_FUNCTIONS}
 
+    heads: dict[nn.Module, int] = {}
+    firsts: dict[nn.Module, int] = {}
+
     def less(function: Any) -> Any:
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             output, weights = function(module, query, key, value, *args, **kwargs)
             name = layers.get(module, "")
             cross = "cross" in name.lower() or "encdec" in name.lower() or "encoder_attn" in name
-            decodes = not halves or (not name.startswith("encoder") and ".encoder." not in name)
-            if name and decodes and cross == (edge.half == "cross"):
+            encodes = halves and not name.startswith("decoder.") and re.search(r"(^|\.)encoder\.", name)
+            if not name or encodes or cross != (edge.half == "cross"):
+                return output, weights
+            first = sum(heads.values()) - heads.get(module, 0)  # heads of several attentions are numbered on
+            heads[module] = query.shape[1]
+            head = edge.head - (firsts.setdefault(module, first))
+            if 0 <= head < query.shape[1] and edge.key < value.shape[2]:
                 without = value.clone()
                 without[:, :, edge.key] = 0
                 other = function(module, query, key, without, *args, **kwargs)[0]
                 output = output.clone()
-                output[0, edge.query, edge.head] = other[0, edge.query, edge.head]
+                output[0, edge.query, head] = other[0, edge.query, head]
             return output, weights
 
         return attend
 
-    try:
-        for name, function in kept.items():
-            ALL_ATTENTION_FUNCTIONS.register(name, less(function))
-        yield
-    finally:
-        for name, function in kept.items():
-            ALL_ATTENTION_FUNCTIONS.register(name, function)
+    files = {sys.modules[type(module).__module__] for module in layers}
+    eager = "eager_attention_forward"  # is looked up in the file of the model
+    with pytest.MonkeyPatch.context() as patch:
+        for file in files:
+            if hasattr(file, eager):
+                patch.setattr(file, eager, less(getattr(file, eager)))
+        try:
+            for name, function in kept.items():
+                ALL_ATTENTION_FUNCTIONS.register(name, less(function))
+            yield
+        finally:
+            for name, function in kept.items():
+                ALL_ATTENTION_FUNCTIONS.register(name, function)

@@ -124,7 +124,10 @@ def early_moves(model: PreTrainedModel, inputs: Inputs) -> bool:
     name = max((name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()),
                key=lambda name: inputs[name].numel())  # fmt: skip
     value, generator = inputs[name], torch.Generator().manual_seed(2)
-    axis = max(range(1, value.dim()), key=lambda axis: value.shape[axis])
+    with torch.no_grad():
+        lengths = {one.shape[1] for one in tensors_of(model(**inputs)) if one.dim() > 2 and one.shape[1] > 4}
+    timed = [axis for axis in range(1, value.dim()) if any(value.shape[axis] % length == 0 for length in lengths)]
+    axis = max(timed or range(1, value.dim()), key=lambda axis: value.shape[axis])
     late = value.shape[axis] * 3 // 4
     noise = torch.randn(value.shape, generator=generator).to(value)
     place = (torch.arange(value.shape[axis]) >= late).view([-1 if a == axis else 1 for a in range(value.dim())])

@@ -68,7 +68,9 @@ def _forms(model: PreTrainedModel) -> Iterator[Inputs]:
         if not set(together) <= set(taken) or not names or set(names) & _NEVER or set(names) - set(options):
             continue
         for chosen in islice(product(*(options[name] for name in names)), 60):
-            yield dict(zip(names, chosen, strict=True))
+            form = dict(zip(names, chosen, strict=True))
+            if "spatial_shapes" not in form or len(form["pixel_values"]) == ROWS:  # else one image stands for both
+                yield form
 
 
 def _sizes(model: PreTrainedModel, *names: str) -> list[int]:

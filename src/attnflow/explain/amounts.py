@@ -80,24 +80,24 @@ class Amounts:
 
         return [table(a, g) for a, g in zip(self.held.attentions, derivatives.attentions, strict=True)]
 
-    def half(self, attention: HeldAttention) -> str:
-        return "cross" if attention.site.kind == "cross" else self.held.halves[attention.site.layers]
-
     def edges(self) -> tuple[list[Edge], Tensor, float]:
         """The strongest edges, what each head of the answering stream carries, and the sum of all absolute amounts."""
         found: list[Edge] = []
-        own = [a for a in self.held.attentions if not self.half(a)]
-        depth, count = 1 + max((a.layer for a in own), default=-1), max((len(a.weights) for a in own), default=0)
+        own = [a for a in self.held.attentions if not a.kind]
+        depth, count = (
+            1 + max((a.layer for a in own), default=-1),
+            max((a.first_head + len(a.weights) for a in own), default=0),
+        )
         heads, moved = torch.zeros(depth, count), 0.0
         pairs = zip(self.held.attentions, self._edges(self.carry), self._edges(self.effect), strict=True)
         for attention, carry, effect in pairs:
-            carried, effects, half = carry(), effect(), self.half(attention)
+            carried, effects, half = carry(), effect(), attention.kind
             if half != "cross":  # what a token keeps for itself does not move
                 carried.diagonal(dim1=1, dim2=2).zero_()
                 effects.diagonal(dim1=1, dim2=2).zero_()
             moved += float(carried.abs().sum())
             if not half:
-                heads[attention.layer, : len(carried)] += carried.sum((1, 2)).cpu()
+                heads[attention.layer, attention.first_head :][: len(carried)] += carried.sum((1, 2)).cpu()
             flat = carried.flatten()
             strongest = [
                 table.abs().flatten().topk(min(size, table.numel())).indices
@@ -118,13 +118,15 @@ class Amounts:
         for head, query, key, amount, effect, weight in zip(heads, queries, keys, *columns, strict=True):
             if amount or effect:
                 bias = None if added is None else float(added[0, head % added.shape[1], query % added.shape[2], key])
-                yield Edge(attention.layer, head, query, key, half, weight, amount, effect, bias=bias)
+                yield Edge(
+                    attention.layer, attention.first_head + head, query, key, half, weight, amount, effect, bias=bias
+                )
 
     def forbidden(self, allowed: Sequence[Tensor]) -> tuple[Edge, ...]:
         """Edges of the answering stream that carry something through pairs which the order of their layer forbids."""
         edges: list[Edge] = []
         for attention, carry in zip(self.held.attentions, self._edges(self.carry), strict=True):
-            if not self.half(attention):
+            if not attention.kind:
                 allow = allowed[min(attention.layer, len(allowed) - 1)].to(attention.weights.device)
                 carried = carry()
                 places = (carried.ne(0) & ~allow).flatten().nonzero().flatten()

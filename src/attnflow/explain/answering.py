@@ -18,7 +18,7 @@ from attnflow.audit import declared_order
 from attnflow.explain.amounts import Amounts
 from attnflow.explain.entries import Entries
 from attnflow.explain.explanation import Edge, Explanation, Link, Removal, Source, SourceGraph
-from attnflow.explain.removal import value_without
+from attnflow.explain.removal import attention_of, value_without
 from attnflow.geometry.attribution import ScoreAttribution
 from attnflow.geometry.reading import attribute
 from attnflow.models.passes.held import HeldPass
@@ -175,7 +175,9 @@ class AnswerReading(Handle):
         Raises:
             ValueError: an edge of an encoder's own attention: read `model.get_encoder()`.
         """
-        self._pass()
+        attention = attention_of(self._pass(), edge)
+        if attention.first_head:
+            raise ValueError(f"{edge.name} belongs to a further attention of its layer, whose scores are not explained")
         if edge.half == "encoder":
             raise ValueError("the edge lies in the encoder: explain its score by af.geometry.attribute(encoder, ...)")
         model = Loaded(cast(Any, self.model), self._subject.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,8 +15,9 @@ from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.explain.entries import Entries, Writer
 from attnflow.explain.explanation import Edge, Source
 from attnflow.models.anatomy.sites import Site, models_around
+from attnflow.models.passes.beside import beside
 from attnflow.models.passes.evaluation import still
-from attnflow.models.passes.held import HeldPass
+from attnflow.models.passes.held import HeldAttention, HeldPass
 from attnflow.models.passes.interception import AttentionCall, Output, Proceed, intercept
 from attnflow.models.passes.watching import Call, Watch
 from attnflow.models.subject import Subject
@@ -38,7 +40,8 @@ def value_without(
     edges: dict[Site, list[Edge]] = {}
     for item in removed:
         if isinstance(item, Edge):
-            edges.setdefault(_site(subject, item, held), []).append(item)
+            attention = attention_of(held, item)
+            edges.setdefault(attention.site, []).append(replace(item, head=item.head - attention.first_head))
     taken: dict[str, list[Source]] = {}
     for item in removed:
         if isinstance(item, Source):
@@ -65,25 +68,26 @@ def _layers(held: HeldPass, item: Edge | Source) -> list[str]:
     return [path for path in paths if path in names]
 
 
-def _site(subject: Subject, edge: Edge, held: HeldPass) -> Site:
-    kind = "cross" if edge.half == "cross" else "self"
-    prefixes = [f"{path}." for path in _layers(held, edge)]
-    return next(s for s in subject.sites if s.kind == kind and any(f"{s.name}.".startswith(p) for p in prefixes))
+def attention_of(held: HeldPass, edge: Edge) -> HeldAttention:
+    """The attention of the pass that an edge belongs to."""
+    for attention in held.attentions:
+        heads = range(attention.first_head, attention.first_head + len(attention.weights))
+        if (attention.kind, attention.layer) == (edge.half, edge.layer) and edge.head in heads:
+            return attention
+    raise ValueError(f"expected an edge of this model, got {edge.name}")
 
 
 def _without_edges(edges: Sequence[Edge], call: AttentionCall, proceed: Proceed) -> Output:
     """Attention less what some keys give, which the values of each of those keys alone show, in the same call."""
-    keys, width = sorted({edge.key for edge in edges}), call.value.shape[-1]
+    keys = sorted({edge.key for edge in edges})
     alone = [torch.zeros_like(call.value) for _ in keys]
     for key, value in zip(keys, alone, strict=True):
         value[:, :, key] = call.value[:, :, key]
-    output, weights = proceed(call.replace(value=torch.cat([call.value, *alone], -1)))
-    parts = output if output.ndim == 4 else output.unflatten(-1, (call.query.shape[1], -1))
-    whole, *given = parts.split(width, -1)
+    whole, *given = beside(call, proceed, alone)
     whole = whole.clone()
     for edge in edges:
         whole[:, edge.query, edge.head] -= given[keys.index(edge.key)][:, edge.query, edge.head]
-    return whole if output.ndim == 4 else whole.flatten(2), weights
+    return whole, None
 
 
 def _without_entries(entries: Entries, taken: Mapping[str, Sequence[Source]], call: Call, output: Tensor) -> Tensor:

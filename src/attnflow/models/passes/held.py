@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,12 @@ from torch.autograd.graph import get_gradient_edge
 from attnflow._core.errors import UnsupportedArchitecture
 from attnflow.models.anatomy.mixing import moves_between_positions
 from attnflow.models.anatomy.sites import Site, models_around, one_owner
+from attnflow.models.passes.beside import weighed
 from attnflow.models.passes.evaluation import REFUSALS, refusal, still
 from attnflow.models.passes.interception import (
     AttentionCall,
-    Interception,
     Output,
     Proceed,
-    in_force,
     intercept,
     readable_implementation,
 )
@@ -52,8 +51,6 @@ from attnflow.models.passes.watching import (
 )
 from attnflow.models.subject import Subject
 
-_CLOSE: Final = 1e-4  # of the largest output of an attention, for weights that a kernel returns beside it
-
 
 @dataclass(frozen=True, eq=False)
 class HeldAttention:
@@ -61,6 +58,8 @@ class HeldAttention:
 
     site: Site
     layer: int
+    kind: str  # "" for the answering stream's own, "encoder" for an encoder's, "cross" for that to an encoder
+    first_head: int  # number of its first head among those of the layer, which may attend more than once
     weights: Tensor
     values: Tensor
     output: Tensor  # of the graph, [1, queries, heads, value_dim]
@@ -196,18 +195,13 @@ class HeldPass:
             if gated:
                 sites = {s.name: s.module for s in self.sites.values()}
                 stack.enter_context(Watch(sites, self._enter_site, self._leave_site))
-            own = [readable_implementation(site.owner.config) for site in self.sites.values()]
-            try:
-                looking = self._intercepted("eager")
-            except UnsupportedArchitecture:  # a module without eager attention: its weights are read off identities
-                looking = self._intercepted(own[0])
+            around = models_around(list(self.sites.values()))
+            (implementation, *_) = [readable_implementation(site.owner.config) for site in self.sites.values()]
+            interceptors = dict.fromkeys(self.sites, self._attend)
+            looking = intercept(around, interceptors, role="look", implementation=implementation)
             stack.callback(looking.remove)
             stack.enter_context(Secants(self.secant))
             yield
-
-    def _intercepted(self, implementation: str) -> Interception:
-        around, interceptors = models_around(list(self.sites.values())), dict.fromkeys(self.sites, self._attend)
-        return intercept(around, interceptors, role="look", implementation=implementation)
 
     @contextmanager
     def _with_biases(self) -> Generator[None]:
@@ -338,54 +332,29 @@ class HeldPass:
             route = Route(value, [cut for _, cut in entered], inner, self._open[-1][0])
             self.routes.append(route)
             value = Routed.apply(self.switch, value, route, *[outer for outer, _ in entered])
-        width = value.shape[-1]
         with torch.no_grad():
             added = added_to(call)
-        once = bool(in_force(call.module, "bias"))  # such a call cannot be made twice: its weights come with its output
-        output, weights = proceed(call.replace(value=torch.cat([value, _identity(value)], -1) if once else value))
-        if output.ndim == 3:  # some kernels join the heads
-            output = output.unflatten(-1, (call.query.shape[1], -1))
-        if len(output) != 1:
-            kind = type(call.module).__name__
-            raise UnsupportedArchitecture(f"{kind} attends in {len(output)} sequences at once: expected one")
-        if once:
-            output, weights = output[..., :width], output[..., width:].transpose(1, 2)
-        values = value[0].repeat_interleave(call.query.shape[1] // value.shape[1], 0)
-        table = self._weights(call, proceed, output, weights, values.detach())
+        output, table = weighed(call.replace(value=value), proceed)
+        values = value[0].repeat_interleave(len(table) // value.shape[1], 0)
         output = Either.apply(self.switch, output, (table @ values).transpose(0, 1)[None])
         site, number = self.sites[call.module], self._open[-1][1]
-        self.attentions.append(HeldAttention(site, number, table, values.detach(), output, added))
-        return output, weights
+        same = (a for a in self.attentions if (a.layer, a.kind) == (number, self._kind(site)))
+        first = sum(len(attention.weights) for attention in same)
+        held = HeldAttention(site, number, self._kind(site), first, table, values.detach(), output, added)
+        self.attentions.append(held)
+        return output, None
 
-    def _weights(
-        self, call: AttentionCall, proceed: Proceed, output: Tensor, weights: Tensor | None, values: Tensor
-    ) -> Tensor:
-        """The weights [heads, queries, keys]: those that the kernel returns if they give its output, else measured.
-
-        Attention is linear in its values, so values that are the rows of an identity give the weights themselves.
-        """
-        wanted = output.detach()[0].transpose(0, 1)
-        if weights is not None and weights.shape[-3:] == (*wanted.shape[:2], values.shape[1]):
-            table = weights.detach().reshape(weights.shape[-3:])
-            if bool((table @ values - wanted).abs().amax() <= _CLOSE * wanted.abs().amax()):
-                return table
-        with torch.no_grad():
-            measured = proceed(call.replace(value=_identity(call.value)))[0]
-        measured = measured.unflatten(-1, (wanted.shape[0], -1)) if measured.ndim == 3 else measured
-        table = measured[0].transpose(0, 1)
-        if not bool((table @ values - wanted).abs().amax() <= _CLOSE * wanted.abs().amax()):
-            raise UnsupportedArchitecture(
-                f"{type(call.module).__name__} is not linear in its values, so that its weights are not known"
-            )
-        return table
+    def _kind(self, site: Site) -> str:
+        return "cross" if site.kind == "cross" else self.halves[site.layers]
 
 
 def _lists_of(subject: Subject) -> dict[str, str]:
     """The lists of layers between the inputs and the logits: those of the model that reads tokens, both halves."""
     sites = [site for site in subject.sites if site.kind == "self"]
-    reading = [s for s in sites if subject.embedding is not None and Subject(s.owner).embedding is subject.embedding]
-    sites = reading or sites  # beside the towers of images and sounds
-    own = one_owner([site for site in sites if site.part == "decoder"] or sites)
+    table = None if any(site.part == "decoder" for site in sites) else subject.embedding
+    reading = [site for site in sites if table is not None and Subject(site.owner).embedding is table]
+    # beside the towers of images and sounds
+    own = one_owner([site for site in sites if site.part == "decoder"] or reading or sites)
     lists = {site.layers: "" for site in subject.sites if site.owner is own[0].owner}
     if any(site.kind == "cross" for site in subject.sites):
         lists |= {site.layers: "encoder" for site in subject.sites if site.part == "encoder"}
@@ -393,8 +362,3 @@ def _lists_of(subject: Subject) -> dict[str, str]:
     if flat:
         raise UnsupportedArchitecture(f"the attention of {subject.kind} lies in no list of layers ({flat[0]})")
     return lists
-
-
-def _identity(value: Tensor) -> Tensor:
-    """Values [1, heads, keys, keys] that attention turns into its weights."""
-    return torch.eye(value.shape[2], dtype=value.dtype, device=value.device).expand(1, value.shape[1], -1, -1)
