@@ -28,7 +28,7 @@ ASKED = {
     "bias": "the identity at the start, then an effect; causality and caches as before; gone when removed",
     "geometry": "S and D of every layer",
     "attribution": "terms that add up to the scores of the last layer, its weights, nothing constant without biases",
-    "explain": "sources that add up to the value, and what taking out an edge does, by an attention function of our own",
+    "explain": "sources that add up to the value; taking out an edge does what an attention function of our own does",
     "from_ffn": "the same logits, every matrix in the base, the effect of an edit, the way back",
 }
 # The families of 2025-2026 that most people run, first.

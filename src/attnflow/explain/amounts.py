@@ -21,6 +21,29 @@ _PROMOTED: Final = 3  # tokens that are named for an entry
 _NAMED: Final = 40  # entries for which they are
 
 
+class Strongest:
+    """Finds the places of the largest values of many tables, each handed over once."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._floor = count, 0.0
+        self._best = torch.zeros(0)
+
+    def places(self, sizes: Tensor) -> Tensor:
+        """Places in the flattened table of values that may be among the largest of all; sizes are not negative."""
+        sizes = sizes.flatten()
+        if self._floor:
+            found = (sizes > self._floor).nonzero().flatten()
+        else:
+            found = sizes.topk(min(self._count, len(sizes))).indices
+        if len(found) > self._count:
+            found = found[sizes[found].topk(self._count).indices]
+        best = torch.cat([self._best.to(sizes), sizes[found]])
+        self._best = best.topk(min(self._count, len(best))).values
+        if len(self._best) == self._count:
+            self._floor = float(self._best[-1])
+        return found
+
+
 class Amounts:
     """The amounts of one value: `held` derivatives give what is carried, `real` ones the effects."""
 
@@ -80,58 +103,47 @@ class Amounts:
 
         return [table(a, g) for a, g in zip(self.held.attentions, derivatives.attentions, strict=True)]
 
-    def edges(self) -> tuple[list[Edge], Tensor, float]:
-        """The strongest edges, what each head of the answering stream carries, and the sum of all absolute amounts."""
-        found: list[Edge] = []
+    def edges(self, allowed: Sequence[Tensor]) -> tuple[list[Edge], tuple[Edge, ...], Tensor, float]:
+        """The strongest edges, those through forbidden pairs, what heads carry, and the sum of all absolute amounts.
+
+        `allowed` are the pairs of the declared order, of all layers or of each; none if it is not known.
+        """
+        found, leaks, moved = list[Edge](), list[Edge](), 0.0
         own = [a for a in self.held.attentions if not a.kind]
-        depth, count = (
-            1 + max((a.layer for a in own), default=-1),
-            max((a.first_head + len(a.weights) for a in own), default=0),
-        )
-        heads, moved = torch.zeros(depth, count), 0.0
+        depth = 1 + max((a.layer for a in own), default=-1)
+        heads = torch.zeros(depth, max((a.first_head + len(a.weights) for a in own), default=0))
+        most, telling = Strongest(_EDGES), Strongest(_EDGES // 3)
         pairs = zip(self.held.attentions, self._edges(self.carry), self._edges(self.effect), strict=True)
         for attention, carry, effect in pairs:
-            carried, effects, half = carry(), effect(), attention.kind
-            if half != "cross":  # what a token keeps for itself does not move
+            carried, effects = carry(), effect()
+            if attention.kind != "cross":  # what a token keeps for itself does not move
                 carried.diagonal(dim1=1, dim2=2).zero_()
                 effects.diagonal(dim1=1, dim2=2).zero_()
-            moved += float(carried.abs().sum())
-            if not half:
+            sizes = carried.abs()
+            moved += float(sizes.sum())
+            if not attention.kind:
                 heads[attention.layer, attention.first_head :][: len(carried)] += carried.sum((1, 2)).cpu()
-            flat = carried.flatten()
-            strongest = [
-                table.abs().flatten().topk(min(size, table.numel())).indices
-                for table, size in ((carried, _EDGES), (effects, _EDGES // 3))
-            ]
-            found += self._found(attention, half, flat, effects, torch.cat(strongest).unique())
-        by_carried = sorted(found, key=lambda edge: -abs(edge.carried))[:_EDGES]
+            places = torch.cat([most.places(sizes), telling.places(effects.abs())]).unique()
+            if not attention.kind and allowed:
+                allow = allowed[min(attention.layer, len(allowed) - 1)].to(sizes.device)
+                wrong = (sizes.ne(0) & ~allow).flatten().nonzero().flatten()
+                leaks += self._found(attention, carried, effects, wrong)
+            found += self._found(attention, carried, effects, places)
+        by_carried = sorted(found, key=lambda edge: -abs(edge.carried))
         by_effect = sorted(found, key=lambda edge: -abs(edge.effect))[: _EDGES // 3]
-        kept = {id(edge): edge for edge in (*by_carried, *by_effect)}
-        return sorted(kept.values(), key=lambda edge: -abs(edge.carried)), heads, moved
+        kept = {id(edge): edge for edge in (*by_carried[:_EDGES], *by_effect)}
+        listed = sorted(kept.values(), key=lambda edge: -abs(edge.carried))
+        return listed, tuple(sorted(leaks, key=lambda edge: -abs(edge.carried))[:_EDGES]), heads, moved
 
-    def _found(
-        self, attention: HeldAttention, half: str, carried: Tensor, effects: Tensor, places: Tensor
-    ) -> Iterator[Edge]:
+    def _found(self, attention: HeldAttention, carried: Tensor, effects: Tensor, places: Tensor) -> Iterator[Edge]:
         added = attention.added
         heads, queries, keys = (axis.tolist() for axis in torch.unravel_index(places, effects.shape))
         columns = (table.flatten()[places].tolist() for table in (carried, effects, attention.weights))
         for head, query, key, amount, effect, weight in zip(heads, queries, keys, *columns, strict=True):
             if amount or effect:
                 bias = None if added is None else float(added[0, head % added.shape[1], query % added.shape[2], key])
-                yield Edge(
-                    attention.layer, attention.first_head + head, query, key, half, weight, amount, effect, bias=bias
-                )
-
-    def forbidden(self, allowed: Sequence[Tensor]) -> tuple[Edge, ...]:
-        """Edges of the answering stream that carry something through pairs which the order of their layer forbids."""
-        edges: list[Edge] = []
-        for attention, carry in zip(self.held.attentions, self._edges(self.carry), strict=True):
-            if not attention.kind:
-                allow = allowed[min(attention.layer, len(allowed) - 1)].to(attention.weights.device)
-                carried = carry()
-                places = (carried.ne(0) & ~allow).flatten().nonzero().flatten()
-                edges += self._found(attention, "", carried.flatten(), torch.zeros_like(carried), places)
-        return tuple(sorted(edges, key=lambda edge: -abs(edge.carried))[:_EDGES])
+                place = (attention.layer, attention.first_head + head, query, key, attention.kind)
+                yield Edge(*place, weight, amount, effect, bias=bias)
 
     # -------- sources
 
@@ -192,21 +204,20 @@ class Amounts:
         tables: list[tuple[Any, ...]] = []
         rest: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
         sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        size = 0.0
+        size, most, telling = 0.0, Strongest(_ENTRIES), Strongest(_ENTRIES)
         real = {id(w): g for w, g in zip(self.held.written, self.effect.written, strict=True)}
         for writer, written, chunk, grad in self._chunks(entries):
             towards = real[id(written)].flatten(0, -2)[chunk.rows]
             carried = chunk.weights * (grad @ chunk.values.T)
             effects = chunk.weights * (towards @ chunk.values.T)
-            size += float(carried.abs().sum())
-            half = self.held.halves[written.prefix]
+            sizes, half = carried.abs(), self.held.halves[written.prefix]
+            size += float(sizes.sum())
             for place, table in enumerate((carried, effects)):
                 total = float(table.sum())
                 sums[id(written)][place] += total
                 rest[half, written.layer][place] += total
             if carried.numel():
-                best = [t.abs().flatten().topk(min(_ENTRIES, t.numel())).indices for t in (effects, carried)]
-                places = torch.cat(best).unique()
+                places = torch.cat([telling.places(effects.abs()), most.places(sizes)]).unique()
                 row, column = torch.unravel_index(places, carried.shape)
                 numbers = (carried.flatten()[places], effects.flatten()[places], chunk.weights.flatten()[places])
                 tables.append((writer, written, chunk, row, column, *numbers))
@@ -238,8 +249,8 @@ class Amounts:
         logits = table.detach().to(value) @ (gain.flatten().to(value) * value)
         return tuple(self.held.subject.texts(logits.topk(_PROMOTED).indices.tolist()))
 
-    def explanation(self, entries: Entries, **about: Any) -> Explanation:
-        edges, heads, moved = self.edges()
+    def explanation(self, entries: Entries, allowed: Sequence[Tensor] = (), **about: Any) -> Explanation:
+        edges, leaks, heads, moved = self.edges(allowed)
         sources, written = self.sources(entries)
         own = [(a.hidden, g) for a, g in zip(self.held.arrivals, self.carry.arrivals, strict=True)
                if not self.held.halves[a.prefix]]  # fmt: skip
@@ -247,7 +258,7 @@ class Amounts:
         arrived = [_by_token(x.detach() * g) for x, g in (*own, *ends)]
         length = len(arrived[0])
         return Explanation(
-            value=self.value, sources=tuple(self._named(sources, about)), edges=tuple(edges), heads=heads,
+            value=self.value, sources=tuple(self._named(sources, about)), edges=tuple(edges), leaks=leaks, heads=heads,
             arrived=torch.stack([row for row in arrived if len(row) == length]).cpu(), moved=moved, written=written,
             error=self.error, **about,
         )  # fmt: skip

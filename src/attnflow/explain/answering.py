@@ -159,7 +159,7 @@ class AnswerReading(Handle):
             answer_id=chosen,
             against=tuple(map(names, others)),
             probability=float(row.softmax(0)[chosen]),
-            **self._order(amounts, at),
+            **self._order(amounts.held, at),
         )
         self._last = explained
         self._value = value
@@ -244,7 +244,6 @@ class AnswerReading(Handle):
             against=(),
             probability=float("nan"),
             reach=(),
-            leaks=(),
         )
 
     def graph(self, nodes: int = 40) -> SourceGraph:
@@ -350,9 +349,8 @@ class AnswerReading(Handle):
         virtual = [f"virtual {number}" for number in range(count - ids.shape[-1])]  # tokens of a prompt
         return (*virtual, *self._subject.texts_in_sequence(ids[0].tolist()))
 
-    def _order(self, amounts: Amounts, at: int | None) -> dict[str, Any]:
+    def _order(self, held: HeldPass, at: int | None) -> dict[str, Any]:
         """Which tokens the declared order lets reach the answer, and edges that it forbids."""
-        held = amounts.held
         if self._reach is None:
             try:
                 flow = declared_order(self._subject.inside.model, self._inputs)
@@ -364,11 +362,11 @@ class AnswerReading(Handle):
                 self._reach = tuple(mask.dense() for mask in flow.masks) if whole else ()
                 self._flow = flow
         if not self._reach:
-            return {"reach": (), "leaks": ()}
+            return {"reach": ()}
         layers = 1 + max(a.layer for a in held.attentions)
         query = self._flow.size - 1 if at is None else at
         reach = tuple(int(steps) for steps in self._flow.arrivals(query, layers))
-        return {"reach": reach, "leaks": amounts.forbidden(self._reach)}
+        return {"reach": reach, "allowed": self._reach}
 
     def _with_removals(self, explained: Explanation, count: int, progress: Progress | None) -> Explanation:
         edges, entries = explained.edges[:count], explained.entries[:count]
