@@ -33,6 +33,7 @@ class Limits:
         first_message: seconds until a page must have shown the token.
         idle: seconds without a message from any page, after which the server ends.
         memory: bytes of address space of a page's process.
+        kept: seconds that the processes of a page outlive it, so that it can be loaded again.
         queued: number of messages of a page that may wait, for masks and for the model separately.
     """
 
@@ -47,6 +48,7 @@ class Limits:
     first_message: float = 5.0
     idle: float = 1800.0
     memory: int = 8 << 30
+    kept: float = 60.0
     queued: int = 64
 
 
@@ -58,6 +60,7 @@ class Worker:
         self._limits, self._command = limits, command
         self._process: asyncio.subprocess.Process | None = None
         self._is_ready = False
+        self.lock = asyncio.Lock()  # of who asks
 
     async def start(self) -> None:
         """Starts the process unless it runs already, without waiting until it is ready."""
