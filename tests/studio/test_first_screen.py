@@ -3,7 +3,7 @@
 import pytest
 
 from attnflow.report.live.design import WELCOME
-from tests.studio.browser import legible, opened, settled
+from tests.studio.browser import cell, legible, opened, settled
 from tests.studio.test_prompt_screen import saved
 
 pytestmark = pytest.mark.slow
@@ -48,6 +48,16 @@ def test_a_box_of_the_diagram_is_clicked_and_holds_its_row(first):
     assert "held" in first.locator("#readout").text_content()
     box.click()
     assert "held" not in first.locator("#readout").text_content()
+
+
+def test_the_cell_of_a_leak_is_clicked_and_draws_its_path(first):
+    leak = first.locator("#answer .leaks button")
+    leak.click()
+    assert leak.get_attribute("aria-pressed") == "false"
+    first.mouse.click(*cell(first, 5, 6))
+    settled(first)
+    assert leak.get_attribute("aria-pressed") == "true"
+    assert first.locator(".node.leak").count() == 2
 
 
 def test_the_picture_the_diagram_and_the_whole_are_saved(first):
